@@ -1,0 +1,41 @@
+# `make train` and `make test` work on a fresh machine: Python >= 3.11 with venv, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
+	$(BIN)/pip install --quiet -r requirements-dev.txt
+	@touch $@
+
+train: $(VENV)/.installed  ## train the default model on the built-in corpus; ARGS="--train.steps 500" adds flags
+	$(BIN)/accelerate launch scripts/train_gpt2.py $(ARGS)
+
+test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minutes on 2 cores)
+	$(BIN)/pytest $(ARGS)
+
+test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 15 minutes more)
+	$(BIN)/pytest -m slow $(ARGS)
+
+check: $(VENV)/.installed-dev  ## formatting, lint and types; edits nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment and caches; data/ and runs/ stay
+	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help train test test-slow check format clean

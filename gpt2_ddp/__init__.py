@@ -1,0 +1,1 @@
+"""GPT-2 pretraining on HuggingFace Accelerate. Importing the package imports nothing heavy."""

@@ -1,0 +1,197 @@
+"""Command lines: defaults < YAML files, left to right < dotted flags. pydantic validates, argparse writes `--help`."""
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from gpt2_ddp.config import Command
+from gpt2_ddp.errors import UserError
+
+C = TypeVar("C", bound=Command)
+
+
+def run_command(command: type[C], main: Callable[[C], int | None], default: str | None = None) -> NoReturn:
+    """The body of every script: read `sys.argv`, call `main`, exit with its code, or with 2 on a user's mistake.
+
+    Args:
+        command: the class of the script's configuration.
+        main: imports what it needs inside, so that `--help` stays fast; returns an exit code, None for 0.
+        default: YAML file, relative to the project's folder, that stands in when no `--config` is given.
+    """
+    try:
+        code = main(load(command, sys.argv[1:], default))
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            for mistake in error.mistakes:
+                print("error: " + " ".join(mistake.split()), file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C:
+    """Builds and validates a configuration from command-line arguments.
+
+    Raises:
+        UserError: with every mistake found, each naming the field, its value and the cure.
+        SystemExit: after `--help` or `--print_config`.
+    """
+    parser = _parser(command, default)
+    arguments, unknown = parser.parse_known_args(argv)
+    flags = {name: value for name, value in vars(arguments).items() if name not in ("config", "print_config")}
+    known = dict(_leaves(command))
+    mistakes = [_unknown_word(word, list(known)) for word in _without_values(unknown)]
+
+    values: dict[str, Any] = {}
+    files = arguments.config or ([str(Path(__file__).parents[1] / default)] if default else [])
+    for file in files:
+        _merge(values, _read_yaml(file))
+    for name, text in flags.items():
+        _set(values, name.split("."), _flag_value(known[name], text))
+    config = None
+    try:
+        config = command.model_validate(values)
+    except ValidationError as error:
+        mistakes += [_mistake(command, details) for details in error.errors()]
+    except UserError as error:
+        mistakes += error.mistakes
+    if mistakes or config is None:
+        raise UserError.join(mistakes)
+    if arguments.print_config:
+        print(dump(config), end="")
+        sys.exit(0)
+    return config
+
+
+def dump(config: Command) -> str:
+    """The configuration as YAML that `--config` takes back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists every flag")
+
+
+def _parser(command: type[Command], default: str | None) -> _Parser:
+    parser = _Parser(description=command.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    files = f"YAML file; repeatable, later files win (default: {default})" if default else "YAML file; repeatable"
+    parser.add_argument("--config", action="append", metavar="FILE", default=None, help=files)
+    parser.add_argument("--print_config", action="store_true", default=False, help="print the configuration and exit")
+    groups: dict[str, Any] = {"": parser}
+    for name, field in _leaves(command):
+        section = name.rpartition(".")[0]
+        if section not in groups:
+            model = command.model_fields[section].annotation
+            groups[section] = parser.add_argument_group(f"{section}: {model.__doc__}")
+        options: dict[str, Any] = {"metavar": _metavar(field), "dest": name}
+        if field.annotation is bool:
+            options |= {"nargs": "?", "const": "true"}
+        elif get_origin(field.annotation) is tuple:
+            options |= {"nargs": "+"}
+        shown = "null" if field.default is None else field.default
+        shown = " ".join(map(str, shown)) if isinstance(shown, tuple) else shown
+        text = f"{' '.join((field.description or '').split())} (default: {shown})"
+        groups[section].add_argument(f"--{name}", help=text.replace("%", "%%"), **options)
+    return parser
+
+
+def _leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, FieldInfo]]:
+    """Every setting below `model` with its dotted name."""
+    found = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append((prefix + name, field))
+    return found
+
+
+def _metavar(field: FieldInfo) -> str:
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind not in (type(None), Ellipsis)]
+    if all(isinstance(kind, str) for kind in kinds):  # a Literal's choices
+        return "{" + ",".join(map(str, kinds)) + "}"
+    return getattr(kinds[0], "__name__", "VALUE").upper().replace("STR", "TEXT")
+
+
+def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
+    if isinstance(text, list):
+        items = text[0].strip("[]").split(",") if len(text) == 1 and get_args(field.annotation)[0] is not str else text
+        return [item.strip() for item in items] if items is not text else text
+    if text.lower() in ("null", "none") and type(None) in get_args(field.annotation):
+        return None
+    return text
+
+
+def _read_yaml(file: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError("--config", file, f"cannot be read ({error.strerror}); name an existing YAML file") from error
+    except UnicodeDecodeError as error:
+        raise UserError("--config", file, "is not a text file; name a YAML file") from error
+    except yaml.YAMLError as error:
+        raise UserError("--config", file, f"is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise UserError("--config", file, "should hold sections and keys, like `train: {steps: 100}`")
+    return values
+
+
+def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        elif value is not None or not isinstance(into.get(key), dict):
+            into[key] = value
+
+
+def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
+    for section in path[:-1]:
+        if not isinstance(values.get(section), dict):
+            values[section] = {}
+        values = values[section]
+    values[path[-1]] = value
+
+
+def _without_values(words: list[str]) -> list[str]:
+    """Drops the words that follow an unknown flag: they are its values."""
+    return [word for before, word in zip(["", *words], words, strict=False) if word[:1] == "-" or before[:1] != "-"]
+
+
+def _unknown_word(word: str, known: list[str]) -> str:
+    if word[:1] != "-":
+        return f"command line = {word}: a value without a flag; write --FIELD {word}"
+    name = word.split("=")[0].lstrip("-")
+    return f"{word}: there is no such flag{_nearest(name, [*known, 'config', 'print_config'], '--')}"
+
+
+def _nearest(name: str, known: list[str], prefix: str = "") -> str:
+    tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.6)]
+    return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all"
+
+
+def _mistake(command: type[Command], details: Any) -> str:
+    """Words one of pydantic's errors as `field = value: what is wrong; cure`."""
+    names = [part for part in details["loc"] if isinstance(part, str)]
+    name = ".".join(names)
+    known = dict(_leaves(command))
+    if details["type"] == "extra_forbidden":
+        sections = [name for name, field in command.model_fields.items() if name not in known]
+        return f"{name} = {details['input']}: there is no such key{_nearest(name, [*known, *sections])}"
+    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if details["type"] == "model_type":
+        return f"{name} = {details['input']}: should be a section of keys, like `{name}: {{key: value}}`"
+    field = known.get(name)
+    default = f"; the default is {field.default}" if field is not None and field.default is not None else ""
+    return f"{name} = {details['input']}: {message}{default}"

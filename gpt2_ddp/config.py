@@ -1,0 +1,304 @@
+"""What can be configured: frozen, typed sections. Keys of YAML files, flags, `--help` and the snapshot in a run folder
+all come from here (`cli.py` reads them). No torch: `--help` answers at once."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from gpt2_ddp.errors import UserError
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys, NaN and booleans in place of numbers are mistakes."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_booleans_as_numbers(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation in (int, float, int | None, float | None):
+            raise ValueError("should be a number, not true or false")
+        return value
+
+
+class Command(Section):
+    """The whole configuration of one script."""
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        """Mistakes that concern several fields at once, as (field, value, cure)."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _report_mistakes(self) -> "Command":
+        found = [UserError(*mistake).mistakes[0] for mistake in self.mistakes()]
+        if found:
+            raise UserError.join(found)
+        return self
+
+
+class DataConfig(Section):
+    """The tokens to train on"""
+
+    path: str = "data/stdlib"
+    """folder of token shards with a manifest.json, as prepare_data.py writes it"""
+    prepare: str | None = None
+    """recipe (a config of prepare_data.py) that fills `path` first when it holds no shards yet"""
+    verify_hashes: bool = True
+    """check every shard's SHA-256 before the first step (about a second per GB, shared among a node's processes)"""
+    workers: int = Field(default=0, ge=0, le=64)
+    """loader processes per rank; 0 reads in the training process, which costs about 0.1 ms a batch"""
+
+
+class ModelConfig(Section):
+    """The GPT; the defaults are GPT-2 (124M)"""
+
+    n_layer: int = Field(default=12, ge=1)
+    """number of transformer blocks"""
+    n_head: int = Field(default=12, ge=1)
+    """attention heads per block"""
+    n_embd: int = Field(default=768, ge=1)
+    """width of the residual stream; a multiple of n_head"""
+    block_size: int = Field(default=1024, ge=1)
+    """context length T in tokens: the longest sequence the model sees, and the length of a training window"""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """dropout probability in embeddings, attention and residual branches"""
+    bias: bool = True
+    """biases in linear layers and LayerNorms, as GPT-2 has them"""
+
+
+class OptimConfig(Section):
+    """The optimizer and its schedule"""
+
+    name: Literal["adamw"] = "adamw"
+    """optimizer: AdamW, fused"""
+    lr: float = Field(default=6e-4, gt=0)
+    """peak learning rate"""
+    min_lr: float = Field(default=6e-5, ge=0)
+    """learning rate at the end of the decay and after it"""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """after the warm-up: cosine decay, warmup-stable-decay, or constant"""
+    warmup_steps: int = Field(default=700, ge=0)
+    """steps of linear warm-up to lr"""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """step at which the decay reaches min_lr; null: the number of steps the run was first started with"""
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """wsd: the last part of decay_steps in which the rate falls linearly"""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """decoupled weight decay of matrices and embeddings; biases and LayerNorms have none"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's decay rates of the first and second moment"""
+    eps: float = Field(default=1e-8, gt=0)
+    """Adam's epsilon"""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """largest global gradient norm; 0 turns clipping off"""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("both should be at least 0 and less than 1")
+        return betas
+
+
+class TrainConfig(Section):
+    """The training loop"""
+
+    steps: int | None = Field(default=None, ge=1)
+    """optimizer steps of the whole run"""
+    epochs: float | None = Field(default=None, gt=0)
+    """passes over the training split; takes the place of steps when set"""
+    global_batch_tokens: int = Field(default=524_288, ge=1)
+    """tokens per optimizer step over all processes; a multiple of block_size times the number of processes"""
+    micro_batch_size: int = Field(default=16, ge=1)
+    """windows per forward pass and process, at most: the largest divisor of the rank's share is taken"""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """autocast; auto follows `accelerate config`"""
+    compile: bool = False
+    """torch.compile the model"""
+    activation_checkpointing: bool = False
+    """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda, then mps, then cpu"""
+    deterministic: bool = False
+    """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """stop with a checkpoint after this many minutes; the same command goes on"""
+    init_from: str | None = None
+    """run folder or checkpoint whose weights start a new run"""
+    profile_steps: int = Field(default=0, ge=0)
+    """record a torch profiler trace of this many steps, after three warm-up steps, into the run folder"""
+
+
+class EvalConfig(Section):
+    """Validation during training"""
+
+    every: int = Field(default=250, ge=1)
+    """steps between evaluations; the first and the last step are always evaluated"""
+    tokens: int | None = Field(default=None, ge=1)
+    """validation tokens per evaluation, evenly spread over the split; null: all of them"""
+    batch_size: int = Field(default=16, ge=1)
+    """windows per forward pass and process"""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints"""
+
+    every: int = Field(default=1000, ge=1)
+    """steps between checkpoints; a stop and the last step always save one"""
+    keep_last: int = Field(default=3, ge=1)
+    """newest verified checkpoints to keep, besides the one with the lowest validation loss"""
+
+
+class TrackingConfig(Section):
+    """Metrics"""
+
+    log_every: int = Field(default=10, ge=1)
+    """steps between rows of metrics.jsonl"""
+    log_with: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
+    """a tracker besides metrics.jsonl; wandb logs offline when nobody is logged in"""
+    project: str = "gpt2_ddp"
+    """project name in the tracker"""
+    sample_every: int = Field(default=0, ge=0)
+    """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
+    sample_prompt: str = ""
+    """what samples begin with; empty: the start of a document"""
+
+
+class TrainingConfig(Command):
+    """train_gpt2.py: pretrain a GPT on token shards"""
+
+    output_dir: str = "runs"
+    """folder of run folders"""
+    run_name: str = Field(default="gpt2", min_length=1, pattern=r"^[\w.-]+$")
+    """the run's folder is output_dir/run_name; the same command given twice goes on with it"""
+    seed: int = Field(default=1337, ge=0, lt=2**63)
+    """fixes initial weights, data order and dropout"""
+    fresh: bool = Field(default=False, exclude=True)
+    """start over; the run folder must be empty or absent, since nothing is overwritten"""
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    @property
+    def global_batch_windows(self) -> int:
+        """G: windows of block_size tokens per optimizer step, over all processes."""
+        return self.train.global_batch_tokens // self.model.block_size
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        model, optim, train = self.model, self.optim, self.train
+        if model.n_embd % model.n_head:
+            lower = max(model.n_embd // model.n_head, 1) * model.n_head
+            yield "model.n_embd", model.n_embd, f"should be a multiple of model.n_head ({model.n_head}), like {lower}"
+        if train.global_batch_tokens % model.block_size:
+            near = max(round(train.global_batch_tokens / model.block_size), 1) * model.block_size
+            cure = f"should be a multiple of model.block_size ({model.block_size}), like {near}"
+            yield "train.global_batch_tokens", train.global_batch_tokens, cure
+        if train.steps is None and train.epochs is None:
+            yield "train.steps", None, "set train.steps or train.epochs"
+        if optim.min_lr > optim.lr:
+            yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
+        end = optim.decay_steps
+        if end is not None and optim.warmup_steps >= end:
+            cure = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
+            yield "optim.warmup_steps", optim.warmup_steps, cure
+
+
+class PrepareConfig(Command):
+    """prepare_data.py: text to token shards"""
+
+    source: str = "stdlib"
+    """`stdlib` (the source of Python's own standard library), local text, jsonl or parquet files (a file, a folder
+    or a glob), `hub:OWNER/NAME` for a dataset on the Hub, or `bin:GLOB` to index existing llm.c shards in place"""
+    output: str = "data/stdlib"
+    """folder for the shards and their manifest.json"""
+    tokenizer: str = "bpe"
+    """a tiktoken encoding by name (gpt2, r50k_base, cl100k_base, ...), a tokenizer.json, or `bpe` to train a
+    byte-level BPE on the source"""
+    vocab_size: int = Field(default=8192, ge=257, le=2**31 - 1)
+    """size of the BPE to train, end-of-text token included"""
+    workers: int = Field(default=0, ge=0)
+    """encoding processes; 0: one per core"""
+    val_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """share of the documents that go to the validation split, chosen by the hash of their text"""
+    shard_tokens: int = Field(default=100_000_000, ge=1024)
+    """tokens per shard, at most"""
+    column: str = "text"
+    """column that holds the text, in jsonl, parquet and Hub sources"""
+    split: str = "train"
+    """Hub: the dataset's split"""
+    subset: str | None = None
+    """Hub: the dataset's configuration, such as sample-10BT"""
+    revision: str | None = None
+    """Hub: branch, tag or commit"""
+    documents: Literal["file", "line", "paragraph"] = "file"
+    """text files: one document per file, per line, or per paragraph (blank lines between)"""
+    max_documents: int | None = Field(default=None, ge=1)
+    """stop after this many documents"""
+
+
+class EvaluateConfig(Command):
+    """evaluate.py: loss, perplexity and bits per byte of a checkpoint"""
+
+    checkpoint: str = "runs/stdlib"
+    """a run folder (its newest intact checkpoint) or one checkpoint"""
+    data: str | None = None
+    """folder of token shards; null: the one the run was trained on"""
+    split: str = "val"
+    """split to score: every one of its tokens but the first, once"""
+    tokens: int | None = Field(default=None, ge=1)
+    """score this many tokens, evenly spread; null: all"""
+    batch_size: int = Field(default=16, ge=1)
+    """windows per forward pass and process"""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """autocast; auto follows `accelerate config`"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to run; auto: cuda, then mps, then cpu"""
+
+
+class GenerateConfig(Command):
+    """generate.py: text from a checkpoint"""
+
+    checkpoint: str = "runs/stdlib"
+    """a run folder (its newest intact checkpoint) or one checkpoint"""
+    prompts: tuple[str, ...] = ("",)
+    """what to continue, one or several; empty: the start of a document"""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """tokens to add to each prompt, at most; generation also ends at the end-of-text token"""
+    temperature: float = Field(default=0.8, ge=0)
+    """divides the logits; 0: always the likeliest token"""
+    top_k: int | None = Field(default=50, ge=1)
+    """sample among the k likeliest tokens; null: all"""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """sample among the likeliest tokens that hold this share of the probability"""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """fixes the samples"""
+    num_samples: int = Field(default=1, ge=1)
+    """continuations per prompt"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to run; auto: cuda, then mps, then cpu"""
+
+
+class ReportConfig(Command):
+    """report.py: report.html and PNG of one or several runs, overlaid"""
+
+    runs: tuple[str, ...] = ("runs/stdlib",)
+    """run folders"""
+    output: str | None = None
+    """folder for report.html and report.png; null: the first run's folder"""
+
+
+class VerifyConfig(Command):
+    """verify_run.py: recompute a run's order digests and check its checkpoints' hashes"""
+
+    run: str = "runs/stdlib"
+    """run folder"""
+    data: str | None = None
+    """folder of token shards; null: the one the run was trained on"""

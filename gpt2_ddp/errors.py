@@ -1,0 +1,26 @@
+"""The user's mistakes. Everything else that goes wrong is ours and crashes with its traceback."""
+
+
+class UserError(Exception):
+    """One or several mistakes in the user's input; a command prints each on an `error:` line and exits with 2.
+
+    Args:
+        field: what is wrong, as the user wrote it (`optim.lr`, a file, a folder).
+        value: the value it had.
+        cure: what is wrong with it and what to do.
+    """
+
+    def __init__(self, field: str, value: object, cure: str):
+        self.mistakes = [f"{field} = {value}: {cure}"]
+        super().__init__(self.mistakes[0])
+
+    @classmethod
+    def join(cls, mistakes: list[str]) -> "UserError":
+        """One error that reports all of `mistakes`, already worded."""
+        error = cls.__new__(cls)
+        Exception.__init__(error, "\n".join(mistakes))
+        error.mistakes = mistakes
+        return error
+
+    def __reduce__(self):  # ranks send their mistakes to each other
+        return UserError.join, (self.mistakes,)

@@ -1,0 +1,163 @@
+"""GPT-2 (Radford et al., 2019): pre-LayerNorm blocks, learned positions, tanh-GELU, a head tied to the embedding.
+
+Parameters carry the names of OpenAI's and HuggingFace's GPT-2 (`h.0.attn.c_attn.weight`), as plain linear layers.
+Shapes: B sequences, T tokens, C = n_embd, H = n_head, Q = C // H, V = padded vocabulary.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gpt2_ddp.config import ModelConfig
+
+VOCAB_MULTIPLE = 128
+"""The embedding's rows are padded to a multiple of this, which keeps the head's matrix multiplication on fast paths."""
+
+
+class KVCache:
+    """Keys and values of the positions decoded so far, for every layer: [n_layer, B, H, block_size, Q] each."""
+
+    def __init__(self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.n_layer, batch_size, config.n_head, config.block_size, config.n_embd // config.n_head)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.length = 0
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds [B, H, t, Q] after the first `length` positions; returns all [B, H, length + t, Q] of the layer."""
+        end = self.length + key.size(2)
+        self.keys[layer, :, :, self.length : end] = key
+        self.values[layer, :, :, self.length : end] = value
+        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.n_head = config.n_head
+        self.dropout = config.dropout
+        self.layer = layer
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """x: [B, T, C] -> [B, T, C]. With a cache, `mask` [B or 1, 1, T, S] says which of its S keys a query sees."""
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x [B, T, C]
+        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))  # [B, H, T, Q]
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)  # [B, H, S, Q]
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=cache is None)
+        y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Two linear layers with a tanh-GELU between."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dropout = config.dropout
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, C] -> [B, T, C]."""
+        x = F.gelu(self.c_fc(x), approximate="tanh")  # [B, T, 4C]
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+        """x: [B, T, C] -> [B, T, C]."""
+        x = x + self.attn(self.ln_1(x), cache, mask)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """The language model.
+
+    Args:
+        config: its shape.
+        vocab_size: tokens the data can hold; ids of the padding rows above it are never predicted.
+    """
+
+    padding_mask: Tensor | None
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.activation_checkpointing = False
+        padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.wte = nn.Embedding(padded, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        # Added as the head's bias, inside its matrix multiplication: the padding gets probability 0 at no extra pass.
+        mask = torch.zeros(padded).index_fill_(0, torch.arange(vocab_size, padded), -math.inf)
+        self.register_buffer("padding_mask", mask if padded > vocab_size else None, persistent=False)
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("c_proj.weight"):  # the residual stream sums 2 * n_layer of these (GPT-2, section 2.3)
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer))
+
+    @staticmethod
+    def _init_weights(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """Next-token loss, or logits.
+
+        Args:
+            tokens: int64 [B, T], T <= block_size.
+            targets: int64 [B, T]; -100 is not scored. The logits then never leave the model.
+            reduction: `mean` (over scored targets), `sum` or `none`, as in `F.cross_entropy`.
+
+        Returns:
+            With targets, the cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Without, the
+            logits [B, T, vocab_size].
+        """
+        x = self.wte(tokens) + self.wpe.weight[: tokens.size(1)]  # [B, T, C]
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.h:
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        logits = self.head(x)  # [B, T, V]
+        if targets is None:
+            return logits[..., : self.vocab_size]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return loss.view_as(targets) if reduction == "none" else loss
+
+    def head(self, x: Tensor) -> Tensor:
+        """Final LayerNorm and the tied head: [..., C] -> logits [..., V], -inf in the padding."""
+        return F.linear(self.ln_f(x), self.wte.weight, self.padding_mask)
+
+    def num_parameters(self) -> int:
+        """Parameters without the position embeddings (nanoGPT's count): 123.7M for GPT-2 (124M), padding included."""
+        return sum(parameter.numel() for parameter in self.parameters()) - self.wpe.weight.numel()
+
+    def flops_per_token(self) -> int:
+        """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B; nanoGPT's N)."""
+        config = self.config
+        return 6 * self.num_parameters() + 12 * config.n_layer * config.n_embd * config.block_size

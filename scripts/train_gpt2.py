@@ -1,0 +1,21 @@
+"""Pretrain a GPT-2.
+
+    accelerate launch scripts/train_gpt2.py                                       # the built-in corpus, on this machine
+    accelerate launch scripts/train_gpt2.py --config configs/gpt2_124m.yaml       # GPT-2 (124M) on your GPUs
+    torchrun --nproc_per_node 8 scripts/train_gpt2.py --config configs/gpt2_124m.yaml --train.compile
+
+The same command given again goes on where the run stopped.
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import TrainingConfig
+
+
+def main(config: TrainingConfig) -> int:
+    from gpt2_ddp.train import train
+
+    return train(config)
+
+
+if __name__ == "__main__":
+    run_command(TrainingConfig, main, default="configs/gpt2_stdlib.yaml")
