@@ -17,6 +17,8 @@ from gpt2_ddp.errors import UserError
 
 C = TypeVar("C", bound=Command)
 
+PROJECT = Path(__file__).parents[1]
+
 
 def run_command(command: type[C], main: Callable[[C], int | None], default: str | None = None) -> NoReturn:
     """The body of every script: read `sys.argv`, call `main`, exit with its code, or with 2 on a user's mistake.
@@ -29,11 +31,16 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: str 
     try:
         code = main(load(command, sys.argv[1:], default))
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if is_main_process():
             for mistake in error.mistakes:
                 print("error: " + " ".join(mistake.split()), file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0, or the only process; known before torch is imported."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C:
@@ -50,7 +57,7 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
     mistakes = [_unknown_word(word, list(known)) for word in _without_values(unknown)]
 
     values: dict[str, Any] = {}
-    files = arguments.config or ([str(Path(__file__).parents[1] / default)] if default else [])
+    files = arguments.config or ([default] if default else [])
     for file in files:
         _merge(values, _read_yaml(file))
     for name, text in flags.items():
@@ -131,8 +138,11 @@ def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
 
 
 def _read_yaml(file: str) -> dict[str, Any]:
+    path = Path(file)
+    if not path.exists() and (PROJECT / file).exists():  # `configs/...` from any folder
+        path = PROJECT / file
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError("--config", file, f"cannot be read ({error.strerror}); name an existing YAML file") from error
     except UnicodeDecodeError as error:
@@ -156,9 +166,11 @@ def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
 
 def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
     for section in path[:-1]:
-        if not isinstance(values.get(section), dict):
+        if values.get(section) is None:
             values[section] = {}
         values = values[section]
+        if not isinstance(values, dict):
+            return  # a file gave a single value for the section: validation says so
     values[path[-1]] = value
 
 
@@ -176,8 +188,9 @@ def _unknown_word(word: str, known: list[str]) -> str:
 
 def _nearest(name: str, known: list[str], prefix: str = "") -> str:
     tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    near = near or [tails[tail] for tail in difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.6)]
+    tail = name.rpartition(".")[2]
+    near = [tails[tail]] if tail in tails else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = near or [tails[tail] for tail in difflib.get_close_matches(tail, tails, n=1, cutoff=0.6)]
     return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all"
 
 

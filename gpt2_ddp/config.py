@@ -173,7 +173,7 @@ class TrainingConfig(Command):
 
     output_dir: str = "runs"
     """folder of run folders"""
-    run_name: str = Field(default="gpt2", min_length=1, pattern=r"^[\w.-]+$")
+    run_name: str = Field(default="gpt2", min_length=1, pattern=r"^\w[\w.-]*$")
     """the run's folder is output_dir/run_name; the same command given twice goes on with it"""
     seed: int = Field(default=1337, ge=0, lt=2**63)
     """fixes initial weights, data order and dropout"""

@@ -7,14 +7,22 @@
 The same command given again goes on where the run stopped.
 """
 
-from gpt2_ddp.cli import run_command
+from pathlib import Path
+
+from gpt2_ddp.cli import is_main_process, run_command
 from gpt2_ddp.config import TrainingConfig
 
 
 def main(config: TrainingConfig) -> int:
+    from gpt2_ddp.launch import exit_code
+    from gpt2_ddp.report import write_report
     from gpt2_ddp.train import train
 
-    return train(config)
+    outcome = train(config)
+    if outcome == "completed" and is_main_process():
+        run = Path(config.output_dir) / config.run_name
+        print(f"report: {write_report([run], run)}")
+    return exit_code(outcome)
 
 
 if __name__ == "__main__":

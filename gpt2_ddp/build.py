@@ -1,0 +1,250 @@
+"""Everything before the first step: processes, data, model and optimizer, and where the run goes on."""
+
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import gather_object
+from torch import nn
+from torch.optim import Optimizer
+
+from gpt2_ddp.checkpoint import CheckpointFolder, find_checkpoint, load_optimizer, load_weights
+from gpt2_ddp.cli import dump, load
+from gpt2_ddp.config import PrepareConfig, TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.launch import build_accelerator, on_every_rank, on_main
+from gpt2_ddp.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
+from gpt2_ddp.model import GPT
+from gpt2_ddp.optim import broadcast_optimizer_state, build_optimizer
+from gpt2_ddp.run_folder import RunFolder, check_resumable
+from gpt2_ddp.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
+from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.tracking import check_tracker, new_run_id
+
+
+@dataclass
+class TrainState:
+    """What a run has done so far; a checkpoint's state.json begins with it.
+
+    Args:
+        step: optimizer steps taken.
+        position: the next step's first position in the order of windows.
+        order_digest: running SHA-256 over the windows of every step.
+        tokens: targets trained on.
+        skipped: steps whose gradient was not finite, so that they changed nothing.
+        run_id: the tracker's id of this run.
+    """
+
+    step: int = 0
+    position: int = 0
+    order_digest: str = FIRST_DIGEST
+    tokens: int = 0
+    skipped: int = 0
+    run_id: str = ""
+
+
+@dataclass
+class Training:
+    """A run that is ready to step. `run` and `checkpoints` exist on the main process alone."""
+
+    config: TrainingConfig
+    accelerator: Accelerator
+    run: RunFolder | None
+    checkpoints: CheckpointFolder | None
+    manifest: Manifest
+    tokenizer: Tokenizer
+    order: Order
+    dataset: WindowDataset
+    val_stream: TokenStream | None
+    plain_model: GPT
+    model: nn.Module
+    plain_optimizer: Optimizer
+    optimizer: AcceleratedOptimizer
+    state: TrainState
+    steps: int
+    batch_size: int
+    accumulation: int
+
+    def save(self, val_loss: float | None) -> None:
+        """Saves a checkpoint of the present step; on the main process, the others go on.
+
+        Args:
+            val_loss: of this very step, or None where it was not evaluated.
+        """
+        if self.checkpoints is None:
+            return
+        scaler = self.accelerator.scaler
+        state = {
+            **asdict(self.state),
+            "val_loss": val_loss,
+            "scaler": scaler.state_dict() if scaler else None,
+            "tokenizer": self.manifest.tokenizer,
+            "tokenizer_sha256": self.manifest.tokenizer_sha256,
+            "vocab_size": self.manifest.vocab_size,
+            "data_manifest": self.manifest.hash,
+            "processes": self.accelerator.num_processes,
+            "versions": {"torch": torch.__version__},
+        }
+        tokenizer_file = Path(self.config.data.path) / self.manifest.tokenizer  # checkpoints carry it, if it is a file
+        extra = (tokenizer_file,) if tokenizer_file.is_file() else ()
+        self.checkpoints.save(self.plain_model, self.plain_optimizer, state, dump(self.config), extra)
+
+
+def build(config: TrainingConfig) -> Training:
+    """Brings all ranks to the same step of the same run.
+
+    Raises:
+        UserError: for whatever the user has to mend, on every rank alike, before any long work.
+    """
+    accelerator = _start_processes(config)
+    batch_size, accumulation = split_batch(
+        config.global_batch_windows, accelerator.num_processes, config.train.micro_batch_size
+    )
+    run = _open_run(accelerator, config)
+    checkpoints = CheckpointFolder(run.checkpoints, config.checkpoint.keep_last) if run else None
+    manifest, tokenizer, stream = on_every_rank(accelerator, lambda: _open_data(accelerator, config))
+    _check_ranks_agree(accelerator, config, manifest)
+    order = Order(config.seed, count_windows(len(stream), config.model.block_size))
+    steps = config.train.steps or 0
+    if config.train.epochs is not None:
+        steps = math.ceil(config.train.epochs * order.n_windows / config.global_batch_windows)
+
+    place, saved, decay_steps = on_main(
+        accelerator, lambda: _find_progress(_present(run), _present(checkpoints), config, manifest, steps)
+    )
+    config = config.model_copy(update={"optim": config.optim.model_copy(update={"decay_steps": decay_steps})})
+    if run:
+        run.write_config(config)
+        run.cut_metrics(saved["step"] if saved else -1)
+    plain_model = _build_model(accelerator, config, manifest, place)
+    plain_optimizer = build_optimizer(plain_model, config.optim)
+    model, optimizer = accelerator.prepare(
+        torch.compile(plain_model) if config.train.compile else plain_model, plain_optimizer
+    )
+    if place:
+        on_main(accelerator, lambda: load_optimizer(place, plain_model, plain_optimizer))
+        broadcast_optimizer_state(accelerator, plain_model, plain_optimizer)
+    if saved and saved["scaler"] and accelerator.scaler:
+        accelerator.scaler.load_state_dict(saved["scaler"])
+    state = TrainState(**{name: saved[name] for name in asdict(TrainState())}) if saved else TrainState()
+    state.run_id = state.run_id or on_main(accelerator, new_run_id)
+    return Training(
+        config=config,
+        accelerator=accelerator,
+        run=run,
+        checkpoints=checkpoints,
+        manifest=manifest,
+        tokenizer=tokenizer,
+        order=order,
+        dataset=WindowDataset(stream, order, config.model.block_size),
+        val_stream=TokenStream(Path(config.data.path), manifest, "val") if manifest.tokens("val") > 1 else None,
+        plain_model=plain_model,
+        model=model,
+        plain_optimizer=plain_optimizer,
+        optimizer=optimizer,
+        state=state,
+        steps=steps,
+        batch_size=batch_size,
+        accumulation=accumulation,
+    )
+
+
+def _start_processes(config: TrainingConfig) -> Accelerator:
+    check_tracker(config.tracking.log_with)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    accelerator = build_accelerator(
+        config.train.device,
+        config.train.mixed_precision,
+        log_with=config.tracking.log_with,
+        project_dir=Path(config.output_dir) / config.run_name,
+    )
+    if accelerator.device.type == "cuda" and not config.train.deterministic:
+        torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
+    return accelerator
+
+
+def _open_run(accelerator: Accelerator, config: TrainingConfig) -> RunFolder | None:
+    opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
+    on_main(accelerator, lambda: opened.append(RunFolder(config)))
+    return opened[0] if opened else None
+
+
+def _build_model(accelerator: Accelerator, config: TrainingConfig, manifest: Manifest, resume: Path | None) -> GPT:
+    """The plain model on this rank's device. The main process reads weights; DDP gives them to the others."""
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, manifest.vocab_size)
+    model.activation_checkpointing = config.train.activation_checkpointing
+    if resume:
+        on_main(accelerator, lambda: load_weights(resume, model))
+    elif config.train.init_from:
+        other = Path(config.train.init_from)
+        on_main(accelerator, lambda: load_weights(find_checkpoint(other), model))
+    return model.to(accelerator.device)
+
+
+def _open_data(accelerator: Accelerator, config: TrainingConfig) -> tuple[Manifest, Tokenizer, TokenStream]:
+    """Prepares the data where they are missing (one process per node), then checks every shard."""
+    folder = Path(config.data.path)
+    if config.data.prepare and not (folder / MANIFEST).exists():
+        recipe = load(PrepareConfig, ["--config", config.data.prepare, "--output", config.data.path])
+        if accelerator.is_local_main_process:
+            from gpt2_ddp.prepare import prepare
+
+            prepare(recipe)
+        while not (folder / MANIFEST).exists():  # if the one that prepares fails, the launcher ends us all
+            time.sleep(0.2)
+    manifest = read_manifest(folder)
+    if not manifest.tokens("train"):
+        raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
+    if config.data.verify_hashes:
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
+        verify_shards(folder, manifest, accelerator.local_process_index, local_world)
+    file = folder / manifest.tokenizer
+    tokenizer = load_tokenizer(str(file) if file.is_file() else manifest.tokenizer)
+    if tokenizer.sha256 != manifest.tokenizer_sha256:
+        cure = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
+        raise UserError("tokenizer", file, cure)
+    stream = TokenStream(folder, manifest, "train")
+    if count_windows(len(stream), config.model.block_size) == 0:
+        cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(stream)}"
+        raise UserError("data.path", config.data.path, f"{cure}; use more text or a smaller model.block_size")
+    return manifest, tokenizer, stream
+
+
+def _check_ranks_agree(accelerator: Accelerator, config: TrainingConfig, manifest: Manifest) -> None:
+    """Ranks that were started with another configuration or other data would train nonsense in silence."""
+    for rank, (other_config, other_hash) in enumerate(gather_object([(dump(config), manifest.hash)])):
+        if other_hash != manifest.hash:
+            raise UserError("data.path", config.data.path, f"rank {rank} has other tokens; copy the same folder there")
+        if other_config != dump(config):
+            raise UserError("configuration", "", f"rank {rank} has another one; start all ranks with the same command")
+
+
+def _find_progress(
+    run: RunFolder, checkpoints: CheckpointFolder, config: TrainingConfig, manifest: Manifest, steps: int
+) -> tuple[Path | None, dict[str, Any] | None, int]:
+    """Where the run goes on: its newest intact checkpoint and that one's state, and the length of its schedule."""
+    checkpoints.clean()
+    found = checkpoints.newest_intact()
+    saved_config = run.saved_config()
+    if found is None or saved_config is None:
+        return None, None, config.optim.decay_steps or steps
+    place, saved = found
+    decay_steps = config.optim.decay_steps or saved_config["optim"]["decay_steps"]
+    optim = config.optim.model_copy(update={"decay_steps": decay_steps})
+    resumed = config.model_copy(update={"optim": optim})
+    check_resumable(saved_config, saved["data_manifest"], resumed, manifest.hash)
+    return place, saved, decay_steps
+
+
+def _present(value: Any) -> Any:
+    assert value is not None, "only the main process comes here"
+    return value

@@ -1,0 +1,282 @@
+"""How a process comes up: one Accelerator for every script, its device and threads, signals, what ranks agree on."""
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+)
+
+from gpt2_ddp.errors import UserError
+
+T = TypeVar("T")
+
+STOPPED = 75
+"""Exit code of a run that stopped early on request with a checkpoint saved (EX_TEMPFAIL: the same command goes on)."""
+
+USE_TORCHRUN = (
+    "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
+)
+
+
+def build_accelerator(
+    device: str = "auto",
+    mixed_precision: str = "auto",
+    *,
+    log_with: str = "none",
+    project_dir: Path | None = None,
+    ddp: DistributedDataParallelKwargs | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+) -> Accelerator:
+    """The Accelerator of every script, on as many processes as were asked for.
+
+    Args:
+        device: auto, cpu, cuda or mps.
+        mixed_precision: auto (what `accelerate config` says), no, bf16 or fp16.
+        log_with: a tracker's name, or `none`.
+        project_dir: where a tracker writes.
+        ddp: settings of DistributedDataParallel other than ours.
+        timeout: how long a collective waits for the other ranks.
+
+    Raises:
+        UserError: fewer processes than asked for; a device, a precision or a plugin that cannot be had.
+    """
+    asked = processes_asked_for()
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started < asked:
+        cure = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
+        raise UserError("processes", asked, cure)
+    target = pick_device(device)
+    _check_plugins()
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if mixed_precision == "auto" else mixed_precision
+    if precision == "fp16" and target.type != "cuda":
+        raise UserError("train.mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
+    if precision not in ("no", "bf16", "fp16"):
+        raise UserError("train.mixed_precision", precision, "use no, bf16 or fp16")
+    _die_with_launcher()
+    if target.type == "cpu":
+        set_cpu_threads()
+    accelerator = Accelerator(
+        cpu=target.type == "cpu",  # a bare Accelerator() leaves CPU ranks unconnected
+        mixed_precision=precision,
+        log_with=None if log_with == "none" else log_with,
+        project_dir=project_dir,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the environment cannot override it
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=False, even_batches=False, non_blocking=True),
+        rng_types=[],
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[
+            ddp or DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timeout),
+        ],
+    )
+    if accelerator.num_processes != started:
+        cure = f"only {accelerator.num_processes} connected; " + USE_TORCHRUN.format(n=started)
+        raise UserError("processes", started, cure)
+    return accelerator
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device for `auto`, `cpu`, `cuda` or `mps`.
+
+    Raises:
+        UserError: when it is not there, or when `auto` finds an NVIDIA device that CUDA cannot use.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
+        name = "cpu"
+    if name == "auto":
+        if not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")):
+            cure = "an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --train.device cpu"
+            raise UserError("train.device", "auto", f"{cure} (torch {torch.__version__})")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available[name]:
+        raise UserError("train.device", name, f"is not available in torch {torch.__version__} here; use auto or cpu")
+    return torch.device(name)
+
+
+def under_launcher() -> bool:
+    """Whether `accelerate launch` or torchrun started this process; they make a crash of any non-zero exit code."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or _accelerate_arguments() is not None
+
+
+def exit_code(outcome: str) -> int:
+    """0, or 75 for a run that is `stopped` early, unless a launcher would take that for a failure."""
+    return STOPPED if outcome == "stopped" and not under_launcher() else 0
+
+
+def processes_asked_for() -> int:
+    """How many processes the user's launcher was told to start in all, as far as can be known; at least 1."""
+    env = os.environ
+    asked = [int(env.get(name, "1")) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
+    per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
+    asked.append(int(env.get("PET_NNODES", "1").split(":")[0]) * (int(per_node) if per_node.isdigit() else 1))
+    launch = _accelerate_arguments()
+    if launch is not None and "WORLD_SIZE" not in env:
+        asked.append(launch.num_processes or _configured_processes(launch.config_file))
+    return max(asked)
+
+
+def _accelerate_arguments() -> argparse.Namespace | None:
+    """The arguments of the `accelerate launch` that is this process's parent, or None."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return None
+    parent = psutil.Process().parent()
+    words = parent.cmdline() if parent else []
+    endings = ("accelerate-launch", "accelerate.commands.launch", "commands/launch.py")
+    launched = [i for i, word in enumerate(words) if word == "launch" or word.endswith(endings)]
+    if not launched:
+        return None
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--num_processes", "--num-processes", type=int)
+    parser.add_argument("--config_file", "--config-file")
+    script = next((i for i, word in enumerate(words) if i > launched[0] and word == sys.argv[0]), len(words))
+    return parser.parse_known_args(words[launched[0] + 1 : script])[0]
+
+
+def _configured_processes(config_file: str | None) -> int:
+    from accelerate.commands.config.config_args import default_json_config_file, default_yaml_config_file
+
+    files = [config_file] if config_file else [default_yaml_config_file, default_json_config_file]
+    for file in files:
+        if Path(file).is_file():
+            values = yaml.safe_load(Path(file).read_text())  # JSON is YAML
+            return int(values.get("num_processes") or 1)
+    return 1
+
+
+def _check_plugins() -> None:
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise UserError(
+                f"ACCELERATE_USE_{name}", "true", "gpt2_ddp trains with DDP; answer no in `accelerate config`"
+            )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("no", ""):
+        cure = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
+        raise UserError("ACCELERATE_DYNAMO_BACKEND", backend, cure)
+
+
+def _die_with_launcher() -> None:
+    """`accelerate launch` of one process dies of a SIGTERM without passing it on: have the kernel do it (Linux)."""
+    if sys.platform == "linux" and under_launcher():
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def set_cpu_threads() -> None:
+    """Shares the cores among this machine's processes, unless the user set OMP_NUM_THREADS: launchers set it to 1."""
+    parent = psutil.Process().parent()
+    try:
+        by_user = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
+    except psutil.Error:
+        by_user = False
+    if not by_user:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
+
+
+class StopRequest:
+    """A stop that all ranks agree on, asked for by a signal to any of them or by main's clock.
+
+    Each step starts a tiny all-reduce on a group of the CPU and reads the one before: no rank waits for another, and no
+    GPU is synchronised. A second SIGINT ends the process at once.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self, accelerator: Accelerator):
+        self.reason = ""
+        self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._pending: dist.Work | None = None
+        self._previous = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.reason and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.request(signal.Signals(number).name)
+
+    def request(self, reason: str) -> None:
+        """Asks all ranks to stop after the step that they are in, or the one after it."""
+        self.reason = self.reason or reason
+
+    def agreed(self) -> bool:
+        """Whether all ranks stop now; every rank calls it once a step and gets the same answer."""
+        if self._group is None:
+            return bool(self.reason)
+        if self._pending is not None:
+            self._pending.wait()
+            if self._flag.item():
+                self.reason = self.reason or "another rank"
+                return True
+        self._flag.fill_(bool(self.reason))
+        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return False
+
+    def restore_handlers(self) -> None:
+        """Gives the signals back to whom they belonged."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Calls `function` on the main process alone and returns its (picklable) result on every rank.
+
+    Raises:
+        UserError: on every rank, when the main process raised it.
+    """
+    outcome: list[tuple[T | None, UserError | None]] = [(None, None)]
+    if accelerator.is_main_process:
+        outcome = [_attempt(function)]
+    broadcast_object_list(outcome)
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result  # pyright: ignore[reportReturnType]
+
+
+def on_every_rank(accelerator: Accelerator, function: Callable[[], T]) -> T:
+    """Calls `function` on every rank and returns each its own result, once all have succeeded.
+
+    Raises:
+        UserError: on every rank, the first rank's when any raised one.
+    """
+    result, error = _attempt(function)
+    for failure in gather_object([error]):
+        if failure is not None:
+            raise failure
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _attempt(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
+    try:
+        return function(), None
+    except UserError as error:
+        return None, error
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seeds torch for one step: what it draws (dropout) depends on seed, step and rank alone, so no generator has to be
+    kept in a checkpoint."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
+    mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
+    torch.manual_seed((mixed ^ (mixed >> 32)) % 2**63)

@@ -1,0 +1,191 @@
+"""Where the numbers go: metrics.jsonl, a tracker, the terminal. And what they are: tokens per second, MFU."""
+
+import math
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.run_folder import RunFolder
+
+PEAK_FLOPS = {  # dense bf16 FLOP/s, from NVIDIA's data sheets; the first name that the device's contains counts
+    "B200": 2250e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A40": 150e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s of one device; None where it is not known (CPUs, other GPUs), and MFU is then not given."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+class Throughput:
+    """Tokens per second of the training alone; evaluations, checkpoints and samples happen while it is paused.
+
+    Args:
+        flops_per_token: of the model, forward and backward.
+        peak: FLOP/s of all devices together, or None.
+    """
+
+    def __init__(self, flops_per_token: int, peak: float | None, device: torch.device):
+        self.flops_per_token = flops_per_token
+        self.peak = peak
+        self.device = device
+        self._start = time.perf_counter()
+        self._tokens = 0
+
+    def restart(self) -> None:
+        """Begins a new reading now."""
+        self._start, self._tokens = time.perf_counter(), 0
+
+    def add(self, tokens: int) -> None:
+        """Counts the tokens of a step."""
+        self._tokens += tokens
+
+    def read(self) -> tuple[float, float | None]:
+        """(tokens per second, MFU or None) since the last reading; call it once the device's work has been awaited."""
+        now = time.perf_counter()
+        rate = self._tokens / (now - self._start)
+        self._start, self._tokens = now, 0
+        return rate, rate * self.flops_per_token / self.peak if self.peak else None
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens inside."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+
+class Metrics:
+    """On the main process: writes rows to metrics.jsonl and the tracker, and shows them. On the others: nothing.
+
+    A terminal gets a progress bar, a log file a line for each row.
+    """
+
+    def __init__(self, accelerator: Accelerator, run: RunFolder | None, step: int, steps: int):
+        self.accelerator = accelerator
+        self.run = run
+        self.steps = steps
+        self._bar = tqdm(
+            total=steps, initial=step, unit="step", dynamic_ncols=True, disable=run is None or not sys.stderr.isatty()
+        )
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Writes one row; numbers that are not finite become null, as JSON has none."""
+        if self.run is None:
+            return
+        row = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        self.run.append_metrics(row)
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+        self.accelerator.log(numbers, step=row["step"])
+        shown = {
+            name: f"{row[name]:{layout}}"
+            for name, layout in (("loss", ".4f"), ("val_loss", ".4f"), ("tokens_per_second", ",.0f"), ("mfu", ".1%"))
+            if row.get(name) is not None
+        }
+        if self._bar.disable or "val_loss" in shown:
+            fields = "  ".join(f"{name} {value}" for name, value in shown.items())
+            self.say(f"step {row['step']:>6}/{self.steps}  {fields}")
+        self._bar.set_postfix(shown, refresh=False)
+
+    def advance(self) -> None:
+        """Counts a step on the progress bar."""
+        self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Prints on the main process, above the bar."""
+        if self.run is not None:
+            tqdm.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Ends the bar and the tracker."""
+        self._bar.close()
+
+
+def check_tracker(name: str) -> None:
+    """Raises UserError when the tracker's package is not installed."""
+    if name != "none" and find_spec(name) is None:
+        raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or use none")
+
+
+def start_tracker(accelerator: Accelerator, config: TrainingConfig, run: RunFolder | None, run_id: str) -> None:
+    """Starts the tracker that the Accelerator was built with; the same run_id goes on with the same wandb run.
+
+    wandb logs offline, into the run folder, when nobody is logged in and WANDB_MODE does not say otherwise.
+    """
+    settings: dict[str, Any] = {}
+    if config.tracking.log_with == "wandb" and run is not None:
+        mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline")
+        settings = {"id": run_id, "name": config.run_name, "resume": "allow", "dir": str(run.path), "mode": mode}
+    elif config.tracking.log_with == "trackio":
+        settings = {"name": config.run_name, "resume": "allow"}
+    flat = {
+        f"{section}.{name}": value if isinstance(value, int | float | bool | str) else str(value)
+        for section, values in config.model_dump(mode="json").items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+    }
+    accelerator.init_trackers(config.tracking.project, flat, {config.tracking.log_with: settings})
+
+
+@contextmanager
+def profile(steps: int, run: RunFolder | None) -> Iterator[Callable[[], None]]:
+    """Records `steps` steps, after three of warm-up, into the run folder's trace.json (chrome://tracing, Perfetto).
+
+    Yields a function to call after each step; it does nothing for 0 steps and on ranks other than the main process.
+    """
+    if not steps or run is None:
+        yield lambda: None
+        return
+    trace = run.path / "trace.json"
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=3, active=steps, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+    ) as profiler:
+        yield profiler.step
+
+
+def new_run_id() -> str:
+    """An id for a tracker's run."""
+    return uuid.uuid4().hex[:8]
+
+
+def _wandb_login() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, NetrcParseError):
+        return False

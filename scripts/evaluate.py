@@ -1,0 +1,18 @@
+"""Score a checkpoint: loss, perplexity and bits per byte over every token of a split.
+
+python scripts/evaluate.py --checkpoint runs/stdlib
+torchrun --nproc_per_node 8 scripts/evaluate.py --checkpoint runs/gpt2_124m --mixed_precision bf16
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import EvaluateConfig
+
+
+def main(config: EvaluateConfig) -> int:
+    from gpt2_ddp.evaluate import run
+
+    return run(config)
+
+
+if __name__ == "__main__":
+    run_command(EvaluateConfig, main)

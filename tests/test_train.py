@@ -1,0 +1,301 @@
+"""The training loop: equal to a hand-written one, equal for every way of splitting it, equal after any stop."""
+
+import json
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import training_config
+from ranks import run_ranks, start_ranks
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.model import GPT
+from gpt2_ddp.optim import lr_at
+from gpt2_ddp.shards import TokenStream, read_manifest
+
+
+def rows(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in rows(run) if "loss" in row]
+
+
+def run_training(config: TrainingConfig) -> str:
+    from gpt2_ddp.train import train
+
+    return train(config)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def test_equal_to_a_hand_written_loop(corpus, tmp_path):
+    """50 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader."""
+    config = training_config(corpus, tmp_path, {"train.steps": 50, "eval.every": 50, "checkpoint.every": 50})
+    run_ranks(run_training, 1, config)
+    ours = rows(tmp_path / "run")
+
+    torch.set_num_threads(1)
+    optim = config.optim.model_copy(update={"decay_steps": 50})
+    stream = TokenStream(corpus, read_manifest(corpus), "train")
+    n_windows = (len(stream) - 1) // 32
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, 512)
+    decay = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1)
+    from gpt2_ddp.loader import Order
+
+    order = Order(config.seed, n_windows)
+    for step in range(1, 51):
+        loss_sum = 0.0
+        for micro in range(6):
+            start = (step - 1) * 24 + micro * 4
+            tokens = np.stack([stream.read(np.array([int(w) * 32]), 33)[0] for w in order.windows(start, start + 4)])
+            tokens = torch.from_numpy(tokens.astype(np.int64))
+            logits = model(tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 512), tokens[:, 1:].reshape(-1)) / 6
+            loss.backward()
+            loss_sum += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group.update(lr=lr_at(step, optim), betas=(0.9, 0.95))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert ours[step]["loss"] == pytest.approx(loss_sum, abs=1e-6), step
+        assert ours[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4), step
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.8
+
+
+def count_reduced_bytes(config: TrainingConfig) -> tuple[int, int, int]:
+    """Trains, and counts the bytes that DDP hands to its all-reduce: (first synchronisation, all later ones, model)."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from gpt2_ddp import train as module
+
+    counted = []
+    settle = module.settle_buckets
+
+    def hook(state, bucket):
+        counted.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        return allreduce_hook(state, bucket)
+
+    before = []
+
+    def settle_and_count(training):
+        training.model.register_comm_hook(None, hook)
+        settle(training)
+        before.append(sum(counted))
+
+    module.settle_buckets = settle_and_count
+    module.train(config)
+    model = GPT(config.model, 512)
+    return before[0], sum(counted) - before[0], sum(4 * p.numel() for p in model.parameters())
+
+
+def test_processes_times_accumulation(corpus, tmp_path):
+    """1 x 8, 2 x 4 and 4 x 2 train the same; each gradient byte is all-reduced once per optimizer step."""
+    changes = {"train.global_batch_tokens": 16 * 32, "train.micro_batch_size": 2}
+    configs = {
+        world: training_config(corpus, tmp_path / str(world), {**changes, "run_name": "run"}) for world in (1, 2, 4)
+    }
+    run_ranks(run_training, 1, configs[1])
+    for world in (2, 4):
+        for first, later, model in run_ranks(count_reduced_bytes, world, configs[world]):
+            assert first == model
+            assert later == 20 * model
+    one, *others = (rows(tmp_path / str(world) / "run")[1:] for world in (1, 2, 4))
+    assert len(one) == 20
+    for other in others:
+        for a, b in zip(one, other, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-5)
+            assert a["order_digest"] == b["order_digest"]
+
+
+def stopping_training(config: TrainingConfig, stop_at: int, number: int) -> str:
+    """Trains, and has this rank's own process signalled in the middle of step `stop_at`."""
+    from gpt2_ddp import train as module
+
+    step = module.train_step
+
+    def train_step(training, *rest):
+        if (
+            training.state.step + 1 == stop_at
+            and training.accelerator.process_index == training.accelerator.num_processes - 1
+        ):
+            os.kill(os.getpid(), number)
+        return step(training, *rest)
+
+    module.train_step = train_step
+    return module.train(config)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_stopped_anywhere_and_resumed_is_bitwise_equal(corpus, tmp_path, world):
+    """Dropout on. Stopped by signals and by kill -9 at random steps, then run to the end."""
+    rng = random.Random(world)
+    changes = {"model.dropout": 0.1, "optim.decay_steps": 20}
+    whole = training_config(corpus, tmp_path / "whole", changes)
+    assert run_ranks(run_training, world, whole) == ["completed"] * world
+
+    parts = training_config(corpus, tmp_path / "parts", changes)
+    stop_at = rng.randint(2, 6)
+    assert run_ranks(stopping_training, world, parts, stop_at, signal.SIGTERM) == ["stopped"] * world
+    status = json.loads((tmp_path / "parts/run/status.json").read_text())
+    assert status["state"] == "stopped"
+    assert stop_at <= status["step"] <= stop_at + 1
+
+    started = start_ranks(stopping_training, world, parts, rng.randint(11, 14), signal.SIGKILL)
+    started[-1][0].join(60)
+    assert started[-1][0].exitcode == -signal.SIGKILL
+    for process, _ in started:
+        process.kill()
+        process.join()
+    assert rows(tmp_path / "parts/run")[-1]["step"] >= 10
+    assert run_ranks(stopping_training, world, parts, 17, signal.SIGUSR1) == ["stopped"] * world
+    assert run_ranks(run_training, world, parts) == ["completed"] * world
+
+    a, b = rows(tmp_path / "whole/run"), rows(tmp_path / "parts/run")
+    assert [row["step"] for row in b] == list(range(21))
+    for one, other in zip(a, b, strict=True):
+        for timing in ("tokens_per_second", "mfu"):
+            one.pop(timing, None), other.pop(timing, None)
+        assert one == other
+    ours, theirs = weights(tmp_path / "whole/run", 20), weights(tmp_path / "parts/run", 20)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_resumed_on_other_numbers_of_processes(corpus, tmp_path):
+    """1 -> 2 -> 4 -> 1 processes: the digest is the one-process run's, the losses too but for the order of sums."""
+    whole = training_config(corpus, tmp_path / "whole")
+    run_ranks(run_training, 1, whole)
+    for world, steps in ((1, 5), (2, 10), (4, 15), (1, 20)):
+        changes = {"train.steps": steps, "optim.decay_steps": 20}
+        run_ranks(run_training, world, training_config(corpus, tmp_path / "parts", changes))
+    a, b = ({row["step"]: row for row in rows(tmp_path / name / "run")} for name in ("whole", "parts"))
+    assert a.keys() == b.keys()
+    assert all(a[step]["order_digest"] == b[step]["order_digest"] for step in range(1, 21))
+    assert max(abs(a[step]["loss"] - b[step]["loss"]) for step in range(1, 21)) < 5e-6
+
+
+class CountSyncs(TorchDispatchMode):
+    """Counts the operations that read a tensor's value on the host, which waits for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def steps_and_syncs(config: TrainingConfig) -> list[int]:
+    from gpt2_ddp import train as module
+
+    step, counts = module.train_step, []
+
+    def train_step(*args):
+        with CountSyncs() as syncs:
+            result = step(*args)
+        counts.append(syncs.count)
+        return result
+
+    module.train_step = train_step
+    module.train(config)
+    return counts
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_host_sync_inside_a_step(corpus, tmp_path, world):
+    config = training_config(corpus, tmp_path, {"train.steps": 5})
+    for counts in run_ranks(steps_and_syncs, world, config):
+        assert counts[1:] == [0, 0, 0, 0]  # the first one starts the loader, which draws a seed on the CPU
+
+
+def train_with_a_bad_gradient(config: TrainingConfig, bad_step: int) -> str:
+    from gpt2_ddp import train as module
+
+    step = module.train_step
+
+    def train_step(training, batches, windows, lr):
+        handle = None
+        if training.state.step + 1 == bad_step and training.accelerator.is_main_process:
+            handle = training.plain_model.wte.weight.register_hook(lambda gradient: gradient * math.nan)
+        result = step(training, batches, windows, lr)
+        if handle:
+            handle.remove()
+        return result
+
+    module.train_step = train_step
+    return module.train(config)
+
+
+def test_a_bad_gradient_on_one_rank_is_skipped_by_all(corpus, tmp_path):
+    run_ranks(train_with_a_bad_gradient, 2, training_config(corpus, tmp_path, {"train.steps": 10}), 4)
+    found = rows(tmp_path / "run")
+    assert [row["skipped"] for row in found[1:]] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert found[4]["grad_norm"] is None
+    assert all(math.isfinite(row["loss"]) for row in found[5:])
+    state = json.loads((tmp_path / "run/checkpoints/step-00000010/state.json").read_text())
+    assert state["skipped"] == 1
+
+
+def test_complete_then_raised(corpus, tmp_path):
+    """The same command again says that it is complete; more steps go on without changing the past."""
+    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 10}))
+    first = rows(tmp_path / "run")
+    before = time.time()
+    assert run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 10})) == ["completed"]
+    assert (tmp_path / "run/metrics.jsonl").stat().st_mtime < before + 60
+    assert rows(tmp_path / "run") == first
+    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 14}))
+    assert rows(tmp_path / "run")[:11] == first
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(15))
+    assert rows(tmp_path / "run")[-1]["lr"] == pytest.approx(3e-4)  # the schedule's length is the first start's
+
+
+def test_time_budget_stops_with_a_checkpoint(corpus, tmp_path):
+    config = training_config(corpus, tmp_path, {"train.steps": 10**6, "train.max_minutes": 0.03, "eval.every": 10**6})
+    assert run_ranks(run_training, 2, config) == ["stopped", "stopped"]
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert "max_minutes" in status["reason"]
+    assert (tmp_path / f"run/checkpoints/step-{status['step']:08d}").is_dir()
+
+
+def test_init_from_starts_with_the_weights_of_another_run(corpus, tmp_path):
+    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"run_name": "first"}))
+    changes = {"run_name": "second", "train.init_from": str(tmp_path / "first"), "train.steps": 1}
+    run_ranks(run_training, 2, training_config(corpus, tmp_path, changes))
+    assert rows(tmp_path / "second")[0]["val_loss"] == pytest.approx(rows(tmp_path / "first")[-1]["val_loss"], rel=1e-6)
+    assert rows(tmp_path / "second")[1]["step"] == 1
+
+
+def test_epochs(corpus, tmp_path):
+    n_windows = (read_manifest(corpus).tokens("train") - 1) // 32
+    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.epochs": 0.05, "train.steps": None}))
+    assert rows(tmp_path / "run")[-1]["step"] == math.ceil(0.05 * n_windows / 24)
+
+
+def test_profile_writes_a_trace(corpus, tmp_path):
+    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.profile_steps": 2, "train.steps": 6}))
+    trace = json.loads((tmp_path / "run/trace.json").read_text())
+    assert any("scaled_dot_product" in event.get("name", "") for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize("changes", [{"train.mixed_precision": "bf16"}, {"train.activation_checkpointing": True}])
+def test_options_train(corpus, tmp_path, changes):
+    run_ranks(run_training, 2, training_config(corpus, tmp_path, changes))
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.3
