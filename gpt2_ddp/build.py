@@ -236,7 +236,7 @@ def _find_progress(
     found = checkpoints.newest_intact()
     saved_config = run.saved_config()
     if found is None or saved_config is None:
-        return None, None, config.optim.decay_steps or steps
+        return None, None, config.optim.decay_steps or max(steps, config.optim.warmup_steps + 1)
     place, saved = found
     decay_steps = config.optim.decay_steps or saved_config["optim"]["decay_steps"]
     optim = config.optim.model_copy(update={"decay_steps": decay_steps})

@@ -148,6 +148,7 @@ def _accelerate_arguments() -> argparse.Namespace | None:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("--num_processes", "--num-processes", type=int)
     parser.add_argument("--config_file", "--config-file")
+    parser.add_argument("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
     script = next((i for i, word in enumerate(words) if i > launched[0] and word == sys.argv[0]), len(words))
     return parser.parse_known_args(words[launched[0] + 1 : script])[0]
 
@@ -183,13 +184,13 @@ def _die_with_launcher() -> None:
 
 
 def set_cpu_threads() -> None:
-    """Shares the cores among this machine's processes, unless the user set OMP_NUM_THREADS: launchers set it to 1."""
-    parent = psutil.Process().parent()
+    """Shares the cores among this machine's processes, unless the user chose: launchers set OMP_NUM_THREADS to 1."""
+    launch, parent = _accelerate_arguments(), psutil.Process().parent()
     try:
-        by_user = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
+        chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
     except psutil.Error:
-        by_user = False
-    if not by_user:
+        chosen = False
+    if not chosen and not (launch and launch.num_cpu_threads_per_process):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
 

@@ -16,6 +16,7 @@ from ranks import run_ranks, start_ranks
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt2_ddp.cli import load
 from gpt2_ddp.config import TrainingConfig
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import lr_at
@@ -281,6 +282,14 @@ def test_init_from_starts_with_the_weights_of_another_run(corpus, tmp_path):
     run_ranks(run_training, 2, training_config(corpus, tmp_path, changes))
     assert rows(tmp_path / "second")[0]["val_loss"] == pytest.approx(rows(tmp_path / "first")[-1]["val_loss"], rel=1e-6)
     assert rows(tmp_path / "second")[1]["step"] == 1
+
+
+def test_a_run_shorter_than_its_warmup_leaves_a_config_that_can_be_given_back(corpus, tmp_path):
+    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 4}))
+    again = load(TrainingConfig, ["--config", str(tmp_path / "run/config.yaml"), "--train.steps", "6"])
+    assert again.optim.decay_steps == 6
+    run_ranks(run_training, 1, again)
+    assert rows(tmp_path / "run")[-1]["step"] == 6
 
 
 def test_epochs(corpus, tmp_path):

@@ -1,0 +1,18 @@
+"""A picture of one or several runs: report.html, complete in itself, and report.png.
+
+python scripts/report.py                                                      # the built-in run
+python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # overlaid, with what differs
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import ReportConfig
+
+
+def main(config: ReportConfig) -> int:
+    from gpt2_ddp.report import report
+
+    return report(config)
+
+
+if __name__ == "__main__":
+    run_command(ReportConfig, main)

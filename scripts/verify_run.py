@@ -1,0 +1,20 @@
+"""Check a run after the fact: that its data order is the one its configuration asks for, and its checkpoints whole.
+
+    python scripts/verify_run.py                                                  # the built-in run
+    python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards          # where the shards have moved
+
+Exits with 0 when everything is as it should be, with 1 when it is not.
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import VerifyConfig
+
+
+def main(config: VerifyConfig) -> int:
+    from gpt2_ddp.verify import verify_run
+
+    return verify_run(config)
+
+
+if __name__ == "__main__":
+    run_command(VerifyConfig, main)

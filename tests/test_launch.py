@@ -1,0 +1,247 @@
+"""Launches as people type them: they train together, or end with one line that says what to type instead."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import training_config
+from ranks import free_port
+
+from gpt2_ddp.cli import dump
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+SCRIPT = str(ROOT / "scripts/train_gpt2.py")
+ACCELERATE = [str(BIN / "accelerate"), "launch"]
+TORCHRUN = [str(BIN / "torchrun")]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP_", "PET_"))}
+    return kept | {"HF_HOME": "/nonexistent", **more}
+
+
+def launch(command: list[str], **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, env=environment(**env), capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
+
+
+@pytest.fixture
+def config_file(corpus, tmp_path) -> str:
+    changes = {"train.steps": 4, "train.global_batch_tokens": 8 * 32, "eval.every": 4, "checkpoint.every": 4}
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(training_config(corpus, tmp_path, changes)))
+    return str(file)
+
+
+def train_command(config_file: str, name: str) -> list[str]:
+    return [SCRIPT, "--config", config_file, "--run_name", name]
+
+
+def digest(config_file: str, name: str) -> tuple[str, int]:
+    """(order digest, processes) of the run's last checkpoint."""
+    run = Path(config_file).parent / name
+    state = json.loads((run / "checkpoints/step-00000004/state.json").read_text())
+    return state["order_digest"], state["processes"]
+
+
+@pytest.fixture
+def one_process_digest(config_file) -> str:
+    found = launch([sys.executable, *train_command(config_file, "one")])
+    assert found.returncode == 0, found.stderr
+    assert digest(config_file, "one")[1] == 1
+    return digest(config_file, "one")[0]
+
+
+CPU_TEMPLATE = str(ROOT / "configs/accelerate/cpu_processes.yaml")
+TWO_PROCESSES = [
+    pytest.param([*TORCHRUN, "--nproc_per_node", "2", "--master_port", "{port}"], id="torchrun"),
+    pytest.param([*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "{port}"], id="multi_gpu"),
+    pytest.param([*ACCELERATE, "--config_file", CPU_TEMPLATE, "--main_process_port", "{port}"], id="cpu_processes"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", TWO_PROCESSES)
+def test_launches_of_two_processes_train_together(config_file, one_process_digest, launcher):
+    port = str(free_port())
+    found = launch([word.format(port=port) for word in launcher] + train_command(config_file, "two"))
+    assert found.returncode == 0, found.stderr
+    assert digest(config_file, "two") == (one_process_digest, 2)
+    assert (Path(config_file).parent / "two/report.html").exists()
+
+
+@pytest.mark.slow
+def test_two_machines_on_loopback(config_file, one_process_digest):
+    """The README's recipe for several nodes, each "machine" with a process of its own."""
+    port = str(free_port())
+    template = str(ROOT / "configs/accelerate/multi_node.yaml")
+    machines = [
+        subprocess.Popen(
+            [*ACCELERATE, "--config_file", template, "--num_processes", "2", "--machine_rank", rank]
+            + ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--mixed_precision", "no"]
+            + train_command(config_file, "two"),
+            env=environment(),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    for machine in machines:
+        _, errors = machine.communicate(timeout=120)
+        assert machine.returncode == 0, errors
+    assert digest(config_file, "two") == (one_process_digest, 2)
+
+
+def multi_cpu_file(tmp_path: Path) -> str:
+    file = tmp_path / "multi_cpu.yaml"
+    values = yaml.safe_load(Path(CPU_TEMPLATE).read_text())
+    file.write_text(yaml.safe_dump({**values, "distributed_type": "MULTI_CPU", "use_cpu": True}))
+    return str(file)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["--cpu", "MULTI_CPU", "PET", "srun"])
+def test_launches_that_would_train_alone_end_with_an_error(config_file, tmp_path, way):
+    env = {}
+    launcher = {
+        "--cpu": [*ACCELERATE, "--cpu", "--num_processes", "2"],
+        "MULTI_CPU": [*ACCELERATE, "--config_file", multi_cpu_file(tmp_path)],
+        "PET": ACCELERATE,
+        "srun": [sys.executable],
+    }[way]
+    if way == "PET":
+        env = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"}
+    if way == "srun":
+        env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+    found = launch(launcher + train_command(config_file, "alone"), **env)
+    assert found.returncode != 0
+    errors = [line for line in found.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, found.stderr
+    assert "processes = 2: only 1 started" in errors[0]
+    assert "torchrun --nproc_per_node 2" in errors[0]
+    assert not (tmp_path / "alone").exists()
+
+
+@pytest.mark.slow
+def test_unconnected_ranks_end_with_an_error(config_file, tmp_path):
+    """A launcher that starts two processes and tells them nothing of each other."""
+    found = launch([sys.executable, *train_command(config_file, "alone")], OMPI_COMM_WORLD_SIZE="2")
+    assert found.returncode == 2
+    assert "error: processes = 2: only 1 started" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("env", "field"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "train.mixed_precision"),
+    ],
+)
+def test_settings_of_accelerate_that_do_not_fit_are_named(config_file, env, field):
+    found = launch([sys.executable, *train_command(config_file, "run")], **env)
+    assert found.returncode == 2
+    assert f"error: {field} = " in found.stderr
+
+
+@pytest.mark.slow
+def test_accumulation_in_the_environment_changes_nothing(config_file, one_process_digest):
+    found = launch(
+        [sys.executable, *train_command(config_file, "run")], ACCELERATE_GRADIENT_ACCUMULATION_STEPS="8"
+    )
+    assert found.returncode == 0, found.stderr
+    folder = Path(config_file).parent
+    runs = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "run")]
+    assert [[json.loads(row).get("loss") for row in rows] for rows in runs][0] == [
+        json.loads(row).get("loss") for row in runs[1]
+    ]
+
+
+def start_long_run(launcher: list[str], config_file: str, **env: str) -> subprocess.Popen:
+    """Starts a run that would take for ever and waits for its third row."""
+    command = [*launcher, *train_command(config_file, "long"), "--train.steps", "1000000", "--checkpoint.every", "9999"]
+    process = subprocess.Popen(command, env=environment(**env), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    metrics = Path(config_file).parent / "long/metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return process
+
+
+def status(config_file: str) -> dict:
+    return json.loads((Path(config_file).parent / "long/status.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "code"),
+    [([sys.executable], 75), ([*TORCHRUN, "--nproc_per_node", "2", "--master_port", "{port}"], 0)],
+    ids=["python", "torchrun"],
+)
+def test_sigterm_saves_and_says_how_to_go_on(config_file, launcher, code):
+    process = start_long_run([word.format(port=free_port()) for word in launcher], config_file)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert status(config_file)["state"] == "stopped"
+    assert "SIGTERM" in status(config_file)["reason"] or "another rank" in status(config_file)["reason"]
+    step = status(config_file)["step"]
+    assert (Path(config_file).parent / f"long/checkpoints/step-{step:08d}").is_dir()
+    if launcher[0] == sys.executable:  # torchrun makes an error of its own of the SIGTERM that it got
+        assert process.returncode == code
+
+
+@pytest.mark.slow
+def test_sigterm_to_accelerate_launch_leaves_no_orphan(config_file):
+    process = start_long_run(ACCELERATE, config_file)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    deadline = time.monotonic() + 30
+    while status(config_file)["state"] == "running" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert status(config_file)["state"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_second_trainer_in_the_folder_is_refused(config_file):
+    process = start_long_run([sys.executable], config_file)
+    second = launch([sys.executable, *train_command(config_file, "long")])
+    process.kill()
+    process.wait()
+    assert second.returncode == 2
+    assert "error: run_name = long: another trainer is running in this folder" in second.stderr
+
+
+@pytest.mark.slow
+def test_one_process_under_a_launcher_uses_all_cores(config_file):
+    """`accelerate launch` sets OMP_NUM_THREADS=1 for everybody."""
+    code = (
+        "import torch; from gpt2_ddp.launch import build_accelerator; build_accelerator('cpu', 'no');"
+        "print('threads', torch.get_num_threads())"
+    )
+    script = Path(config_file).with_name("threads.py")
+    script.write_text(code)
+    cores = len(os.sched_getaffinity(0))
+    port = str(free_port())
+    for launcher, env, expected in (
+        ([sys.executable], {}, cores),
+        (ACCELERATE, {}, cores),
+        (ACCELERATE, {"OMP_NUM_THREADS": "1"}, 1),
+        ([*ACCELERATE, "--num_cpu_threads_per_process", "1"], {}, 1),
+        ([*TORCHRUN, "--nproc_per_node", "2", "--master_port", port], {}, max(cores // 2, 1)),
+    ):
+        found = launch([*launcher, str(script)], **env)
+        assert f"threads {expected}\n" in found.stdout, (launcher, env, found.stdout, found.stderr)

@@ -1,0 +1,233 @@
+"""Reports of runs as they are found on disk: complete, torn, strange, several, very short and very long."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from gpt2_ddp.cli import dump
+from gpt2_ddp.config import ModelConfig, OptimConfig, ReportConfig, TrainConfig, TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.report import report, write_report
+from gpt2_ddp.report_data import read_runs
+from gpt2_ddp.report_figure import MAX_POINTS, draw, thin
+
+BATCH = 512
+SCORED = {"val_tokens": 999, "val_bits_per_byte": 1.25}
+HOSTILE = '</pre><script>alert("x")</script> & $\\foo$'
+
+
+def metrics(n_rows: int, every: int = 10) -> list[dict]:
+    """The step-0 evaluation and n_rows logged steps; every fifth is evaluated, the fourth row is the best."""
+    rows: list[dict] = [{"step": 0, "tokens": 0, "val_loss": 9.0, **SCORED}]
+    for i in range(1, n_rows + 1):
+        step = i * every
+        row = {"step": step, "tokens": step * BATCH, "loss": 3 + 6 / i, "lr": 1e-3, "grad_norm": 1 / i}
+        row |= {"tokens_per_second": 256.0, "mfu": 0.25, "skipped": i // 10, "order_digest": f"{i:064x}"[::-1]}
+        rows.append(row | ({"val_loss": 2 + abs(i - 20) / 10, **SCORED} if i % 5 == 0 else {}))
+    return rows
+
+
+def make_run(folder: Path, rows: list[dict], torn: str = "", seed: int = 7, lr: float = 1e-3) -> Path:
+    folder.mkdir(parents=True)
+    model = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=64)
+    train = TrainConfig(steps=300, global_batch_tokens=BATCH)
+    config = TrainingConfig(run_name="r", seed=seed, model=model, train=train, optim=OptimConfig(lr=lr))
+    (folder / "config.yaml").write_text(dump(config))
+    (folder / "status.json").write_text(json.dumps({"state": "stopped", "step": 300, "reason": "SIGTERM"}))
+    (folder / "samples.jsonl").write_text(json.dumps({"step": 300, "text": "the last sample"}) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + torn)
+    return folder
+
+
+class Page(HTMLParser):
+    """Tables as {first cell: other cells}, the text outside them, tag names and fetchable attributes."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.tables: list[dict[str, list[str]]] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.in_cell = False
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag == "table":
+            self.tables.append({})
+        elif tag == "tr":
+            self.row: list[str] = []
+        elif tag in ("th", "td"):
+            self.row.append("")
+        self.in_cell = tag in ("th", "td")
+
+    def handle_endtag(self, tag: str) -> None:
+        self.in_cell = False
+        if tag == "tr":
+            self.tables[-1][self.row[0]] = self.row[1:]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.in_cell:
+            self.row[-1] += data
+
+
+def test_values_are_the_files_own(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", metrics(30))
+    weights = {"wte.weight": np.zeros((128, 32)), "wpe.weight": np.zeros((64, 32)), "ln_f.bias": np.zeros(32)}
+    checkpoint = run / "checkpoints" / "step-00000300"
+    checkpoint.mkdir(parents=True)
+    save_file(weights, checkpoint / "model.safetensors")
+    assert write_report([run], run) == run / "report.html"
+    summary, evaluation = Page(run / "report.html").tables
+    assert {label: cell for label, (cell,) in summary.items() if label} == {
+        "state": "stopped: SIGTERM",
+        "steps": "300",
+        "tokens": f"{300 * BATCH:,}",
+        "skipped steps": "3",
+        "last train loss": "3.2000 at step 300",
+        "last validation loss": f"3.0000 at step 300 (perplexity {math.exp(3):.2f})",
+        "best validation loss": f"2.0000 at step 200 (perplexity {math.exp(2):.2f})",
+        "tokens per second (median)": "256",
+        "MFU (median)": "25.0%",
+        "time in training steps": "10 min 0 s",
+        "parameters (without positions)": f"{128 * 32 + 32:,}",
+        "n_layer / n_head / n_embd / block_size": "2 / 2 / 32 / 64",
+        "global batch (tokens)": "512",
+        "learning rate": "0.001",
+        "seed": "7",
+        "order digest": f"{30:064x}"[::-1][:12],
+    }
+    assert evaluation["validation loss (nats per token)"] == ["3.0000"]
+    assert evaluation["bits per token"] == [f"{3 / math.log(2):.4f}"]
+    assert evaluation["bits per byte"] == ["1.2500"]
+    assert evaluation["tokens scored"] == ["999"]
+    assert "the last sample" in Page(run / "report.html").text
+    assert "Not in this report" not in Page(run / "report.html").text
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(file.name for file in run.glob("*report*")) == ["report.html", "report.png"]  # no temporary left
+
+
+def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    page = Page(write_report([make_run(tmp_path / "run", metrics(30))], tmp_path / "new" / "folder"))
+    assert page.tags.count("svg") == 1
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert all(link.startswith("#") for link in page.links)
+    assert not re.search(r"url\((?!#)|@import", (tmp_path / "new/folder/report.html").read_text())
+
+
+def test_user_text_is_escaped(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a<b>&$x$ $\\foo$", metrics(3))
+    (run / "samples.jsonl").write_text(json.dumps({"step": 9, "text": HOSTILE + "\ud800"}) + "\n")
+    (run / "status.json").write_text(json.dumps({"state": "failed", "reason": HOSTILE}))
+    (run / "config.yaml").write_text(json.dumps({"seed": HOSTILE, "optim": {"lr": HOSTILE}}))
+    other = make_run(tmp_path / "other", metrics(3))
+    page = Page(write_report([run, other], tmp_path))
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert page.text.count(HOSTILE) == 6  # reason, learning rate and seed, both again as differences, sample
+    assert page.tables[0][""] == ["a<b>&$x$ $\\foo$", "other"]
+
+
+def test_several_runs_and_what_differs(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / place / "run", metrics(20), seed=seed, lr=lr) for place, seed, lr in
+            [("a", 1, 1e-3), ("b", 1, 3e-4), ("c", 2, 1e-3)]]  # fmt: skip
+    page = Page(write_report([*runs, runs[0]], tmp_path))
+    summary, differences, _ = page.tables
+    assert summary[""] == ["a/run", "b/run", "c/run"]
+    assert differences == {"": summary[""], "seed": ["1", "1", "2"], "optim.lr": ["0.001", "0.0003", "0.001"]}
+    svg, _ = draw(read_runs(runs))
+    assert all(f">{name}</text>" in svg for name in summary[""])
+
+
+def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", metrics(3), torn='{"step": 40, "loss": 1.2')
+    (run / "config.yaml").write_text("model: [")
+    (run / "status.json").unlink()
+    (run / "samples.jsonl").unlink()
+    page = Page(write_report([run], run))
+    assert page.tables[0]["steps"] == ["30"]
+    assert page.tables[0]["state"] == page.tables[0]["seed"] == ["–"]
+    for note in ("metrics.jsonl: 1 unreadable line left out", "config.yaml: unreadable", "status.json: missing"):
+        assert f"run: {note}" in page.text
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
+    rows = metrics(30)
+    rows[12] |= {"loss": bad, "grad_norm": bad}
+    rows[30] |= {"loss": bad, "val_loss": bad}
+    for row in rows:
+        row["mfu"] = None
+    run = make_run(tmp_path / "run", rows)
+    page = Page(write_report([run], run))
+    assert page.tables[0]["last train loss"] == ["not finite at step 300"]
+    assert page.tables[0]["best validation loss"][0].startswith("2.0000 at step 200")
+    assert page.tables[0]["MFU (median)"] == ["–"]
+    assert "not a finite number" in page.text  # crosses in the figure, with their key
+    assert "MFU " not in page.text.replace("MFU (median)", "")
+
+
+@pytest.mark.parametrize("n_rows", [0, 1])
+def test_runs_that_have_just_begun(tmp_path: Path, n_rows: int) -> None:
+    page = Page(write_report([make_run(tmp_path / "run", metrics(n_rows))], tmp_path))
+    assert page.tables[0]["last train loss"] == (["9.0000 at step 10"] if n_rows else ["–"])
+    assert ("not logged" in page.text) == (n_rows == 0)
+
+
+def test_rows_of_another_trainer(tmp_path: Path) -> None:
+    rows = [{"step": i, "loss": 1.0 - i / 10} for i in range(11)]  # ends at 0: no logarithm
+    page = Page(write_report([make_run(tmp_path / "run", rows)], tmp_path))
+    assert page.tables[0]["last train loss"] == ["0.0000 at step 10"]
+
+
+def test_long_runs_make_small_pages(tmp_path: Path) -> None:
+    rows = metrics(20_000, every=1)
+    noise = np.random.default_rng(0).lognormal(size=(20_000, 3)).tolist()
+    for row, values in zip(rows[1:], noise, strict=True):
+        row |= dict(zip(("loss", "grad_norm", "tokens_per_second"), values, strict=True))
+    runs = [make_run(tmp_path / name, rows) for name in "abc"]
+    file = write_report(runs, tmp_path)
+    assert file.stat().st_size < 1_500_000
+
+
+def test_thinning_keeps_the_extremes() -> None:
+    values = np.random.default_rng(0).normal(size=20_000)
+    values[[5000, 6000, 7000]] = 9, -9, np.nan
+    steps, kept = thin((np.arange(20_000.0), values), MAX_POINTS // 3)
+    assert len(kept) <= MAX_POINTS + 2
+    assert {0, 5000, 6000, 7000, 19_999} <= set(steps)
+    assert np.array_equal(kept, values[steps.astype(int)], equal_nan=True)
+    parts = np.array_split(np.arange(20_000), MAX_POINTS // 3)
+    assert all({np.nanargmin(values[part]), np.nanargmax(values[part])} <= set((steps - part[0]).astype(int))
+               for part in parts[:50])  # fmt: skip
+
+
+def test_same_metrics_same_bytes(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", metrics(5))
+    assert write_report([run], tmp_path).read_bytes() == write_report([run], tmp_path).read_bytes()
+
+
+def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = make_run(tmp_path / "runs" / "good", metrics(3))
+    with pytest.raises(UserError, match=r"runs = .*/nothing: there is no such folder; .*like .*/runs/good"):
+        write_report([run.parent / "nothing"], tmp_path)
+    with pytest.raises(UserError, match=r"runs = .*/runs: holds no metrics.jsonl; .*like .*/runs/good"):
+        write_report([run, run.parent], tmp_path)
+    with pytest.raises(UserError, match="name at least one"):
+        report(ReportConfig(runs=()))
+    with pytest.raises(UserError, match=r"output = .*/metrics.jsonl: cannot be written"):
+        write_report([run], run / "metrics.jsonl")
+    torn = make_run(tmp_path / "torn", [], torn='{"step": 0')
+    with pytest.raises(UserError, match="no complete row"):
+        write_report([torn], tmp_path)
+    assert not (tmp_path / "report.html").exists()
+    assert report(ReportConfig(runs=(str(run),))) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"

@@ -1,0 +1,154 @@
+"""A run that was really trained is intact; each way of tampering with it is found, named, and exits with 1."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import training_config
+from ranks import run_ranks
+
+from gpt2_ddp.checkpoint import MANIFEST, MODEL, STATE
+from gpt2_ddp.config import TrainingConfig, VerifyConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.shards import MANIFEST as DATA_MANIFEST
+from gpt2_ddp.verify import verify_run
+
+
+def run_training(config: TrainingConfig) -> str:
+    from gpt2_ddp.train import train
+
+    return train(config)
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10."""
+    runs = tmp_path_factory.mktemp("runs")
+    for processes, steps in ((1, 5), (2, 10)):
+        config = training_config(corpus, runs, {"train.steps": steps, "optim.warmup_steps": 2})
+        run_ranks(run_training, processes, config)
+    return runs / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def row(run: Path, step: int) -> dict:
+    return next(row for line in (run / "metrics.jsonl").open() if (row := json.loads(line))["step"] == step)
+
+
+def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> None:
+    assert verify_run(VerifyConfig(run=str(run))) == 1
+    out = capsys.readouterr().out
+    found = [line.removeprefix("defect  ") for line in out.splitlines() if line.startswith("defect  ")]
+    assert len(found) == len(defects)
+    assert all(line.startswith(defect) for line, defect in zip(found, defects, strict=True)), found
+    assert out.endswith(f"{run} is not intact, defects: {len(defects)}\n")
+
+
+def test_trained_run_is_intact(run: Path, capsys: pytest.CaptureFixture) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')  # what a kill leaves
+    assert verify_run(VerifyConfig(run=str(run))) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ok      metrics.jsonl: 11 rows, steps strictly increasing",
+        "ok      checkpoints: 2, every file as it was written",
+        "ok      order of the data: every digest up to step 10, recomputed from seed 1337",
+        f"{run} is intact",
+    ]
+
+
+def test_another_seed_is_found_in_rows_and_checkpoints(run: Path, capsys: pytest.CaptureFixture) -> None:
+    change(run / "config.yaml", "seed: 1337", "seed: 1338")
+    assert verify_run(VerifyConfig(run=str(run))) == 1
+    out = capsys.readouterr().out
+    assert "defect  metrics.jsonl, line 2: order_digest of step 1 is " in out
+    assert out.count("defect  ") == 6
+    assert "defect  ... and 7 more like these" in out  # 10 rows and 2 checkpoints, 5 of them shown
+    assert out.endswith("defects: 12\n")
+
+
+def test_changed_digest_and_counts(run: Path, capsys: pytest.CaptureFixture) -> None:
+    digest, tokens = row(run, 4)["order_digest"], row(run, 7)["tokens"]
+    change(run / "metrics.jsonl", digest, "f" * 64)
+    change(run / "metrics.jsonl", f'"tokens": {tokens},', f'"tokens": {tokens + 32},')
+    expect_defect(
+        run,
+        capsys,
+        f"metrics.jsonl, line 8: step 7 does not go with tokens {tokens + 32}",
+        f"metrics.jsonl, line 5: order_digest of step 4 is {'f' * 12}, not {digest[:12]}",
+    )
+
+
+def test_steps_that_do_not_increase_and_broken_lines(run: Path, capsys: pytest.CaptureFixture) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[3] = lines[3][:-5]
+    lines.insert(6, lines[5])
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    expect_defect(run, capsys, "metrics.jsonl, line 4: is not a row", "metrics.jsonl, line 7: step 5 after step 5")
+
+
+def test_step_that_nobody_could_reach_costs_nothing(run: Path, capsys: pytest.CaptureFixture) -> None:
+    change(run / "metrics.jsonl", '"step": 10,', '"step": 10000000000000,')
+    expect_defect(run, capsys, "metrics.jsonl, line 11: step 10000000000000 does not go with tokens")
+
+
+def test_flipped_bit_and_missing_file(run: Path, capsys: pytest.CaptureFixture) -> None:
+    model = run / "checkpoints" / "step-00000005" / MODEL
+    content = bytearray(model.read_bytes())
+    content[len(content) // 2] ^= 1
+    model.write_bytes(content)
+    (run / "checkpoints" / "step-00000010" / STATE).unlink()
+    expect_defect(
+        run,
+        capsys,
+        "checkpoints/step-00000005/model.safetensors: its SHA-256",
+        "checkpoints/step-00000010/state.json: is missing",
+    )
+
+
+def test_state_forged_together_with_its_hash(run: Path, capsys: pytest.CaptureFixture) -> None:
+    five, ten = run / "checkpoints" / "step-00000005", run / "checkpoints" / "step-00000010"
+    digest, wrong_digest = row(run, 5)["order_digest"], row(run, 10)["order_digest"]
+    for checkpoint, old, new in ((five, digest, wrong_digest), (ten, '"position": 240', '"position": 264')):
+        before = sha256_file(checkpoint / STATE)
+        change(checkpoint / STATE, old, new)
+        change(checkpoint / MANIFEST, before, sha256_file(checkpoint / STATE))
+    five.rename(five.with_name("step-00000006"))
+    expect_defect(
+        run,
+        capsys,
+        "checkpoints/step-00000006/state.json: is the state of step 5",
+        "checkpoints/step-00000010/state.json: step 10 does not go with tokens 7680, position 264",
+        "checkpoints/step-00000006/state.json: order_digest of step 5",
+    )
+
+
+def test_run_without_metrics_or_checkpoints(run: Path, capsys: pytest.CaptureFixture) -> None:
+    (run / "metrics.jsonl").unlink()
+    shutil.rmtree(run / "checkpoints")
+    expect_defect(run, capsys, "metrics.jsonl: has no rows")
+
+
+def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"run = .*/nothing: holds no config.yaml; name a run folder"):
+        verify_run(VerifyConfig(run=str(tmp_path / "nothing")))
+    with pytest.raises(UserError, match=r"data = .*/absent"):
+        verify_run(VerifyConfig(run=str(run), data=str(tmp_path / "absent")))
+    other = shutil.copytree(corpus, tmp_path / "other")
+    manifest = json.loads((other / DATA_MANIFEST).read_text())
+    manifest["splits"]["train"].pop()
+    (other / DATA_MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"data = .*/other: other tokens than the run was trained on"):
+        verify_run(VerifyConfig(run=str(run), data=str(other)))
+    assert verify_run(VerifyConfig(run=str(run), data=str(shutil.copytree(corpus, tmp_path / "moved")))) == 0
