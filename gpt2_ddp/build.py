@@ -163,6 +163,7 @@ def _start_processes(config: TrainingConfig) -> Accelerator:
     accelerator = build_accelerator(
         config.train.device,
         config.train.mixed_precision,
+        section="train.",
         log_with=config.tracking.log_with,
         project_dir=Path(config.output_dir) / config.run_name,
     )

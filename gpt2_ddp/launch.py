@@ -41,6 +41,7 @@ def build_accelerator(
     device: str = "auto",
     mixed_precision: str = "auto",
     *,
+    section: str = "",
     log_with: str = "none",
     project_dir: Path | None = None,
     ddp: DistributedDataParallelKwargs | None = None,
@@ -51,6 +52,7 @@ def build_accelerator(
     Args:
         device: auto, cpu, cuda or mps.
         mixed_precision: auto (what `accelerate config` says), no, bf16 or fp16.
+        section: of the configuration that holds these two, for messages, like `train.`.
         log_with: a tracker's name, or `none`.
         project_dir: where a tracker writes.
         ddp: settings of DistributedDataParallel other than ours.
@@ -64,13 +66,13 @@ def build_accelerator(
     if started < asked:
         cure = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
         raise UserError("processes", asked, cure)
-    target = pick_device(device)
+    target = pick_device(device, section)
     _check_plugins()
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if mixed_precision == "auto" else mixed_precision
     if precision == "fp16" and target.type != "cuda":
-        raise UserError("train.mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
+        raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
     if precision not in ("no", "bf16", "fp16"):
-        raise UserError("train.mixed_precision", precision, "use no, bf16 or fp16")
+        raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
     _die_with_launcher()
     if target.type == "cpu":
         set_cpu_threads()
@@ -94,7 +96,7 @@ def build_accelerator(
     return accelerator
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, section: str = "") -> torch.device:
     """The torch device for `auto`, `cpu`, `cuda` or `mps`.
 
     Raises:
@@ -104,12 +106,14 @@ def pick_device(name: str) -> torch.device:
         name = "cpu"
     if name == "auto":
         if not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")):
-            cure = "an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --train.device cpu"
-            raise UserError("train.device", "auto", f"{cure} (torch {torch.__version__})")
+            cure = f"an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --{section}device cpu"
+            raise UserError(f"{section}device", "auto", f"{cure} (torch {torch.__version__})")
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available[name]:
-        raise UserError("train.device", name, f"is not available in torch {torch.__version__} here; use auto or cpu")
+        raise UserError(
+            f"{section}device", name, f"is not available in torch {torch.__version__} here; use auto or cpu"
+        )
     return torch.device(name)
 
 

@@ -18,20 +18,35 @@ VOCAB_MULTIPLE = 128
 
 
 class KVCache:
-    """Keys and values of the positions decoded so far, for every layer: [n_layer, B, H, block_size, Q] each."""
+    """Keys and values of the tokens decoded so far; slot s of a row holds those of its position s.
 
-    def __init__(self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.n_layer, batch_size, config.n_head, config.block_size, config.n_embd // config.n_head)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.length = 0
+    Rows may differ in length: a shorter row's padding lies after its last token, where the causal mask hides it until
+    real tokens overwrite it.
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds [B, H, t, Q] after the first `length` positions; returns all [B, H, length + t, Q] of the layer."""
-        end = self.length + key.size(2)
-        self.keys[layer, :, :, self.length : end] = key
-        self.values[layer, :, :, self.length : end] = value
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+    Args:
+        model: the model that will decode with it; gives shapes, device and dtype.
+        rows: B.
+        length: slots per row, at most block_size.
+    """
+
+    def __init__(self, model: "GPT", rows: int, length: int):
+        config, weight = model.config, model.wte.weight
+        shape = (config.n_layer, rows, config.n_head, length, config.n_embd // config.n_head)
+        # Zeros: what the mask hides still meets a weight of 0, and 0 * NaN would not be 0.
+        self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        self.values = torch.zeros_like(self.keys)
+
+    def place(self, positions: Tensor) -> None:
+        """Says where the next tokens go, once for all layers: int64 [B, t]."""
+        end = int(positions.max()) + 1
+        self.slots = positions[:, None, :, None].expand(-1, self.keys.size(2), -1, self.keys.size(4))  # [B, H, t, Q]
+        self.mask = torch.arange(end, device=positions.device) <= positions[:, None, :, None]  # [B, 1, t, end]
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Stores [B, H, t, Q]; returns keys and values [B, H, end, Q] and which of them a query sees [B, 1, t, end]."""
+        keys, values = self.keys[layer].scatter_(2, self.slots, key), self.values[layer].scatter_(2, self.slots, value)
+        end = self.mask.size(-1)
+        return keys[:, :, :end], values[:, :, :end], self.mask
 
 
 class Attention(nn.Module):
@@ -45,15 +60,16 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
-        """x: [B, T, C] -> [B, T, C]. With a cache, `mask` [B or 1, 1, T, S] says which of its S keys a query sees."""
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+        """x: [B, T, C] -> [B, T, C]. With a cache, x continues what it holds."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x [B, T, C]
         q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))  # [B, H, T, Q]
+        mask = None
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)  # [B, H, S, Q]
+            k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, H, S, Q], [B, 1, T, S]
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=cache is None)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -83,9 +99,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """x: [B, T, C] -> [B, T, C]."""
-        x = x + self.attn(self.ln_1(x), cache, mask)
+        x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -148,6 +164,20 @@ class GPT(nn.Module):
             return logits[..., : self.vocab_size]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
+
+    def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+        """Hidden states [B, t, C], for `head`, of tokens that continue those in the cache, which is extended.
+
+        Args:
+            tokens: int64 [B, t].
+            positions: int64 [B, t]: where in their rows they stand; all slots before must be filled.
+            cache: keys and values of what comes before.
+        """
+        cache.place(positions)
+        x = self.wte(tokens) + self.wpe(positions)  # [B, t, C]
+        for block in self.h:
+            x = block(x, cache)
+        return x
 
     def head(self, x: Tensor) -> Tensor:
         """Final LayerNorm and the tied head: [..., C] -> logits [..., V], -inf in the padding."""

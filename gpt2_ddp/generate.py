@@ -1,0 +1,163 @@
+"""Text from a model: ragged batches, a KV cache, and samples that depend on nothing but their seed and row."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2_ddp.checkpoint import find_checkpoint, load_model
+from gpt2_ddp.config import GenerateConfig
+from gpt2_ddp.launch import pick_device
+from gpt2_ddp.model import GPT, KVCache
+from gpt2_ddp.tokenizer import Tokenizer
+
+BATCH_ROWS = 32
+"""Rows decoded at once, at most: bounds the cache's memory (75 MB a row for GPT-2 124M at its full context)."""
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    eot: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Continues each prompt; a row's result does not depend on the other rows.
+
+    A row that outgrows the model's context goes on from the last half of it, encoded anew: positions are learned, so a
+    cache cannot be shifted. This happens once in block_size / 2 tokens, and each token sees at least as many.
+
+    Args:
+        model: on any device; its training mode is restored afterwards.
+        prompts: token ids; an empty prompt is the start of a document, a too long one loses its beginning.
+        max_new_tokens: tokens to add to each prompt, at most.
+        eot: the end-of-text token, which ends a row.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: sample among the k likeliest tokens; None: all.
+        top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
+        seed: with the row's index, fixes its random numbers; global generators are neither read nor changed.
+
+    Returns:
+        The new tokens of each row, end-of-text left out.
+    """
+    draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
+    training = model.training
+    model.eval()
+    try:
+        results = []
+        for first in range(0, len(prompts), BATCH_ROWS):
+            batch = [list(prompt) or [eot] for prompt in prompts[first : first + BATCH_ROWS]]
+            rows = range(first, first + len(batch))
+            uniform = np.stack([np.random.default_rng([seed, row]).random(max_new_tokens, np.float32) for row in rows])
+            uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
+            results += _continue(model, batch, eot, uniform, draw)
+        return results
+    finally:
+        model.train(training)
+
+
+def _continue(
+    model: GPT, prompts: list[list[int]], eot: int, uniform: Tensor, draw: Callable[[Tensor, Tensor], Tensor]
+) -> list[list[int]]:
+    """`generate` for one batch of non-empty prompts; `uniform` holds its random numbers [B, max_new_tokens]."""
+    block_size, steps = model.config.block_size, uniform.size(1)
+    windows = [prompt[-block_size:] for prompt in prompts]  # what each row sees
+    cache = KVCache(model, len(windows), min(max(map(len, windows)) + steps, block_size))
+    results: list[list[int]] = [[] for _ in windows]
+    running = set(range(len(windows)))
+    for step in range(steps):
+        full = [row for row, window in enumerate(windows) if len(window) > block_size]
+        for row in full:
+            windows[row] = windows[row][-max(block_size // 2, 1) :]
+        logits = next_logits(model, windows, cache, refill=step == 0 or bool(full))
+        for row, token in enumerate(draw(logits, uniform[:, step]).tolist()):
+            if token == eot:
+                running.discard(row)
+            elif row in running:
+                results[row].append(token)
+                windows[row].append(token)
+        if not running:
+            break
+    return results
+
+
+def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bool) -> Tensor:
+    """Logits [B, V] of the token after each window (1 to block_size ids).
+
+    With `refill` the windows are encoded from their beginning; otherwise the cache holds all but their last tokens.
+    A finished row's last token is simply encoded again, in the same place.
+    """
+    device = model.wte.weight.device
+    last = torch.tensor([len(window) - 1 for window in windows], device=device)  # [B]
+    if not refill:
+        tokens = torch.tensor([window[-1:] for window in windows], device=device)  # [B, 1]
+        return model.head(model.decode(tokens, last[:, None], cache)[:, 0])
+    longest = max(map(len, windows))
+    padded = torch.tensor([window + [0] * (longest - len(window)) for window in windows], device=device)  # [B, longest]
+    x = model.decode(padded, torch.arange(longest, device=device).expand_as(padded), cache)  # [B, longest, C]
+    return model.head(x[torch.arange(len(windows), device=device), last])
+
+
+def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
+    """Draws one token per row by inverting its cumulative distribution.
+
+    Args:
+        logits: [B, V].
+        uniform: random numbers in [0, 1), one per row [B].
+        temperature, top_k, top_p: as in `generate`, applied in this order.
+
+    Returns:
+        int64 [B].
+    """
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    top, ids = logits.float().topk(min(top_k or logits.size(-1), logits.size(-1)))  # [B, k], likeliest first
+    share = ((top - top[:, :1]) / temperature).softmax(dim=-1)
+    total = share.cumsum(dim=-1)
+    nucleus = (total - share < top_p).sum(dim=-1, keepdim=True)  # [B, 1]: tokens until top_p is reached, at least one
+    target = uniform[:, None] * total.gather(1, nucleus - 1)
+    choice = torch.minimum((total <= target).sum(dim=-1, keepdim=True), nucleus - 1)  # rounding may reach the end
+    return ids.gather(1, choice)[:, 0]
+
+
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, seed: int) -> str:
+    """The prompt and its continuation as one text, sampled as `generate` does by default."""
+    ids = tokenizer.encode(prompt).tolist()
+    (new,) = generate(model, [ids], max_new_tokens, tokenizer.eot, seed=seed)
+    return tokenizer.decode(ids + new)
+
+
+def run(config: GenerateConfig) -> int:
+    """Prints the samples that `config` asks for, and the speed on stderr; returns the exit code."""
+    device = pick_device(config.device)
+    model, tokenizer = load_model(find_checkpoint(Path(config.checkpoint)))
+    model.to(device)
+    prompts = [tokenizer.encode(prompt).tolist() for prompt in config.prompts for _ in range(config.num_samples)]
+    begun = time.perf_counter()
+    samples = generate(
+        model,
+        prompts,
+        config.max_new_tokens,
+        tokenizer.eot,
+        config.temperature,
+        config.top_k,
+        config.top_p,
+        config.seed,
+    )
+    seconds = time.perf_counter() - begun
+    for index, (prompt, new) in enumerate(zip(prompts, samples, strict=True)):
+        if index:
+            print("-" * 80)
+        print(tokenizer.decode(prompt + new))
+    count = sum(map(len, samples))
+    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {device}", file=sys.stderr)
+    return 0

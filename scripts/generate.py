@@ -1,0 +1,20 @@
+"""Continue prompts with a trained model.
+
+    python scripts/generate.py --checkpoint runs/stdlib --prompts "def main(" "import os" --num_samples 2
+    python scripts/generate.py --checkpoint runs/gpt2_124m --temperature 0                # always the likeliest token
+
+The samples go to standard output, the speed to standard error.
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import GenerateConfig
+
+
+def main(config: GenerateConfig) -> int:
+    from gpt2_ddp.generate import run
+
+    return run(config)
+
+
+if __name__ == "__main__":
+    run_command(GenerateConfig, main)

@@ -1,0 +1,291 @@
+"""Configuration and command lines: precedence, mistakes, `--help`, and every shipped preset."""
+
+import itertools
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt2_ddp.cli import dump, load
+from gpt2_ddp.config import EvaluateConfig, GenerateConfig, PrepareConfig, TrainingConfig
+from gpt2_ddp.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+PRESETS = sorted((ROOT / "configs").glob("gpt2_*.yaml"), key=lambda file: file.name)
+STEPS = ["--train.steps", "10"]
+
+
+def train(*argv: str) -> TrainingConfig:
+    return load(TrainingConfig, [*STEPS, *argv])
+
+
+def mistakes(*argv: str, command: type = TrainingConfig) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load(command, argv)
+    return caught.value.mistakes
+
+
+def script(*argv: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def write(tmp_path):
+    names = itertools.count()
+
+    def write_yaml(text: str) -> str:
+        file = tmp_path / f"{next(names)}.yaml"
+        file.write_text(text)
+        return str(file)
+
+    return write_yaml
+
+
+# Presets
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda file: file.stem)
+def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
+    config = load(TrainingConfig, ["--config", str(preset)])
+    assert preset.stem == f"gpt2_{config.run_name.removeprefix('gpt2_')}"
+    assert config.optim.warmup_steps < config.train.steps
+    recipe = load(PrepareConfig, ["--config", str(ROOT / config.data.prepare)])
+    assert recipe.output == config.data.path
+
+
+@pytest.mark.parametrize(
+    ("size", "shape", "lr"),
+    [
+        ("124m", (12, 12, 768), 6e-4),
+        ("350m", (24, 16, 1024), 3e-4),
+        ("774m", (36, 20, 1280), 2.5e-4),
+        ("1558m", (48, 25, 1600), 2e-4),
+    ],
+)
+def test_published_sizes(size, shape, lr):
+    file = ROOT / "configs" / f"gpt2_{size}.yaml"
+    config = load(TrainingConfig, ["--config", str(file)])
+    assert (config.model.n_layer, config.model.n_head, config.model.n_embd) == shape
+    assert (config.optim.lr, config.optim.min_lr) == (lr, pytest.approx(lr / 10))
+    assert config.train.steps * config.train.global_batch_tokens == pytest.approx(10e9, rel=1e-4)
+    assert config.optim.warmup_steps * config.train.global_batch_tokens == pytest.approx(375e6, rel=1e-3)
+    for gpus in (1, 8, 64):  # the micro-batch divides each process's share
+        share = config.global_batch_windows // gpus
+        assert share % min(config.train.micro_batch_size, share) == 0
+    defaults = train().model_dump()
+    for section, values in yaml.safe_load(file.read_text()).items():
+        if isinstance(values, dict):
+            repeated = [key for key, value in values.items() if defaults[section][key] == value]
+            assert not repeated, f"{section}.{repeated} repeat the defaults"
+
+
+def test_the_default_file_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load(TrainingConfig, [], default="configs/gpt2_stdlib.yaml")
+    assert config.run_name == "stdlib"
+
+
+# Precedence
+
+
+def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write):
+    first = write("train: {steps: 5, micro_batch_size: 2}\noptim: {lr: 0.01, warmup_steps: 1}\n")
+    second = write("optim: {lr: 0.02}\neval: {every: 7}\n")
+    flags, files = ["--optim.lr=0.03", "--eval.every", "9"], ["--config", first, "--config", second]
+    for argv in ([*flags, *files], [*files, *flags], [*files[:2], *flags, *files[2:]]):
+        config = load(TrainingConfig, argv)
+        assert (config.optim.lr, config.eval.every) == (0.03, 9)
+    config = load(TrainingConfig, files)
+    assert (config.optim.lr, config.optim.warmup_steps, config.eval.every) == (0.02, 1, 7)
+    assert (config.train.steps, config.train.micro_batch_size, config.train.global_batch_tokens) == (5, 2, 524_288)
+    assert load(TrainingConfig, [*files[2:], *files[:2]]).optim.lr == 0.01
+
+
+def test_the_default_file_stands_in_only_when_no_file_is_named(write):
+    default = "configs/gpt2_stdlib.yaml"
+    assert load(TrainingConfig, ["--model.n_layer", "7"], default).model.n_embd == 192
+    assert load(TrainingConfig, [*STEPS, "--config", write("")], default).model.n_embd == 768
+
+
+def test_values_of_every_kind():
+    config = train("--train.compile", "--model.bias", "false", "--optim.betas", "0.8", "0.99", "--eval.tokens", "null")
+    assert (config.train.compile, config.model.bias, config.optim.betas) == (True, False, (0.8, 0.99))
+    assert config.eval.tokens is None
+    assert train("--optim.betas", "[0.8,0.99]").optim.betas == (0.8, 0.99)
+    assert train("--optim.lr", "1e-3").optim.lr == 1e-3
+    assert train("--train.epochs", "0.5", "--data.prepare", "none").data.prepare is None
+    generate = load(GenerateConfig, ["--prompts", "def f(", "a, b", "--top_k", "null"])
+    assert (generate.prompts, generate.top_k) == (("def f(", "a, b"), None)
+
+
+# Mistakes
+
+
+def test_all_mistakes_at_once(write):
+    file = write("optim: {lr: fast}\nmodel: {n_layers: 3}\ntrian: {}\n")
+    found = mistakes("--config", file, "--train.steps", "many", "--eval.evry", "3", "--model.dropout", "1.5", "stray")
+    text = "\n".join(found)
+    for part in (
+        "optim.lr = fast",
+        "model.n_layers",
+        "trian",
+        "train.steps = many",
+        "--eval.evry",
+        "model.dropout = 1.5",
+    ):
+        assert part in text
+    assert "stray" in text
+    assert len(found) == 7
+
+
+def test_all_mistakes_between_fields_at_once():
+    argv = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
+    text = "\n".join(mistakes(*argv, "--optim.decay_steps", "5"))
+    for field in (
+        "model.n_embd = 100",
+        "train.global_batch_tokens = 1000",
+        "optim.min_lr = 1",
+        "optim.warmup_steps = 700",
+    ):
+        assert field in text
+    assert "train.steps = None" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "cure"),
+    [
+        (["--model.n_embd", "100"], "model.n_embd = 100", "multiple of model.n_head (12), like 96"),
+        (["--train.global_batch_tokens", "1500"], "train.global_batch_tokens = 1500", "like 1024"),
+        (["--train.global_batch_tokens", "10"], "train.global_batch_tokens = 10", "like 1024"),
+        (["--optim.lr", "1e-5"], "optim.min_lr = 6e-05", "at most optim.lr (1e-05)"),
+        (["--optim.decay_steps", "700"], "optim.warmup_steps = 700", "less than"),
+        (["--run_name", "../x"], "run_name = ../x", "match"),
+        (["--model.n_layer", "0"], "model.n_layer = 0", "greater than or equal to 1"),
+        (["--model.n_layer", "2.5"], "model.n_layer = 2.5", "integer"),
+        (["--optim.name", "sgd"], "optim.name = sgd", "adamw"),
+        (["--optim.betas", "0.9", "1.0"], "optim.betas", "less than 1"),
+        (["--optim.betas", "0.9"], "optim.betas", "required"),
+        (["--optim.lr", "nan"], "optim.lr = nan", "finite"),
+        (["--optim.lr", "inf"], "optim.lr = inf", "finite"),
+        (["--train.epochs", "nan"], "train.epochs = nan", "finite"),
+        (["--optim.betas", "0.9", "nan"], "optim.betas", "finite"),
+        (["--model.n_layer", "true"], "model.n_layer = true", "integer"),
+        (["--train.compile", "maybe"], "train.compile = maybe", "boolean"),
+    ],
+)
+def test_a_mistake_names_field_value_and_cure(argv, field, cure):
+    (message,) = mistakes(*STEPS, *argv)
+    assert message.startswith(field)
+    assert cure in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["train: {steps: true}", "optim: {lr: true, min_lr: 0}", "eval: {tokens: false}", "train: {max_minutes: true}"],
+)
+def test_booleans_are_not_numbers(write, text):
+    (message,) = mistakes(*([] if "steps" in text else STEPS), "--config", write(text))
+    assert "number" in message
+
+
+def test_nan_in_a_file(write):
+    (message,) = mistakes(*STEPS, "--config", write("optim: {weight_decay: .nan}"))
+    assert message.startswith("optim.weight_decay = nan")
+
+
+@pytest.mark.parametrize("flag", ["--model.n_lay", "--optim", "--conf", "--print", "--train.step"])
+def test_no_abbreviations(flag):
+    assert mistakes(*STEPS, flag, "3")[0].startswith(f"{flag}: there is no such flag")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--model.n_layers", "--model.n_layer"),
+        ("--lr", "--optim.lr"),
+        ("--block_size", "--model.block_size"),
+        ("--train.lr", "--optim.lr"),
+        ("--optim.wramup_steps", "--optim.warmup_steps"),
+        ("--print-config", "--print_config"),
+    ],
+)
+def test_the_nearest_flag_is_named(typed, meant):
+    assert f"did you mean {meant}?" in mistakes(*STEPS, typed, "3")[0]
+
+
+def test_the_nearest_key_of_a_file_is_named(write):
+    found = mistakes(*STEPS, "--config", write("model: {n_layers: 3}\noptimizer: {lr: 1}\n"))
+    assert "did you mean model.n_layer?" in found[0]
+    assert "did you mean optim?" in found[1]
+
+
+@pytest.mark.parametrize("text", ["train: 3", "- a\n- b", "a: [", "model: text"])
+def test_files_that_are_not_sections_of_keys(write, text):
+    assert len(mistakes(*STEPS, "--config", write(text))) == 1
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    assert "missing.yaml" in mistakes("--config", "missing.yaml")[0]
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00\x81")
+    assert "not a text file" in mistakes("--config", str(binary))[0]
+
+
+def test_sections_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        train().model.n_layer = 3
+
+
+# Commands
+
+
+@pytest.mark.parametrize("command", [TrainingConfig, PrepareConfig, EvaluateConfig, GenerateConfig])
+def test_a_dump_is_a_file_that_config_takes_back(command, write):
+    argv = [*STEPS, "--optim.betas", "0.8", "0.9", "--optim.lr", "1.1e-3"] if command is TrainingConfig else []
+    config = load(command, argv)
+    assert load(command, ["--config", write(dump(config))]) == config
+
+
+def test_print_config_round_trips_through_config(write):
+    argv = ["scripts/train_gpt2.py", "--config", "configs/gpt2_774m.yaml", "--seed", "5", "--eval.tokens", "null"]
+    printed = script(*argv, "--print_config")
+    assert (printed.returncode, printed.stderr) == (0, "")
+    again = script("scripts/train_gpt2.py", "--config", write(printed.stdout), "--print_config")
+    assert again.stdout == printed.stdout
+    assert load(TrainingConfig, ["--config", write(printed.stdout)]) == load(TrainingConfig, [*argv[1:]])
+
+
+def test_mistakes_end_a_command_with_one_line_each_and_2():
+    done = script("scripts/train_gpt2.py", "--optim.lr", "nan", "--model.n_layers", "3")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_help_is_fast_and_lists_every_field_with_its_default():
+    begun = time.perf_counter()
+    done = script("scripts/train_gpt2.py", "--help")
+    seconds = time.perf_counter() - begun
+    assert done.returncode == 0
+    assert seconds < 1
+    text = " ".join(done.stdout.split())
+    for section, values in train().model_dump().items():
+        for name in values if isinstance(values, dict) else [""]:
+            assert re.search(rf"--{re.escape(f'{section}.{name}'.rstrip('.'))}[ \]]", text)
+    assert "peak learning rate (default: 0.0006)" in text
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "scripts").glob("*.py")), ids=lambda file: file.stem)
+def test_help_and_mistakes_import_no_torch(file):
+    code = "import runpy, sys; sys.argv = sys.argv[1:]\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    code += "finally: sys.stderr.write('torch' if 'torch' in sys.modules else 'light')"
+    for argv, status in (["--help"], 0), (["--no_such_flag"], 2):
+        done = script("-c", code, str(file), *argv)
+        assert done.returncode == status, done.stderr
+        assert done.stderr.endswith("light"), done.stderr

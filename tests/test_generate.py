@@ -1,0 +1,319 @@
+"""Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the script."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gpt2_ddp.checkpoint import CheckpointFolder
+from gpt2_ddp.cli import dump
+from gpt2_ddp.config import GenerateConfig, ModelConfig, TrainingConfig
+from gpt2_ddp.generate import BATCH_ROWS, generate, next_logits, run, sample, sample_text
+from gpt2_ddp.model import GPT, KVCache
+from gpt2_ddp.tokenizer import load_tokenizer, train_bpe
+
+ROOT = Path(__file__).parents[1]
+
+EOT = 0
+VOCAB = 65
+PROMPTS = [[5, 9, 3], [11], [EOT], [7, 7, 2, 30, 41, 8, 19, 64, 23]]
+
+
+def tiny(vocab_size: int = VOCAB, **changes) -> GPT:
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
+    model = GPT(ModelConfig(**(shape | changes)), vocab_size)
+    for parameter in model.parameters():  # far from its initial near-zero output: tokens and positions matter
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+@torch.no_grad()
+def plain_greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
+    """What greedy decoding should yield, from whole forward passes; no context longer than block_size."""
+    window, result = prompt, []
+    for _ in range(count):
+        token = int(model(torch.tensor([window]))[0, -1].argmax())
+        window, result = [*window, token], [*result, token]
+    return result
+
+
+@torch.no_grad()
+def test_cached_logits_equal_the_plain_forward_at_every_position():
+    model = tiny()
+    rows = [torch.randint(VOCAB, (length,)).tolist() for length in (64, 60, 33, 1 + 28)]
+    plain = [model(torch.tensor([row]))[0] for row in rows]
+    seen = [36, 32, 5, 1]  # each row's prompt; the rest is decoded one token at a time
+    cache = KVCache(model, rows=4, length=64)
+    logits = next_logits(model, [row[:n] for row, n in zip(rows, seen, strict=True)], cache, refill=True)
+    for step in range(29):
+        for row in range(4):
+            expected = plain[row][seen[row] + step - 1]
+            torch.testing.assert_close(logits[row, :VOCAB], expected, rtol=0, atol=1e-5)
+        if step < 28:
+            windows = [row[: n + step + 1] for row, n in zip(rows, seen, strict=True)]
+            logits = next_logits(model, windows, cache, refill=False)
+
+
+@torch.no_grad()
+def test_a_prompt_may_be_decoded_in_pieces():
+    model, tokens = tiny(), torch.randint(VOCAB, (2, 20))
+    cache, positions = KVCache(model, rows=2, length=20), torch.arange(20).expand(2, 20)
+    hidden = [
+        model.decode(tokens[:, part], positions[:, part], cache) for part in (slice(7), slice(7, 19), slice(19, 20))
+    ]
+    logits = model.head(torch.cat(hidden, dim=1))[..., :VOCAB]
+    torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-5)
+
+
+def test_greedy_continues_as_the_plain_forward_says():
+    model = tiny()
+    results = generate(model, PROMPTS, 40, eot=-1, temperature=0)
+    assert results == [plain_greedy(model, prompt, 40) for prompt in PROMPTS]
+    assert len({tuple(result) for result in results}) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_does_not_depend_on_the_others(temperature):
+    model = tiny(block_size=16)  # rows outgrow the context at different steps
+    together = generate(model, PROMPTS, 50, eot=-1, temperature=temperature, top_k=None)
+    for row in range(len(PROMPTS)):
+        others = [[1], [2, 3], [4] * 12, [5] * 30]
+        others[row] = PROMPTS[row]
+        assert generate(model, others, 50, eot=-1, temperature=temperature, top_k=None)[row] == together[row]
+    assert generate(model, PROMPTS[:1], 50, eot=-1, temperature=temperature, top_k=None)[0] == together[0]
+
+
+def test_more_rows_than_a_batch():
+    model = tiny()
+    prompts = [[1 + index] for index in range(BATCH_ROWS + 3)]
+    results = generate(model, prompts, 5, eot=-1, seed=4)
+    assert len(results) == len(prompts)
+    prompts[0] = [60]
+    assert generate(model, prompts, 5, eot=-1, seed=4)[1:] == results[1:]
+    same = generate(model, [[1]] * (2 * BATCH_ROWS), 20, eot=-1, top_k=None)
+    assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
+
+
+@torch.no_grad()
+def test_beyond_the_block_the_last_half_of_the_context_is_kept():
+    model = tiny(block_size=16)
+    prompt = PROMPTS[0]
+    window, expected = list(prompt), []
+    for _ in range(40):
+        window = window[-8:] if len(window) > 16 else window
+        token = int(model(torch.tensor([window]))[0, -1].argmax())
+        window, expected = [*window, token], [*expected, token]
+    assert generate(model, [prompt], 40, eot=-1, temperature=0) == [expected]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_tiny_contexts(block_size):
+    model = tiny(block_size=block_size)
+    assert len(generate(model, [[1, 2, 3, 4, 5]], 9, eot=-1)[0]) == 9
+
+
+def test_a_long_prompt_keeps_its_end():
+    model = tiny(block_size=16)
+    prompt = torch.randint(VOCAB, (40,)).tolist()
+    assert generate(model, [prompt], 10, -1, temperature=0) == generate(model, [prompt[-16:]], 10, -1, temperature=0)
+    assert generate(model, [prompt], 10, -1, temperature=0) != generate(model, [prompt[:16]], 10, -1, temperature=0)
+
+
+def test_an_empty_prompt_is_the_start_of_a_document():
+    model = tiny()
+    assert generate(model, [[]], 10, EOT, seed=3) == generate(model, [[EOT]], 10, EOT, seed=3)
+    assert generate(model, [], 10, EOT) == []
+
+
+def test_each_row_stops_at_its_end_of_text():
+    model = tiny()
+    endless = generate(model, PROMPTS, 30, eot=-1, temperature=1.5, top_k=None)
+    eot = endless[0][12]
+    results = generate(model, PROMPTS, 30, eot, temperature=1.5, top_k=None)
+    assert results == [row[: row.index(eot)] if eot in row else row for row in endless]
+    assert len({len(row) for row in results}) > 1
+
+
+def test_stops_when_all_rows_have_ended(monkeypatch):
+    model, calls = tiny(), []
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", lambda *inputs: calls.append(1) or decode(*inputs))
+    first, second = generate(model, PROMPTS[:1], 2, eot=-1, temperature=0)[0]
+    assert first != second
+    calls.clear()
+    assert generate(model, PROMPTS[:1], 1000, eot=second, temperature=0) == [[first]]
+    assert len(calls) == 2
+
+
+def test_seeds_repeat_and_differ():
+    model = tiny()
+    results = [generate(model, PROMPTS, 30, EOT, seed=seed) for seed in (1, 1, 2)]
+    assert results[0] == results[1] != results[2]
+    assert generate(model, PROMPTS, 60, EOT, seed=1)[0][:10] == results[0][0][:10]  # a longer sample begins the same
+
+
+def test_global_generators_and_the_training_mode_are_left_alone():
+    model = tiny(dropout=0.5).train()
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    first = generate(model, PROMPTS, 10, EOT)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+    assert generate(model.eval(), PROMPTS, 10, EOT) == first  # dropout was off
+    assert not model.training
+
+
+def draw(logits: list[float], count: int = 40_000, **options) -> torch.Tensor:
+    """Shares of each token in `count` samples."""
+    uniform = torch.from_numpy(np.random.default_rng(7).random(count, np.float32))
+    settings = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | options
+    drawn = sample(torch.tensor(logits).expand(count, -1), uniform, **settings)
+    return torch.bincount(drawn, minlength=len(logits)) / count
+
+
+LOGITS = torch.tensor([0.05, 0.4, 0.15, 0.1, 0.3]).log().tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.05, 0.4, 0.15, 0.1, 0.3]),
+        ({"temperature": 0.5}, [0.0025, 0.16, 0.0225, 0.01, 0.09]),
+        ({"temperature": 2.0}, [0.05**0.5, 0.4**0.5, 0.15**0.5, 0.1**0.5, 0.3**0.5]),
+        ({"top_k": 1}, [0, 1, 0, 0, 0]),
+        ({"top_k": 2}, [0, 0.4, 0, 0, 0.3]),
+        ({"top_k": 100}, [0.05, 0.4, 0.15, 0.1, 0.3]),
+        ({"top_p": 0.01}, [0, 1, 0, 0, 0]),
+        ({"top_p": 0.69}, [0, 0.4, 0, 0, 0.3]),
+        ({"top_p": 0.71}, [0, 0.4, 0.15, 0, 0.3]),
+        ({"top_k": 3, "top_p": 0.8}, [0, 0.4, 0, 0, 0.3]),  # of the three likeliest, two hold 82 %
+        ({"temperature": 1e-30}, [0, 1, 0, 0, 0]),
+        ({"temperature": 0.0}, [0, 1, 0, 0, 0]),
+    ],
+)
+def test_sampling_distribution(options, expected):
+    shares = draw(LOGITS, **options)
+    expected = torch.tensor(expected) / sum(expected)
+    assert not shares[expected == 0].any()
+    deviation = (shares - expected).abs() / (expected * (1 - expected) / 40_000).sqrt().clamp(min=1e-9)
+    assert deviation.max() < 4.5
+
+
+def test_tokens_without_probability_are_never_drawn():
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]])
+    for uniform in (0.0, 0.5, 1 - 2**-24):
+        assert sample(logits, torch.tensor([uniform]), 1.0, None, 1.0).item() in (1, 2)
+
+
+def test_samples_follow_the_models_distribution():
+    model = tiny(vocab_size=5)
+    count = 4_000
+    drawn = [row[0] for row in generate(model, [[3, 1]] * count, 1, eot=-1, temperature=1.0, top_k=3)]
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 1]]))[0, -1]
+    expected = logits.masked_fill(logits < logits.topk(3).values[-1], -torch.inf).softmax(dim=0)
+    shares = torch.bincount(torch.tensor(drawn), minlength=5) / count
+    assert ((shares - expected).abs() <= 4.5 * (expected * (1 - expected) / count).sqrt()).all()
+
+
+@pytest.fixture
+def one_thread():
+    """CPU time means something only without threads that wait in a loop for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_caching_is_faster(one_thread):
+    model = tiny(vocab_size=8192, n_layer=4, n_head=4, n_embd=192, block_size=256)
+    generate(model, [[1]], 8, eot=-1)
+
+    begun = time.process_time()
+    cached = generate(model, [[1]], 255, eot=-1, temperature=0)[0]
+    middle = time.process_time()
+    plain = plain_greedy(model, [1], 255)
+    end = time.process_time()
+    assert cached == plain
+    assert middle - begun < (end - middle) / 3  # about 12 on a quiet core
+
+
+class Letters:
+    """What sampling needs of a tokenizer: ids 1 to 26 are letters, 0 ends a text."""
+
+    eot = EOT
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(letter) - 96 for letter in text], dtype=np.uint16)
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(96 + index) for index in ids)
+
+
+def test_a_sample_of_text_is_the_prompt_and_its_continuation():
+    model = tiny(vocab_size=27)
+    text = sample_text(model, Letters(), "abc", max_new_tokens=20, seed=1)
+    (new,) = generate(model, [[1, 2, 3]], 20, EOT, seed=1)
+    assert text == "abc" + Letters().decode(new)
+    assert sample_text(model, Letters(), "", 20, seed=1) == Letters().decode(generate(model, [[]], 20, EOT, seed=1)[0])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A run folder with the checkpoint of an untrained model."""
+    folder = tmp_path_factory.mktemp("run")
+    file = folder / "tokenizer.json"
+    train_bpe(["def main(argument):\n    return argument + 1\n"] * 10, 300, file)
+    vocab_size = load_tokenizer(str(file)).vocab_size
+    config = TrainingConfig.model_validate(
+        {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}, "train": {"steps": 1}}
+    )
+    model = GPT(config.model, vocab_size)
+    state = {"step": 1, "tokenizer": "tokenizer.json", "vocab_size": vocab_size}
+    optimizer = torch.optim.AdamW(model.parameters())
+    CheckpointFolder(folder / "checkpoints").save(model, optimizer, state, dump(config), extra=(file,))
+    return folder
+
+
+def test_run_prints_every_sample(checkpoint, capsys):
+    config = GenerateConfig(
+        checkpoint=str(checkpoint), prompts=("def main", "return"), num_samples=2, max_new_tokens=12, device="cpu"
+    )
+    assert run(config) == 0
+    first = capsys.readouterr()
+    samples = first.out.split("-" * 80 + "\n")
+    assert [sample.split()[0][:3] for sample in samples] == ["def", "def", "ret", "ret"]
+    assert len(set(samples)) == 4
+    assert " tokens/s on cpu" in first.err
+    run(config)
+    assert capsys.readouterr().out == first.out
+    run(config.model_copy(update={"seed": 1}))
+    assert capsys.readouterr().out != first.out
+
+
+def test_the_script(checkpoint, tmp_path):
+    command = [
+        sys.executable,
+        "scripts/generate.py",
+        "--checkpoint",
+        str(checkpoint),
+        "--prompts",
+        "def main",
+        "--device",
+        "cpu",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("def main")
+
+    command[3] = str(tmp_path / "missing")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: checkpoint = ")
+    assert len(done.stderr.splitlines()) == 1
