@@ -206,5 +206,7 @@ def _mistake(command: type[Command], details: Any) -> str:
     if details["type"] == "model_type":
         return f"{name} = {details['input']}: should be a section of keys, like `{name}: {{key: value}}`"
     field = known.get(name)
+    if field is not None and details["type"] == "missing":
+        message = f"should be {len(get_args(field.annotation))} values"
     default = f"; the default is {field.default}" if field is not None and field.default is not None else ""
     return f"{name} = {details['input']}: {message}{default}"
