@@ -26,6 +26,6 @@ RUN pip install --no-cache-dir --no-deps -e . \
     && mkdir -p data runs
 VOLUME ["/app/data", "/app/runs"]
 
-# exec form: signals reach `accelerate launch`, and its trainer gets a SIGTERM when it dies (docker stop).
-ENTRYPOINT ["accelerate", "launch"]
+# `accelerate launch`, with a PID 1 that lets the trainer save its checkpoint: docker stop -t 60
+ENTRYPOINT ["docker/entrypoint.sh"]
 CMD ["scripts/train_gpt2.py"]

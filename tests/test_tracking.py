@@ -1,0 +1,165 @@
+"""Metrics, throughput and trackers; the run folder's lock and status."""
+
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import training_config
+from ranks import run_ranks, start_ranks
+
+from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.run_folder import RunFolder
+from gpt2_ddp.tracking import Throughput, check_tracker, peak_flops
+
+
+def test_throughput_counts_training_alone():
+    throughput = Throughput(flops_per_token=100, peak=1e6, device=torch.device("cpu"))
+    time.sleep(0.1)
+    with throughput.paused():
+        time.sleep(0.3)
+    throughput.add(1000)
+    rate, mfu = throughput.read()
+    assert 1000 / 0.2 < rate <= 1000 / 0.1
+    assert mfu == pytest.approx(rate * 100 / 1e6)
+    time.sleep(0.05)
+    throughput.add(10)
+    assert throughput.read()[0] <= 10 / 0.05  # a reading begins where the last one ended
+
+
+def test_mfu_is_not_given_where_the_peak_is_not_known():
+    assert peak_flops(torch.device("cpu")) is None
+    throughput = Throughput(100, None, torch.device("cpu"))
+    throughput.add(1)
+    assert throughput.read()[1] is None
+
+
+def test_missing_tracker_is_named():
+    check_tracker("none")
+    check_tracker("wandb")
+    with pytest.raises(UserError, match=r"tracking\.log_with = nosuch"):
+        check_tracker("nosuch")
+
+
+def test_metrics_are_cut_back_and_a_torn_line_is_dropped(corpus, tmp_path):
+    run = RunFolder(training_config(corpus, tmp_path))
+    for step in range(5):
+        run.append_metrics({"step": step})
+    with run.metrics.open("a") as file:
+        file.write('{"step": 1, "lo')
+    run.cut_metrics(3)
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_the_lock_is_gone_with_its_process(corpus, tmp_path):
+    config = training_config(corpus, tmp_path)
+    ((process, _),) = start_ranks(_hold_the_lock, 1, config)
+    while not (tmp_path / "run/held").exists():
+        time.sleep(0.01)
+    with pytest.raises(UserError, match="another trainer"):
+        RunFolder(config)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    RunFolder(config)
+
+
+def _hold_the_lock(config: TrainingConfig) -> None:
+    folder = RunFolder(config)
+    (folder.path / "held").touch()
+    time.sleep(60)
+
+
+def _train(config: TrainingConfig, home: Path) -> str:
+    os.environ.update(HOME=str(home), WANDB_DIR=str(home), TRACKIO_DIR=str(home / "trackio"))
+    from gpt2_ddp.train import train
+
+    return train(config)
+
+
+def test_tensorboard_gets_the_rows(corpus, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    changes = {"tracking.log_with": "tensorboard", "train.steps": 6, "eval.every": 3}
+    run_ranks(_train, 1, training_config(corpus, tmp_path, changes), tmp_path)
+    (folder,) = {file.parent for file in (tmp_path / "run/gpt2_ddp").glob("events*")}
+    events = EventAccumulator(str(folder)).Reload()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 7))
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([row["loss"] for row in rows[1:]])
+    assert [event.step for event in events.Scalars("val_loss")] == [0, 3, 6]
+
+
+@pytest.mark.slow
+def test_wandb_logs_offline_without_a_login_and_keeps_its_run(corpus, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    changes = {"tracking.log_with": "wandb", "train.steps": 5}
+    run_ranks(_train, 1, training_config(corpus, tmp_path, changes), tmp_path)
+    run_ranks(_train, 1, training_config(corpus, tmp_path, {**changes, "train.steps": 8}), tmp_path)
+    runs = [folder for folder in (tmp_path / "run/wandb").glob("offline-run-*") if folder.is_dir()]
+    ids = {folder.name.rsplit("-", 1)[1] for folder in runs}
+    assert len(runs) == 2
+    assert len(ids) == 1, "the resumed run should go on with the same wandb run"
+    state = json.loads((tmp_path / "run/checkpoints/step-00000008/state.json").read_text())
+    assert state["run_id"] in ids
+    steps = [step for folder in sorted(runs) for step in _wandb_steps(folder)]
+    assert steps == list(range(9))
+
+
+def _wandb_steps(folder: Path) -> list[int]:
+    """The steps of an offline run's history, read from its log: LevelDB's format, records in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = next(folder.glob("*.wandb")).read_bytes()
+    steps, offset, message = [], 7, b""
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:  # the rest of a block that has no room for a header
+            offset += 32768 - offset % 32768
+            continue
+        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        message += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            record = Record.FromString(message)
+            if record.WhichOneof("record_type") == "history":
+                steps.append(record.history.step.num)
+            message = b""
+    return steps
+
+
+@pytest.mark.slow
+def test_trackio_gets_the_rows(corpus, tmp_path):
+    changes = {"tracking.log_with": "trackio", "train.steps": 3}
+    assert run_ranks(_train, 1, training_config(corpus, tmp_path, changes), tmp_path) == ["completed"]
+    assert any((tmp_path / "trackio").rglob("*.db"))
+
+
+def test_a_crash_is_recorded_and_the_same_command_goes_on(corpus, tmp_path):
+    config = training_config(corpus, tmp_path)
+    with pytest.raises(Exception, match="out of order"):
+        run_ranks(_crash_at_step_8, 1, config)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 7)
+    assert "out of order" in status["reason"]
+    assert run_ranks(_train, 1, config, tmp_path) == ["completed"]
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(21))
+    assert all(math.isfinite(row["loss"]) for row in rows[1:])
+
+
+def _crash_at_step_8(config: TrainingConfig) -> None:
+    from gpt2_ddp import train as module
+
+    step = module.train_step
+
+    def train_step(training, *rest):
+        if training.state.step == 7:
+            raise RuntimeError("out of order")
+        return step(training, *rest)
+
+    module.train_step = train_step
+    module.train(config)
