@@ -2,30 +2,34 @@
 
 import math
 import os
-import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import gather_object
 from torch import nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint import CheckpointFolder, find_checkpoint, load_optimizer, load_weights
 from gpt2_ddp.cli import dump, load
 from gpt2_ddp.config import PrepareConfig, TrainingConfig
+from gpt2_ddp.ddp import check_ranks_agree
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.launch import build_accelerator, on_every_rank, on_main
 from gpt2_ddp.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import broadcast_optimizer_state, build_optimizer
-from gpt2_ddp.run_folder import RunFolder, check_resumable
+from gpt2_ddp.prepare import prepare
+from gpt2_ddp.run_folder import RunFolder, check_resumable, open_run
 from gpt2_ddp.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
 from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.tracking import check_tracker, new_run_id
+
+PREPARATION = timedelta(days=7)
+"""How long the other ranks wait while data are prepared on first use."""
 
 
 @dataclass
@@ -106,10 +110,11 @@ def build(config: TrainingConfig) -> Training:
     batch_size, accumulation = split_batch(
         config.global_batch_windows, accelerator.num_processes, config.train.micro_batch_size
     )
-    run = _open_run(accelerator, config)
+    run = open_run(accelerator, config)
     checkpoints = CheckpointFolder(run.checkpoints, config.checkpoint.keep_last) if run else None
+    on_every_rank(accelerator, lambda: _prepare_missing_data(accelerator, config), patience=PREPARATION)
     manifest, tokenizer, stream = on_every_rank(accelerator, lambda: _open_data(accelerator, config))
-    _check_ranks_agree(accelerator, config, manifest)
+    check_ranks_agree(dump(config), "data.path", config.data.path, manifest.hash)
     order = Order(config.seed, count_windows(len(stream), config.model.block_size))
     steps = config.train.steps or 0
     if config.train.epochs is not None:
@@ -172,12 +177,6 @@ def _start_processes(config: TrainingConfig) -> Accelerator:
     return accelerator
 
 
-def _open_run(accelerator: Accelerator, config: TrainingConfig) -> RunFolder | None:
-    opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
-    on_main(accelerator, lambda: opened.append(RunFolder(config)))
-    return opened[0] if opened else None
-
-
 def _build_model(accelerator: Accelerator, config: TrainingConfig, manifest: Manifest, resume: Path | None) -> GPT:
     """The plain model on this rank's device. The main process reads weights; DDP gives them to the others."""
     torch.manual_seed(config.seed)
@@ -191,17 +190,17 @@ def _build_model(accelerator: Accelerator, config: TrainingConfig, manifest: Man
     return model.to(accelerator.device)
 
 
-def _open_data(accelerator: Accelerator, config: TrainingConfig) -> tuple[Manifest, Tokenizer, TokenStream]:
-    """Prepares the data where they are missing (one process per node), then checks every shard."""
-    folder = Path(config.data.path)
-    if config.data.prepare and not (folder / MANIFEST).exists():
+def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Makes the shards where there are none yet: one process per node, and on a shared disk one of all."""
+    if config.data.prepare and not (Path(config.data.path) / MANIFEST).exists():
         recipe = load(PrepareConfig, ["--config", config.data.prepare, "--output", config.data.path])
         if accelerator.is_local_main_process:
-            from gpt2_ddp.prepare import prepare
-
             prepare(recipe)
-        while not (folder / MANIFEST).exists():  # if the one that prepares fails, the launcher ends us all
-            time.sleep(0.2)
+
+
+def _open_data(accelerator: Accelerator, config: TrainingConfig) -> tuple[Manifest, Tokenizer, TokenStream]:
+    """Opens the data and checks every shard, each process of a node its share."""
+    folder = Path(config.data.path)
     manifest = read_manifest(folder)
     if not manifest.tokens("train"):
         raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
@@ -218,15 +217,6 @@ def _open_data(accelerator: Accelerator, config: TrainingConfig) -> tuple[Manife
         cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(stream)}"
         raise UserError("data.path", config.data.path, f"{cure}; use more text or a smaller model.block_size")
     return manifest, tokenizer, stream
-
-
-def _check_ranks_agree(accelerator: Accelerator, config: TrainingConfig, manifest: Manifest) -> None:
-    """Ranks that were started with another configuration or other data would train nonsense in silence."""
-    for rank, (other_config, other_hash) in enumerate(gather_object([(dump(config), manifest.hash)])):
-        if other_hash != manifest.hash:
-            raise UserError("data.path", config.data.path, f"rank {rank} has other tokens; copy the same folder there")
-        if other_config != dump(config):
-            raise UserError("configuration", "", f"rank {rank} has another one; start all ranks with the same command")
 
 
 def _find_progress(

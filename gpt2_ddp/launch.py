@@ -22,7 +22,6 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     broadcast_object_list,
-    gather_object,
 )
 
 from gpt2_ddp.errors import UserError
@@ -45,6 +44,7 @@ def build_accelerator(
     log_with: str = "none",
     project_dir: Path | None = None,
     ddp: DistributedDataParallelKwargs | None = None,
+    backend: str = "auto",
     timeout: timedelta = timedelta(minutes=30),
 ) -> Accelerator:
     """The Accelerator of every script, on as many processes as were asked for.
@@ -56,6 +56,7 @@ def build_accelerator(
         log_with: a tracker's name, or `none`.
         project_dir: where a tracker writes.
         ddp: settings of DistributedDataParallel other than ours.
+        backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
         timeout: how long a collective waits for the other ranks.
 
     Raises:
@@ -67,6 +68,11 @@ def build_accelerator(
         cure = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
         raise UserError("processes", asked, cure)
     target = pick_device(device, section)
+    if target.type == "cuda" and (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > torch.cuda.device_count():
+        cure = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
+        raise UserError("processes", local, cure)
+    if backend == "nccl" and target.type != "cuda":
+        raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
     _check_plugins()
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if mixed_precision == "auto" else mixed_precision
     if precision == "fp16" and target.type != "cuda":
@@ -87,7 +93,7 @@ def build_accelerator(
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
             ddp or DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
-            InitProcessGroupKwargs(timeout=timeout),
+            InitProcessGroupKwargs(timeout=timeout, **({} if backend == "auto" else {"backend": backend})),
         ],
     )
     if accelerator.num_processes != started:
@@ -195,7 +201,8 @@ def set_cpu_threads() -> None:
     except psutil.Error:
         chosen = False
     if not chosen and not (launch and launch.num_cpu_threads_per_process):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = min(usable, psutil.cpu_count(logical=False) or usable)  # hyperthreads do not help matrix products
         torch.set_num_threads(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
 
 
@@ -259,14 +266,22 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
-def on_every_rank(accelerator: Accelerator, function: Callable[[], T]) -> T:
+def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta | None = None) -> T:
     """Calls `function` on every rank and returns each its own result, once all have succeeded.
+
+    Args:
+        patience: how long ranks wait for the slowest, where that may exceed a collective's usual time-out.
 
     Raises:
         UserError: on every rank, the first rank's when any raised one.
     """
     result, error = _attempt(function)
-    for failure in gather_object([error]):
+    errors = [error]
+    if accelerator.num_processes > 1:
+        group = dist.new_group(backend="gloo", timeout=patience) if patience else None
+        errors = [error] * accelerator.num_processes
+        dist.all_gather_object(errors, error, group=group)
+    for failure in errors:
         if failure is not None:
             raise failure
     return result  # pyright: ignore[reportReturnType]

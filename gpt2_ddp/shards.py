@@ -22,7 +22,7 @@ from gpt2_ddp.files import fsync_folder, sha256_file, write_atomically
 MANIFEST = "manifest.json"
 HEADER_BYTES = 1024
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
-AGAIN = "copy it again from where it is whole, or prepare the data again"
+AGAIN = "copy it again from where it is whole, or delete the folder and prepare the data again"
 OPEN_FILES = 64
 """Shards that a `TokenStream` keeps open; a corpus may have more shards than a process may have files."""
 
@@ -84,7 +84,9 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         what = f"{'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}"
-        raise UserError("data", path, f"is not a manifest of this version ({what}); prepare the data again") from error
+        raise UserError(
+            "data", path, f"is not a manifest of this version ({what}); delete it and prepare the data again"
+        ) from error
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -111,7 +113,7 @@ class ShardWriter:
     def add(self, tokens: np.ndarray) -> None:
         """Appends token ids [n], all below `vocab_size`."""
         assert not len(tokens) or tokens.max() < self.vocab_size, "token id outside the vocabulary"
-        tokens = tokens.astype(self.dtype, copy=False)
+        tokens = np.ascontiguousarray(tokens, self.dtype)
         while len(tokens):
             if self._file is None:
                 self._file = open(self._temporary(), "wb")  # noqa: SIM115 (open until the shard is full)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import training_config
-from ranks import run_ranks, start_ranks
+from ranks import RankError, run_ranks, start_ranks
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -308,3 +308,46 @@ def test_profile_writes_a_trace(corpus, tmp_path):
 def test_options_train(corpus, tmp_path, changes):
     run_ranks(run_training, 2, training_config(corpus, tmp_path, changes))
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.3
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_data_are_prepared_on_first_use(tmp_path, world):
+    """One process of the node prepares, the others wait; the second run finds the folder ready."""
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"source: {tmp_path}/a.txt\nvocab_size: 300\nval_fraction: 0.2\n")
+    changes = {"data.prepare": str(recipe), "train.steps": 3, "eval.every": 3}
+    config = training_config(tmp_path / "shards", tmp_path / "runs", changes)
+    assert run_ranks(run_training, world, config) == ["completed"] * world
+    made = (tmp_path / "shards/manifest.json").stat().st_mtime_ns
+    assert rows(tmp_path / "runs/run")[-1]["val_tokens"] > 0
+    run_ranks(run_training, world, config)
+    assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
+
+
+def test_a_recipe_that_fails_ends_all_ranks(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"source: {tmp_path}/nothing/*.txt\n")
+    config = training_config(tmp_path / "shards", tmp_path / "runs", {"data.prepare": str(recipe)})
+    with pytest.raises(RankError, match=r"UserError: source = .*nothing"):
+        run_ranks(run_training, 2, config, timeout=60)
+
+
+@pytest.mark.slow
+def test_compiled_training_equals_eager(corpus, tmp_path):
+    """Compiled, in bf16, on two ranks: the same losses to bf16's precision, and checkpoints with plain names."""
+    changes = {"train.mixed_precision": "bf16", "train.steps": 6, "eval.every": 3}
+    run_ranks(run_training, 2, training_config(corpus, tmp_path / "eager", changes))
+    run_ranks(
+        run_training, 2, training_config(corpus, tmp_path / "compiled", {**changes, "train.compile": True}), timeout=400
+    )
+    eager, compiled = (rows(tmp_path / name / "run") for name in ("eager", "compiled"))
+    for a, b in zip(eager, compiled, strict=True):
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), abs=0.02)
+        assert a.get("val_loss", 0) == pytest.approx(b.get("val_loss", 0), abs=0.02)
+    assert weights(tmp_path / "compiled/run", 6).keys() == weights(tmp_path / "eager/run", 6).keys()
+
+
+def test_deterministic_mode_trains(corpus, tmp_path):
+    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.deterministic": True, "train.steps": 3}))
+    assert len(losses(tmp_path / "run")) == 3

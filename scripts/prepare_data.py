@@ -1,0 +1,22 @@
+"""Prepare data: text to token shards.
+
+    python scripts/prepare_data.py                                                # Python's own source, in 10 seconds
+    python scripts/prepare_data.py --source 'texts/**/*.txt' --output data/texts  # your own text
+    python scripts/prepare_data.py --config configs/data_fineweb_edu_10bt.yaml    # 10 billion tokens from the Hub
+    python scripts/prepare_data.py --source 'bin:fineweb10B/*.bin' --tokenizer gpt2  # index llm.c shards in place
+
+The same command given again finds the data prepared; a command that was interrupted starts over.
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import PrepareConfig
+
+
+def main(config: PrepareConfig) -> None:
+    from gpt2_ddp.prepare import prepare
+
+    prepare(config)
+
+
+if __name__ == "__main__":
+    run_command(PrepareConfig, main)

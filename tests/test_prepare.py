@@ -1,0 +1,253 @@
+"""Preparing data: what ends up in the shards, restarts, and the user's mistakes."""
+
+import gzip
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2_ddp import encode, sources
+from gpt2_ddp.cli import load
+from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.prepare import default_output, prepare
+from gpt2_ddp.shards import TokenStream, read_manifest, verify_shards
+from gpt2_ddp.sources import read_pieces
+from gpt2_ddp.tokenizer import load_tokenizer
+
+PROJECT = Path(__file__).parents[1]
+SCRIPT = [sys.executable, str(PROJECT / "scripts" / "prepare_data.py")]
+
+
+@pytest.fixture(scope="module")
+def library() -> list[str]:
+    return [piece.text for piece in read_pieces(PrepareConfig(max_documents=300))]
+
+
+@pytest.fixture
+def texts(tmp_path, library) -> Path:
+    """A folder of 300 documents, most of them short."""
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    for number, text in enumerate(library):
+        (folder / ("below" if number % 2 else "") / f"{number:03d}.txt").write_bytes(text[:2000].encode())
+    (folder / ".hidden").write_bytes(b"\0")
+    return folder
+
+
+def config(source: str | Path, output: Path, **changes) -> PrepareConfig:
+    values = {"source": str(source), "output": str(output), "tokenizer": "gpt2", "workers": 1} | changes
+    return PrepareConfig.model_validate(values)
+
+
+def tokens_of(folder: Path, split: str) -> np.ndarray:
+    stream = TokenStream(folder, read_manifest(folder), split)
+    return stream.read(np.array([0]), len(stream))[0]
+
+
+def documents_of(folder: Path, split: str) -> list[str]:
+    manifest = read_manifest(folder)
+    own = folder / manifest.tokenizer
+    tokenizer = load_tokenizer(str(own) if own.exists() else manifest.tokenizer)
+    tokens = tokens_of(folder, split)
+    starts = np.flatnonzero(tokens == tokenizer.eot)
+    assert starts[0] == 0  # the end-of-text token comes first
+    return [tokenizer.decode(part[1:]) for part in np.split(tokens, starts[1:])]
+
+
+def test_splits_hold_every_document_once(texts, tmp_path):
+    output = tmp_path / "out"
+    manifest = prepare(config(texts, output, val_fraction=0.2, shard_tokens=10_000))
+    verify_shards(output, manifest)
+    assert manifest == read_manifest(output)
+    assert {shard.tokens for split in manifest.splits.values() for shard in split[:-1]} == {10_000}
+    train, val = documents_of(output, "train"), documents_of(output, "val")
+    originals = [path.read_bytes().decode() for path in sorted(texts.rglob("*.txt"))]
+    assert [text for text in originals if text in set(train)] == train  # in the order of the source
+    assert sorted(train + val) == sorted(text for text in originals if text)
+    assert 30 < len(val) < 90
+    assert not list(output.glob(".*.tmp"))
+
+
+def test_a_document_keeps_its_split(texts, tmp_path):
+    prepare(config(texts, tmp_path / "out", val_fraction=0.2))
+    for path in list(texts.glob("*.txt"))[:40]:
+        path.unlink()
+    prepare(config(texts, tmp_path / "fewer", val_fraction=0.2))
+    assert set(documents_of(tmp_path / "fewer", "val")) < set(documents_of(tmp_path / "out", "val"))
+    manifest = prepare(config(texts, tmp_path / "none", val_fraction=0))
+    assert list(manifest.splits) == ["train"]
+    assert len(documents_of(tmp_path / "none", "train")) > 200
+
+
+def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK", 10_000)
+    one = prepare(config(texts, tmp_path / "one", tokenizer="bpe", vocab_size=400, shard_tokens=50_000))
+    three = prepare(config(texts, tmp_path / "three", tokenizer="bpe", vocab_size=400, shard_tokens=50_000, workers=3))
+    assert one.hash == three.hash
+    assert one == three
+    for shard in one.splits["train"]:
+        assert (tmp_path / "one" / shard.file).read_bytes() == (tmp_path / "three" / shard.file).read_bytes()
+    elsewhere = texts.rename(tmp_path / "moved")
+    moved = prepare(config(elsewhere, tmp_path / "four", tokenizer="bpe", vocab_size=400, shard_tokens=50_000))
+    assert moved.hash == one.hash
+
+
+def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
+    monkeypatch.setattr(encode, "CHUNK", 1000)
+    text = "".join(library[:40])
+    (tmp_path / "one.txt").write_bytes(text.encode())
+    manifest = prepare(config(tmp_path / "one.txt", tmp_path / "out", val_fraction=0.1, shard_tokens=20_000))
+    total = manifest.tokens("train") + manifest.tokens("val")
+    assert manifest.tokens("val") == round(0.1 * total)
+    joined = np.concatenate([tokens_of(tmp_path / "out", "train"), tokens_of(tmp_path / "out", "val")])
+    tokenizer = load_tokenizer("gpt2")
+    np.testing.assert_array_equal(joined, [tokenizer.eot, *tokenizer.encode(text)])
+    with pytest.raises(UserError, match=r"too little text for a val split"):
+        prepare(config(tmp_path / "one.txt", tmp_path / "less", val_fraction=1e-9))
+
+
+def test_standard_library(tmp_path, capsys):
+    start = time.perf_counter()
+    manifest = prepare(PrepareConfig(output=str(tmp_path / "out"), workers=2))
+    assert time.perf_counter() - start < 60
+    assert manifest.vocab_size == 8192
+    assert manifest.source == f"stdlib (Python {sys.version.split()[0]})"
+    originals = [path.read_bytes().decode("utf-8", "replace") for path in sources._library_files()]
+    originals = [text for text in originals if text]
+    assert sorted(documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")) == sorted(originals)
+    assert sum(map(len, originals)) > 8e6
+    assert not any("site-packages" in str(path) or "/test/" in str(path) for path in sources._library_files())
+    assert prepare(PrepareConfig(output=str(tmp_path / "out"))) == manifest
+    assert "is already prepared" in capsys.readouterr().out
+
+
+def test_a_tokenizer_of_ones_own_is_copied(texts, tmp_path, monkeypatch):
+    first = prepare(config(texts, tmp_path / "first", tokenizer="bpe", vocab_size=300))
+    (tmp_path / "mine.json").write_bytes((tmp_path / "first" / "tokenizer.json").read_bytes())
+    second = prepare(config(texts, tmp_path / "second", tokenizer=str(tmp_path / "mine.json")))
+    assert second.hash == first.hash
+    monkeypatch.chdir(tmp_path / "first")
+    third = prepare(config(texts, tmp_path / "third", tokenizer="tokenizer.json"))
+    assert third.hash == first.hash
+    assert (tmp_path / "third" / "tokenizer.json").exists()
+
+
+def test_another_recipe_overwrites_nothing(texts, tmp_path):
+    output = tmp_path / "out"
+    prepare(config(texts, output))
+    before = {path: path.read_bytes() for path in output.iterdir()}
+    with pytest.raises(UserError, match=r"output = .*made with val_fraction 0\.05; choose another output"):
+        prepare(config(texts, output, val_fraction=0.1))
+    os.truncate(output / "train_000000.bin", 5000)
+    with pytest.raises(UserError, match=r"train_000000\.bin"):  # finished, but not whole any more
+        prepare(config(texts, output))
+    del before[output / "train_000000.bin"]
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_folders_of_others_are_left_alone(texts, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train_000000.bin").write_bytes(b"precious")
+    with pytest.raises(UserError, match=r"holds files that prepare_data\.py did not write"):
+        prepare(config(texts, tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["train_000000.bin"]
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match=r"output = .*cannot be written"):
+        prepare(config(texts, tmp_path / "file"))
+
+
+def command(*arguments: object) -> list[str]:
+    return [*SCRIPT, *map(str, arguments)]
+
+
+def test_killed_and_run_again(tmp_path):
+    arguments = command("--tokenizer", "gpt2", "--shard_tokens", 20_000, "--workers", 2)
+    output = tmp_path / "killed"
+    process = subprocess.Popen([*arguments, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not list(output.glob("train_*.bin")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with pytest.raises(UserError, match="has shards and no manifest"):
+        read_manifest(output)
+    (output / "train_000999.bin").touch()  # as a run with smaller shards would leave
+    (output / ".val_000999.bin.tmp").touch()
+    subprocess.run([*arguments, "--output", str(output)], check=True)
+    whole = prepare(PrepareConfig(output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000, workers=1))
+    assert read_manifest(output) == whole
+    verify_shards(output, whole)
+    assert {path.name for path in output.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+    assert not any(Path(f"/proc/{child}").exists() for child in children.split())  # none outlives its parent
+
+
+def test_two_at_once(texts, tmp_path):
+    arguments = command("--source", texts, "--output", tmp_path / "out", "--vocab_size", 400)
+    processes = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sorted("is already prepared" in output for output in outputs) == [False, True]
+    verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
+
+
+FILES = {
+    "words.txt": b"text",
+    "empty.txt": b"",
+    "image.png": b"\x89PNG\0\0",
+    "rows.jsonl": b'{"body": "x", "n": 1}\n',
+    "broken.jsonl": b'{"text": "x"}\n{"text": \n',
+    "list.json": b'[{"text": "x"}]\n',
+    "torn.parquet": b"PAR1torn",
+    "torn.txt.gz": gzip.compress(b"text" * 1000)[:30],
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "changes", "message"),
+    [
+        ("absent.txt", {}, "source = .*absent.txt: there is no such file"),
+        ("none/*.txt", {}, "there is no such file"),
+        ("empty.txt", {}, "source = .*: has too little text for a train split"),
+        ("image.png", {}, r"image\.png: is not text"),
+        ("rows.jsonl", {}, "column = text: .*rows.jsonl, line 1, has no such column, but body, n"),
+        ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
+        ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"),
+        ("list.json", {}, "line 1 is not an object"),
+        ("torn.parquet", {}, "is not a whole parquet file"),
+        ("torn.txt.gz", {}, r"torn\.txt\.gz: cannot be read"),
+        ("words.txt", {"tokenizer": "gpt5"}, "tokenizer = gpt5"),
+        ("words.txt", {"tokenizer": "words.txt"}, "tokenizer = words.txt"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, source, changes, message):
+    for name, data in FILES.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        prepare(config(tmp_path / source, tmp_path / "out", **{"val_fraction": 0} | changes))
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_default_outputs():
+    for source, output in (
+        ("stdlib", "data/stdlib"),
+        ("texts/shakespeare.txt", "data/shakespeare"),
+        ("texts/**/*.txt", "data/texts"),
+        ("*.txt", "data/text"),
+        ("hub:HuggingFaceFW/fineweb-edu", "data/fineweb-edu"),
+    ):
+        assert default_output(PrepareConfig(source=source)) == output
+    assert default_output(PrepareConfig(source="hub:a/b", subset="c")) == "data/b-c"
+
+
+def test_shipped_recipes(tmp_path):
+    for path in (PROJECT / "configs").glob("data_*.yaml"):
+        assert load(PrepareConfig, ["--config", str(path)]).output is not None
+    stdlib = load(PrepareConfig, ["--config", "configs/data_stdlib.yaml"])
+    assert stdlib == PrepareConfig(output=default_output(stdlib))

