@@ -162,14 +162,19 @@ class TrackingConfig(Section):
     """a tracker besides metrics.jsonl; wandb logs offline when nobody is logged in"""
     project: str = "gpt2_ddp"
     """project name in the tracker"""
+
+
+class TextTrackingConfig(TrackingConfig):
+    """Metrics, and samples of text"""
+
     sample_every: int = Field(default=0, ge=0)
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
     sample_prompt: str = ""
     """what samples begin with; empty: the start of a document"""
 
 
-class TrainingConfig(Command):
-    """train_gpt2.py: pretrain a GPT on token shards"""
+class RunConfig(Command):
+    """A training run"""
 
     output_dir: str = "runs"
     """folder of run folders"""
@@ -179,13 +184,18 @@ class TrainingConfig(Command):
     """fixes initial weights, data order and dropout"""
     fresh: bool = Field(default=False, exclude=True)
     """start over; the run folder must be empty or absent, since nothing is overwritten"""
+
+
+class TrainingConfig(RunConfig):
+    """train_gpt2.py: pretrain a GPT on token shards"""
+
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    tracking: TrackingConfig = TrackingConfig()
+    tracking: TextTrackingConfig = TextTrackingConfig()
 
     @property
     def global_batch_windows(self) -> int:
@@ -217,18 +227,19 @@ class PrepareConfig(Command):
     source: str = "stdlib"
     """`stdlib` (the source of Python's own standard library), local text, jsonl or parquet files (a file, a folder
     or a glob), `hub:OWNER/NAME` for a dataset on the Hub, or `bin:GLOB` to index existing llm.c shards in place"""
-    output: str = "data/stdlib"
-    """folder for the shards and their manifest.json"""
+    output: str | None = None
+    """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: where they are)"""
     tokenizer: str = "bpe"
     """a tiktoken encoding by name (gpt2, r50k_base, cl100k_base, ...), a tokenizer.json, or `bpe` to train a
     byte-level BPE on the source"""
     vocab_size: int = Field(default=8192, ge=257, le=2**31 - 1)
     """size of the BPE to train, end-of-text token included"""
     workers: int = Field(default=0, ge=0)
-    """encoding processes; 0: one per core"""
+    """encoding processes; 0: one per core. They do not change the result"""
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """share of the documents that go to the validation split, chosen by the hash of their text"""
-    shard_tokens: int = Field(default=100_000_000, ge=1024)
+    """share of the validation split: of the documents, chosen by the hash of their text, or, where that would choose
+    fewer than about ten, the last part of the tokens"""
+    shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """tokens per shard, at most"""
     column: str = "text"
     """column that holds the text, in jsonl, parquet and Hub sources"""
@@ -302,3 +313,36 @@ class VerifyConfig(Command):
     """run folder"""
     data: str | None = None
     """folder of token shards; null: the one the run was trained on"""
+
+
+class CheckClusterConfig(Command):
+    """check_cluster.py: do all processes arrive, agree in versions, and all-reduce correctly, and how fast"""
+
+    timeout_seconds: float = Field(default=60, gt=0)
+    """how long to wait for a rank that does not arrive, and for an all-reduce that does not end"""
+    sizes: tuple[int, ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
+    """bytes to all-reduce, in fp32; gradients travel in DDP's buckets of 25 MiB"""
+    repeats: int = Field(default=20, ge=1)
+    """timed all-reduces per size"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to run; auto: cuda, then mps, then cpu"""
+    output: str | None = None
+    """JSON file for everything that was found"""
+
+    @field_validator("sizes")
+    @classmethod
+    def _whole_floats(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if not sizes or any(size < 4 or size % 4 for size in sizes):
+            raise ValueError("each should be a positive multiple of 4, the bytes of a float")
+        return sizes
+
+
+class LabConfig(Command):
+    """ddp_lab.py: what people get wrong in DDP, measured on two CPU processes"""
+
+    only: tuple[str, ...] = ()
+    """names of experiments; empty: all of them"""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """fixes data and initial weights of the experiments"""
+    output: str | None = None
+    """file for the table: .json, or else markdown"""

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate import Accelerator
 
 from gpt2_ddp.cli import dump
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config import RunConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
+from gpt2_ddp.launch import on_main
 
 
 class RunFolder:
@@ -22,7 +24,7 @@ class RunFolder:
         UserError: the folder cannot be written, another trainer holds it, or `--fresh` finds it in use.
     """
 
-    def __init__(self, config: TrainingConfig):
+    def __init__(self, config: RunConfig):
         self.path = Path(config.output_dir) / config.run_name
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
@@ -46,7 +48,7 @@ class RunFolder:
         file = self.path / "config.yaml"
         return yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
 
-    def write_config(self, config: TrainingConfig) -> None:
+    def write_config(self, config: RunConfig) -> None:
         """Records the resolved configuration; `--config` takes it back."""
         write_atomically(self.path / "config.yaml", dump(config))
 
@@ -87,17 +89,34 @@ def check_resumable(saved: dict[str, Any], saved_manifest: str, config: Training
     now = config.model_dump(mode="json")
     fixed = [("seed",), *[("model", name) for name in now["model"]], *[("optim", name) for name in now["optim"]]]
     fixed.append(("train", "global_batch_tokens"))
+    mistakes = differences(saved, now, fixed)
+    if saved_manifest != manifest_hash:
+        cure = "its tokens are not the ones that the run was started with; give those back, or choose another run_name"
+        mistakes += UserError("data.path", config.data.path, cure).mistakes
+    if mistakes:
+        raise UserError.join(mistakes)
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any], fixed: list[tuple[str, ...]]) -> list[str]:
+    """The mistakes, in words, where configurations differ in fields that a run keeps; each field as its path."""
     mistakes = []
     for path in fixed:
         was, is_now = _get(saved, path), _get(now, path)
         if was != is_now:
             cure = f"the run was started with {was}; give that back, or choose another run_name for a new run"
             mistakes += UserError(".".join(path), is_now, cure).mistakes
-    if saved_manifest != manifest_hash:
-        cure = "its tokens are not the ones that the run was started with; give those back, or choose another run_name"
-        mistakes += UserError("data.path", config.data.path, cure).mistakes
-    if mistakes:
-        raise UserError.join(mistakes)
+    return mistakes
+
+
+def open_run(accelerator: Accelerator, config: RunConfig) -> RunFolder | None:
+    """The run's folder on the main process, None on the others.
+
+    Raises:
+        UserError: on every rank, as `RunFolder` does.
+    """
+    opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
+    on_main(accelerator, lambda: opened.append(RunFolder(config)))
+    return opened[0] if opened else None
 
 
 def _append(file: Path, row: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config_jobs import JobConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run_folder import RunFolder
 
@@ -34,6 +35,15 @@ PEAK_FLOPS = {  # dense bf16 FLOP/s, from NVIDIA's data sheets; the first name t
     "A40": 150e12,
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
+}
+
+SHOWN = {  # in the terminal, besides the step
+    "loss": ".4f",
+    "val_loss": ".4f",
+    "val_accuracy": ".2%",
+    "tokens_per_second": ",.0f",
+    "samples_per_second": ",.0f",
+    "mfu": ".1%",
 }
 
 
@@ -57,6 +67,7 @@ class Throughput:
         self.flops_per_token = flops_per_token
         self.peak = peak
         self.device = device
+        self.seconds = 0.0  # in all readings
         self._start = time.perf_counter()
         self._tokens = 0
 
@@ -72,6 +83,7 @@ class Throughput:
         """(tokens per second, MFU or None) since the last reading; call it once the device's work has been awaited."""
         now = time.perf_counter()
         rate = self._tokens / (now - self._start)
+        self.seconds += now - self._start
         self._start, self._tokens = now, 0
         return rate, rate * self.flops_per_token / self.peak if self.peak else None
 
@@ -112,7 +124,7 @@ class Metrics:
         self.accelerator.log(numbers, step=row["step"])
         shown = {
             name: f"{row[name]:{layout}}"
-            for name, layout in (("loss", ".4f"), ("val_loss", ".4f"), ("tokens_per_second", ",.0f"), ("mfu", ".1%"))
+            for name, layout in SHOWN.items()
             if row.get(name) is not None
         }
         if self._bar.disable or "val_loss" in shown:
@@ -140,7 +152,9 @@ def check_tracker(name: str) -> None:
         raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or use none")
 
 
-def start_tracker(accelerator: Accelerator, config: TrainingConfig, run: RunFolder | None, run_id: str) -> None:
+def start_tracker(
+    accelerator: Accelerator, config: TrainingConfig | JobConfig, run: RunFolder | None, run_id: str
+) -> None:
     """Starts the tracker that the Accelerator was built with; the same run_id goes on with the same wandb run.
 
     wandb logs offline, into the run folder, when nobody is logged in and WANDB_MODE does not say otherwise.

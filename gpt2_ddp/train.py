@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
+from gpt2_ddp import ddp
 from gpt2_ddp.build import Training, build
 from gpt2_ddp.config import TrainingConfig
 from gpt2_ddp.errors import UserError
@@ -155,17 +155,10 @@ def train_step(
 
 
 def settle_buckets(training: Training) -> None:
-    """Runs one synchronised backward of zero, so that DDP settles its buckets before the first step.
-
-    DDP rebuilds its gradient buckets after the first backward, in the order in which gradients became ready, and from
-    then on sums in another order. A resumed run would sum its first step like a fresh one: not bitwise equal from 3
-    processes on.
-    """
-    if isinstance(training.model, DistributedDataParallel):
-        block_size = training.config.model.block_size
-        tokens = torch.zeros(training.batch_size, block_size, dtype=torch.int64, device=training.accelerator.device)
-        (training.model(tokens, tokens) * 0).backward()
-        training.optimizer.zero_grad()
+    """Has DDP settle its gradient buckets before the first step, so that a resumed run sums like one that was not."""
+    block_size = training.config.model.block_size
+    tokens = torch.zeros(training.batch_size, block_size, dtype=torch.int64, device=training.accelerator.device)
+    ddp.settle_buckets(training.model, training.optimizer, tokens, tokens)
 
 
 def _row(
