@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -82,6 +83,8 @@ def build_accelerator(
     _die_with_launcher()
     if target.type == "cpu":
         set_cpu_threads()
+    # torch 2.13 has a new name for this setting, 2.11 only the old one
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
     accelerator = Accelerator(
         cpu=target.type == "cpu",  # a bare Accelerator() leaves CPU ranks unconnected
         mixed_precision=precision,
@@ -203,7 +206,9 @@ def set_cpu_threads() -> None:
     if not chosen and not (launch and launch.num_cpu_threads_per_process):
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         cores = min(usable, psutil.cpu_count(logical=False) or usable)  # hyperthreads do not help matrix products
-        torch.set_num_threads(max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
+        threads = max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose once more
 
 
 class StopRequest:

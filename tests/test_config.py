@@ -168,7 +168,7 @@ def test_all_mistakes_between_fields_at_once():
         (["--model.n_layer", "2.5"], "model.n_layer = 2.5", "integer"),
         (["--optim.name", "sgd"], "optim.name = sgd", "adamw"),
         (["--optim.betas", "0.9", "1.0"], "optim.betas", "less than 1"),
-        (["--optim.betas", "0.9"], "optim.betas", "required"),
+        (["--optim.betas", "0.9"], "optim.betas", "2 values"),
         (["--optim.lr", "nan"], "optim.lr = nan", "finite"),
         (["--optim.lr", "inf"], "optim.lr = inf", "finite"),
         (["--train.epochs", "nan"], "train.epochs = nan", "finite"),

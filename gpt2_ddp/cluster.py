@@ -1,0 +1,191 @@
+"""The check of new machines: who is there, and whether and how fast they all-reduce."""
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from gpt2_ddp.config import CheckClusterConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.launch import USE_TORCHRUN, build_accelerator, pick_device
+from gpt2_ddp.rank_watch import Watch
+from gpt2_ddp.roll_call import Facts, Place, arrive, connect, gather_facts, wait_until
+
+WARM_UP = 3
+"""All-reduces of a size before it is timed: the first opens connections."""
+
+
+def check_cluster(config: CheckClusterConfig) -> None:
+    """Checks this process's world, and prints and saves on rank 0 what was found.
+
+    Raises:
+        UserError: for ranks that do not arrive, differ in versions, or sum wrongly. A rank that dies or hangs later
+            ends all processes with an `error:` line and exit code 2 (see Watch).
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
+        alone = Place(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
+        facts = gather_facts(alone, accelerator.device)
+        _report(config, [facts], [], [f"only one process: nothing to connect; {USE_TORCHRUN.format(n=2)}"])
+        return
+    place = Place.from_environment()
+    try:
+        store = connect(place, config.timeout_seconds)
+        facts = gather_facts(place, pick_device(config.device))
+        ranks = arrive(store, place, facts, config.timeout_seconds)
+    except UserError as error:
+        if place.rank:  # a command speaks for its main process alone, which here may be the one that is missing
+            print(*(f"error: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr)
+        raise
+    results = _measure(config, store, ranks, place.rank)
+    if place.rank == 0:
+        _report(config, ranks, results, list(_notes(ranks)))
+    wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
+    if wrong:
+        raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")
+
+
+def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
+    """All-reduces every size under watch; the rows of the table, the same on all ranks."""
+    watch = Watch(store, ranks, rank, config.timeout_seconds)
+    patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watch is to speak first
+    mine = []
+    try:
+        accelerator = build_accelerator(config.device, "no", timeout=patience)
+        for size in config.sizes:
+            watch.doing = f"all-reduce of {spell_bytes(size)}"
+            mine.append(time_all_reduce(size, config.repeats, rank, len(ranks), accelerator.device))
+        watch.doing = "comparing results"
+        store.set(f"results/{rank}", json.dumps(mine))
+        keys = [f"results/{other}" for other in range(len(ranks))]
+        store.wait(keys, patience)
+        everyone = [json.loads(text) for text in store.multi_get(keys)]
+    except RuntimeError as error:  # the only class that lost connections have in common
+        watch.fail(str(error))
+    watch.finish()
+    _leave(store, rank, len(ranks))
+    return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
+
+
+def time_all_reduce(size: int, repeats: int, rank: int, world_size: int, device: torch.device) -> tuple[float, int]:
+    """Sums `size` bytes of fp32 over all ranks.
+
+    The numbers are whole and their sums below 2^24, so that fp32 is exact in any order of summation.
+
+    Returns:
+        (median seconds of `repeats` all-reduces on this rank, elements that were wrong in the first)
+    """
+    index = torch.arange(size // 4, device=device) % 128
+    value = (index * (rank % 8 + 1)).float()
+    expected = (index * sum(other % 8 + 1 for other in range(world_size))).float()
+    total = value.clone()
+    dist.all_reduce(total)
+    wrong = int((total != expected).sum().item())
+    seconds = []
+    buffer = torch.zeros_like(value)
+    for turn in range(WARM_UP + repeats):
+        _wait_for(device)
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        _wait_for(device)
+        if turn >= WARM_UP:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), wrong
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _row(size: int, measured: list[tuple[float, int]]) -> dict:
+    """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
+    seconds = max(median for median, _ in measured)
+    n = len(measured)
+    algorithm = size / seconds / 1e9
+    return {
+        "bytes": size,
+        "median_us": round(seconds * 1e6, 1),
+        "algorithm_gb_per_s": round(algorithm, 4),
+        "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4),
+        "wrong_ranks": [rank for rank, (_, wrong) in enumerate(measured) if wrong],
+    }
+
+
+def _leave(store: Store, rank: int, world_size: int) -> None:
+    """Rank 0 may be serving the store: it leaves last."""
+    store.add("left", 1)
+    if rank == 0:
+        wait_until(lambda: store.add("left", 0) == world_size, 20)
+    dist.destroy_process_group()
+
+
+def _notes(ranks: list[Facts]) -> Iterator[str]:
+    """What is no mistake, but worth knowing."""
+    hosts = {facts.host for facts in ranks}
+    if len({facts.device for facts in ranks}) > 1:
+        yield "devices differ: the slowest sets the pace of every step"
+    deceived = sorted({facts.host for facts in ranks if facts.host_ip.startswith("127.")})
+    if len(hosts) > 1 and deceived and "GLOO_SOCKET_IFNAME" not in os.environ:
+        yield f"the host name of {', '.join(deceived)} resolves to a loopback address; set GLOO_SOCKET_IFNAME"
+    if len(hosts) > 1 and any(facts.interface == "lo" for facts in ranks if facts.host != ranks[0].host):
+        yield "several hosts, yet some reach rank 0 over loopback: are they containers of one machine?"
+
+
+def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict], notes: list[str]) -> None:
+    shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
+    print(format_table([shown, *([str(getattr(facts, name)) for name in shown] for facts in ranks)]))
+    if results:
+        backend = "nccl" if ranks[0].device_type == "cuda" else "gloo"
+        heads = ("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")
+        cells = [
+            (
+                spell_bytes(row["bytes"]),
+                f"{row['median_us']:.1f}",
+                f"{row['algorithm_gb_per_s']:.3f}",
+                f"{row['bus_gb_per_s']:.3f}",
+                f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right",
+            )
+            for row in results
+        ]
+        print(f"\n{format_table([heads, *cells])}")
+        print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
+    for note in notes:
+        print(f"note: {note}")
+    if config.output:
+        found = {
+            "processes": len(ranks),
+            "checked_from": socket.gethostname(),
+            "ranks": [asdict(facts) for facts in ranks],
+            "all_reduce": results,
+            "notes": notes,
+        }
+        Path(config.output).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def format_table(rows: list) -> str:
+    """Rows of strings as aligned columns, the first row being their heads."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def spell_bytes(size: int) -> str:
+    """Like `64.0 MiB`."""
+    amount, unit = float(size), "B"
+    for bigger in ("KiB", "MiB", "GiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, bigger
+    return f"{amount:g} {unit}" if unit == "B" else f"{amount:.1f} {unit}"

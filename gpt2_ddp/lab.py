@@ -1,0 +1,186 @@
+"""The DDP lab: what people get wrong, the wrong way and the right one measured side by side on two CPU processes."""
+
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+
+from gpt2_ddp import lab_data, lab_gradients, lab_loop
+from gpt2_ddp.config import LabConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.lab_experiment import Experiment
+
+EXPERIMENTS = (
+    lab_gradients.mean_of_gradients,
+    lab_gradients.different_replicas,
+    lab_data.set_epoch,
+    lab_data.seed_per_rank,
+    lab_data.padded_test_set,
+    lab_data.training_sampler_on_test_set,
+    lab_data.unequal_batches,
+    lab_loop.rank_0s_loss,
+    lab_loop.short_last_window,
+    lab_loop.scheduler_steps,
+    lab_loop.multiplied_learning_rate,
+    lab_gradients.batch_norm,
+    lab_gradients.no_sync,
+    lab_gradients.unused_parameters,
+    lab_gradients.bucket_size,
+)
+
+PROCESSES = 2
+
+BOUND = 60.0
+"""Seconds that an experiment may take, the start of its processes included; all take a few."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """An experiment's outcome."""
+
+    experiment: Experiment
+    numbers: Mapping[str, float | str]
+    holds: bool
+    measured: str
+
+
+def run_lab(config: LabConfig) -> int:
+    """Runs experiments, prints each as it ends, and writes the table.
+
+    Returns:
+        0 if all claims hold, else 1.
+
+    Raises:
+        UserError: an unknown experiment, or a launcher that started several of this command.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        cure = "the lab starts its own two processes: `python scripts/ddp_lab.py`, without a launcher"
+        raise UserError("processes", os.environ["WORLD_SIZE"], cure)
+    rows = []
+    for row in run_experiments(choose(config.only), config.seed):
+        rows.append(row)
+        print(f"{'holds' if row.holds else 'FAILS'}  {row.experiment.claim}\n       {row.measured}", flush=True)
+    print(f"\n{as_markdown(rows)}")
+    if config.output:
+        text = as_json(rows) if config.output.endswith(".json") else as_markdown(rows)
+        Path(config.output).write_text(text + "\n")
+    return 0 if all(row.holds for row in rows) else 1
+
+
+def choose(names: tuple[str, ...]) -> list[Experiment]:
+    """The experiments of these names, or all for none. Raises: UserError for an unknown name."""
+    known = {experiment.name: experiment for experiment in EXPERIMENTS}
+    for name in names:
+        if name not in known:
+            raise UserError("only", name, f"is no experiment; there are {', '.join(known)}")
+    return [known[name] for name in names] or list(EXPERIMENTS)
+
+
+def run_experiments(experiments: list[Experiment], seed: int) -> Iterator[Row]:
+    """Runs them one after the other in one world of two processes; a fresh one after an experiment that broke it."""
+    ranks: list[tuple[BaseProcess, Connection]] = []
+    try:
+        for experiment in experiments:
+            ranks = ranks or _start_ranks()
+            numbers, error = _measure(ranks, experiment, seed)
+            if error:
+                _end_ranks(ranks)
+                ranks = []
+                yield Row(experiment, {}, False, error)
+                continue
+            measured = experiment.measured.format_map(numbers)
+            yield Row(experiment, numbers, experiment.holds(SimpleNamespace(**numbers)), measured)
+    finally:
+        _end_ranks(ranks)
+
+
+def as_markdown(rows: list[Row]) -> str:
+    """The table that the documentation shows."""
+    lines = ["| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        cells = (row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured)
+        lines.append(
+            "| " + " | ".join(" ".join(cell.split()) for cell in cells) + ("" if row.holds else " FAILS") + " |"
+        )
+    return "\n".join(lines)
+
+
+def as_json(rows: list[Row]) -> str:
+    """Every number measured, by experiment."""
+    found = {row.experiment.name: {"holds": row.holds, "measured": row.measured, **row.numbers} for row in rows}
+    return json.dumps(found, indent=1)
+
+
+def _measure(
+    ranks: list[tuple[BaseProcess, Connection]], experiment: Experiment, seed: int
+) -> tuple[Mapping[str, float | str], str]:
+    """Rank 0's numbers, or what went wrong on the first rank that has an answer missing."""
+    for _, pipe in ranks:
+        pipe.send((experiment.name, seed))
+    answers = []
+    for rank, (_, pipe) in enumerate(ranks):
+        if not pipe.poll(BOUND):
+            return {}, f"rank {rank} did not end within {BOUND:.0f} s"
+        try:
+            numbers, error = pipe.recv()
+        except EOFError:
+            return {}, f"rank {rank} died"
+        if error:
+            return {}, f"rank {rank} failed: {error}"
+        answers.append(numbers)
+    return answers[0], ""
+
+
+def _start_ranks() -> list[tuple[BaseProcess, Connection]]:
+    context = multiprocessing.get_context("forkserver")  # a fork of this process could deadlock in torch's threads
+    context.set_forkserver_preload(["gpt2_ddp.lab", "gpt2_ddp.launch"])
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    ranks = []
+    for rank in range(PROCESSES):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(rank, port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append((process, ours))
+    return ranks
+
+
+def _end_ranks(ranks: list[tuple[BaseProcess, Connection]]) -> None:
+    for process, pipe in ranks:
+        pipe.close()
+        process.kill()
+        process.join()
+
+
+def _rank(rank: int, port: int, pipe: Connection) -> None:
+    """One process: measures what it is told to, until its pipe closes."""
+    import torch
+
+    from gpt2_ddp.launch import build_accelerator
+
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    where |= {"WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    accelerator = build_accelerator("cpu", "no")
+    torch.set_num_threads(1)
+    while True:
+        try:
+            name, seed = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((choose((name,))[0].measure(accelerator, seed), ""))
+        except Exception as error:  # whatever it is, the table says it and the next experiment begins anew
+            traceback.print_exc()
+            pipe.send(({}, f"{type(error).__name__}: {error}"))

@@ -1,0 +1,95 @@
+"""What an experiment of the DDP lab is, and the small things that most of them need."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+Measure = Callable[[Accelerator, int], Mapping[str, float | str]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A claim about DDP, and how to measure both the wrong way and the right one.
+
+    Args:
+        claim, wrong, right: cells of the table.
+        measured: the fourth cell, with the measured numbers' names in braces.
+        holds: whether the claim follows from the numbers.
+        measure: runs on both ranks, given the Accelerator and a seed; rank 0's numbers count.
+    """
+
+    claim: str
+    wrong: str
+    right: str
+    measured: str
+    holds: Callable[[SimpleNamespace], bool]
+    measure: Measure
+
+    @property
+    def name(self) -> str:
+        """The measuring function's."""
+        return self.measure.__name__  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def experiment(
+    *, claim: str, wrong: str, right: str, measured: str, holds: Callable[[SimpleNamespace], bool]
+) -> Callable[[Measure], Experiment]:
+    """Makes an Experiment of a measuring function."""
+    return lambda measure: Experiment(claim, wrong, right, measured, holds, measure)
+
+
+def make_model(seed: int) -> nn.Sequential:
+    """A perceptron from 8 numbers to 1, with a hidden layer of 16; 161 parameters, fp32."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def make_rows(seed: int, count: int) -> tuple[Tensor, Tensor]:
+    """Inputs fp32 [count, 8] and targets fp32 [count, 1]; later rows lie further from zero, as sorted data do."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs = torch.randn(count, 8, generator=generator) + torch.linspace(0, 2, count)[:, None]
+    return inputs, inputs.sin().sum(1, keepdim=True)
+
+
+def share(rows: Tensor, accelerator: Accelerator) -> Tensor:
+    """This rank's part of the rows, in order: the first half is rank 0's."""
+    return rows.chunk(accelerator.num_processes)[accelerator.process_index]
+
+
+def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean squared error, a scalar."""
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    """All gradients as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
+
+
+def weights(model: nn.Module) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """|a - b| / |b|"""
+    return ((a - b).norm() / b.norm()).item()
+
+
+def largest(value: float) -> float:
+    """The largest of the ranks' numbers, on all of them."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()
+
+
+def union(indices: Iterable[int]) -> list[int]:
+    """What all ranks hold, one after the other."""
+    parts: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, list(indices))
+    return [index for part in parts for index in part]

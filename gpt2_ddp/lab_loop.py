@@ -1,0 +1,114 @@
+"""Experiments on the training loop around DDP: what is logged, accumulated, scheduled and scaled."""
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpt2_ddp.lab_experiment import experiment, gradient, make_model, make_rows, mse, share
+
+
+@experiment(
+    claim="Rank 0's loss is the loss of rank 0's rows alone",
+    wrong="log loss.item() on rank 0",
+    right="log the mean over ranks: accelerator.reduce(loss, 'mean')",
+    measured="logged {logged:.3f} by rank 0, {reduced:.3f} reduced; the batch's loss is {true:.3f}",
+    holds=lambda m: abs(m.reduced / m.true - 1) < 1e-5 and abs(m.logged / m.true - 1) > 0.01,
+)
+def rank_0s_loss(accelerator: Accelerator, seed: int):
+    inputs, targets = make_rows(seed, 32)
+    model = DDP(make_model(seed))
+    loss = mse(model, share(inputs, accelerator), share(targets, accelerator)).detach()
+    reduced = accelerator.reduce(loss, reduction="mean")
+    assert isinstance(reduced, Tensor)
+    return {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), inputs, targets).item()}
+
+
+def window_length(index: int, batches: int, window: int) -> int:
+    """Micro-batches in the accumulation window of micro-batch `index`; the last may be short."""
+    return min(window, batches - index // window * window)
+
+
+@experiment(
+    claim="`accumulate` divides by its window's length even where an epoch's last window is shorter",
+    wrong="accumulate(4) over 10 batches: windows of 4, 4 and 2",
+    right="scale the losses of the short window by 4/2",
+    measured="last gradient over the mean of its micro-batches': {plain:.2f} as it is, {scaled:.2f} scaled",
+    holds=lambda m: abs(m.plain - 0.5) < 1e-4 and abs(m.scaled - 1) < 1e-4,
+)
+def short_last_window(accelerator: Accelerator, seed: int):
+    rows = TensorDataset(*make_rows(seed, 10 * 4 * accelerator.num_processes))
+    window, found = 4, {}
+    for way in ("plain", "scaled"):
+        accumulating = Accelerator(cpu=True, gradient_accumulation_steps=window)
+        loader = accumulating.prepare_data_loader(DataLoader(rows, batch_size=4))
+        model, by_hand = accumulating.prepare_model(make_model(seed)), make_model(seed)
+        for i, (inputs, targets) in enumerate(loader):
+            if i % window == 0:
+                model.zero_grad()
+                by_hand.zero_grad()
+            length = window_length(i, len(loader), window)
+            with accumulating.accumulate(model):
+                accumulating.backward(mse(model, inputs, targets) * (window / length if way == "scaled" else 1))
+            mse(by_hand, inputs, targets).backward()
+        expected = accumulating.reduce(gradient(by_hand), reduction="mean")
+        assert isinstance(expected, Tensor)
+        found[way] = (gradient(model).norm() / (expected / 2).norm()).item()  # of the last two micro-batches
+    return found
+
+
+@experiment(
+    claim="A scheduler prepared by Accelerate advances once per process and step",
+    wrong="accelerator.prepare(scheduler), made for 20 optimizer steps",
+    right="step a scheduler of your own once per optimizer step",
+    measured="learning rate after 10 of 20 steps of a linear decay from 1 to 0: {prepared:.2f} prepared, {own:.2f} own",
+    holds=lambda m: abs(m.own - 0.5) < 1e-6 and abs(m.prepared) < 1e-6,
+)
+def scheduler_steps(accelerator: Accelerator, seed: int):
+    preparing = Accelerator(cpu=True)  # Accelerate's own defaults
+    found = {}
+    for way in ("prepared", "own"):
+        plain = SGD(make_model(seed).parameters(), lr=1.0)
+        scheduler = LinearLR(plain, start_factor=1.0, end_factor=0.0, total_iters=20)
+        optimizer = preparing.prepare_optimizer(plain)
+        stepped = preparing.prepare_scheduler(scheduler) if way == "prepared" else scheduler
+        for _ in range(10):
+            optimizer.step()
+            stepped.step()
+        found[way] = plain.param_groups[0]["lr"]
+    return found
+
+
+@experiment(
+    claim="Spreading a batch over ranks changes nothing that the learning rate has to follow: gradients are averaged",
+    wrong="multiply the learning rate by the number of processes, the global batch being the same",
+    right="the same learning rate (a larger global batch is another question)",
+    measured="loss after 30 steps: {one:.3f} on one process, {same:.3f} on two, {multiplied:.2e} with twice the rate",
+    holds=lambda m: abs(m.same / m.one - 1) < 1e-3 and m.multiplied > 10 * m.one,
+)
+def multiplied_learning_rate(accelerator: Accelerator, seed: int):
+    inputs, targets = make_rows(seed, 32)
+    # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges above (1.2 x 2)
+    curvature = torch.linalg.eigvalsh(2 * inputs.T @ inputs / len(inputs))[-1].item()
+
+    def train(model: nn.Module, rate: float, ours: bool) -> float:
+        optimizer = SGD(model.parameters(), lr=rate / curvature)
+        for _ in range(30):
+            optimizer.zero_grad()
+            mine = (share(inputs, accelerator), share(targets, accelerator)) if ours else (inputs, targets)
+            mse(model, *mine).backward()
+            optimizer.step()
+        return mse(model, inputs, targets).item()
+
+    def build() -> nn.Linear:
+        torch.manual_seed(seed)
+        return nn.Linear(8, 1, bias=False)
+
+    return {
+        "one": train(build(), 1.2, ours=False),
+        "same": train(DDP(build()), 1.2, ours=True),
+        "multiplied": train(DDP(build()), 1.2 * accelerator.num_processes, ours=True),
+    }

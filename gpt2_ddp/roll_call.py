@@ -1,0 +1,253 @@
+"""Who is there: ranks find each other over a key-value store, before there is a process group that could hang. Every
+wait is bounded, and ends with the names of the ranks that were waited for."""
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import accelerate
+import psutil
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.launch import USE_TORCHRUN
+
+AFTERMATH = 5.0
+"""Seconds that other ranks wait longer than rank 0, for what it found."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process in the world, as its launcher's environment tells."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    address: str
+    port: int
+
+    @classmethod
+    def from_environment(cls) -> "Place":
+        """Raises: UserError when WORLD_SIZE is set without the variables that belong to it."""
+        env = os.environ
+        absent = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if absent:
+            cure = f"is set without {', '.join(absent)}; " + USE_TORCHRUN.format(n=env["WORLD_SIZE"])
+            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], cure)
+        rank, world_size, port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
+        return cls(rank, int(env["LOCAL_RANK"]), world_size, env["MASTER_ADDR"], port)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself; `interface` and `ip` are those of its route to MASTER_ADDR, `host_ip` is what its
+    host name resolves to, where gloo listens unless GLOO_SOCKET_IFNAME says otherwise."""
+
+    rank: int
+    local_rank: int
+    host: str
+    device: str
+    device_type: str
+    interface: str
+    ip: str
+    host_ip: str
+    world_size: int
+    python: str
+    torch: str
+    accelerate: str
+    gpt2_ddp: str
+    cuda: str
+    nccl: str
+
+
+SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
+
+
+def gather_facts(place: Place, device: torch.device) -> Facts:
+    """The facts about this process, which is to use `device`."""
+    interface, ip = _route(place.address, place.port)
+    name, nccl = platform.machine(), "-"
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if place.local_rank >= count:
+            cure = f"there are {count} CUDA devices on {socket.gethostname()}; start {count} processes here"
+            raise UserError("LOCAL_RANK", place.local_rank, cure)
+        name = torch.cuda.get_device_name(place.local_rank)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return Facts(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        host=socket.gethostname(),
+        device=name,
+        device_type=device.type,
+        interface=interface,
+        ip=ip,
+        host_ip=_resolved(socket.gethostname()),
+        world_size=place.world_size,
+        python=".".join(platform.python_version_tuple()[:2]),
+        torch=torch.__version__,
+        accelerate=accelerate.__version__,
+        gpt2_ddp=_sources(),
+        cuda=torch.version.cuda or "-",
+        nccl=nccl,
+    )
+
+
+def _sources() -> str:
+    """A short hash of this package's code: an old copy on one machine is as bad as an old torch."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def _route(address: str, port: int) -> tuple[str, str]:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((address, port))  # of a datagram socket: sends nothing, picks the route
+            ip = sock.getsockname()[0]
+    except OSError:
+        return "?", "?"
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?"), ip
+
+
+def _resolved(host: str) -> str:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return "?"
+
+
+def connect(place: Place, timeout: float) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT: torchrun's own, or else one that rank 0 serves.
+
+    Raises:
+        UserError: nobody answers there within `timeout` seconds, or rank 0 cannot open the port.
+    """
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where = f"{place.address}:{place.port}"
+    try:
+        store = TCPStore(
+            place.address,
+            place.port,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,  # the process group's rendezvous will share the server
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if serves:
+            cure = "rank 0 cannot open this port; another program may be using it: choose another"
+            raise UserError("MASTER_PORT", place.port, cure) from error
+        cure = f"rank {place.rank} on {socket.gethostname()} got no answer from rank 0 there within {timeout:g} s; "
+        raise UserError("MASTER_ADDR", where, cure + "is it started, and may this machine reach that port?") from error
+    prefix = f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(prefix, store)
+
+
+def arrive(store: Store, place: Place, facts: Facts, timeout: float) -> list[Facts]:
+    """Waits until all ranks are there; what each says of itself, in order of rank.
+
+    Rank 0 waits `timeout` seconds for the others, and they as long for rank 0 and then for what it found.
+
+    Raises:
+        UserError: ranks did not come, one came twice, or they are not alike in what they must be.
+        SystemExit: 2, when rank 0 has found and said so.
+    """
+    if store.add(f"seats/{place.rank}", 1) > 1:
+        cure = f"a second process (on {facts.host}) has this rank; give each its own (--machine_rank, --node_rank)"
+        raise UserError("RANK", place.rank, cure)
+    store.set(f"beats/{place.rank}", "")  # Watch's first sign of life
+    store.set(f"facts/{place.rank}", json.dumps(asdict(facts)))
+    if place.rank == 0:
+        try:
+            found = _wait_for_all(store, place.world_size, timeout)
+            check_alike(found)
+        except UserError as error:
+            store.set("arrivals", json.dumps(error.mistakes))
+            wait_until(lambda: store.add("heard", 0) >= _count_arrived(store, place.world_size) - 1, 2)
+            raise
+        store.set("arrivals", "[]")
+        return found
+    if not wait_until(lambda: store.check(["facts/0"]), timeout):
+        raise UserError("rank", 0, f"did not arrive within {timeout:g} s; rank {place.rank} ({facts.host}) is here")
+    if not wait_until(lambda: store.check(["arrivals"]), timeout + AFTERMATH):
+        raise UserError("rank", 0, f"arrived, but fell silent; rank {place.rank} ({facts.host}) is here")
+    mistakes = json.loads(store.get("arrivals"))
+    store.add("heard", 1)
+    if mistakes:
+        sys.exit(2)
+    return _read_facts(store, range(place.world_size))
+
+
+def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
+    keys = [f"facts/{rank}" for rank in range(world_size)]
+    if not wait_until(lambda: store.check(keys), timeout):
+        here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
+        missing = [rank for rank in range(world_size) if rank not in here]
+        arrived = by_value(_read_facts(store, here), "host")
+        cure = f"did not arrive within {timeout:g} s (arrived: {arrived}); each needs the same MASTER_ADDR and "
+        cure += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
+        raise UserError("rank" if len(missing) == 1 else "ranks", spell(missing), cure)
+    return _read_facts(store, range(world_size))
+
+
+def _count_arrived(store: Store, world_size: int) -> int:
+    return sum(store.check([f"facts/{rank}"]) for rank in range(world_size))
+
+
+def _read_facts(store: Store, ranks: range | list[int]) -> list[Facts]:
+    return [Facts(**json.loads(text)) for text in store.multi_get([f"facts/{rank}" for rank in ranks])]
+
+
+def check_alike(found: list[Facts]) -> None:
+    """Raises: UserError naming every fact in which ranks differ and must not, with the ranks and their hosts."""
+    mistakes = []
+    for name in SAME_EVERYWHERE:
+        if len({getattr(facts, name) for facts in found}) > 1:
+            mistakes += UserError(name, by_value(found, name), "must be the same on all ranks").mistakes
+    if mistakes:
+        raise UserError.join(mistakes)
+
+
+def by_value(found: list[Facts], name: str) -> str:
+    """Like `2.13.0 on ranks 0-7 (host a), 2.11.0 on rank 8 (host b)`."""
+    groups: dict[object, list[Facts]] = defaultdict(list)
+    for facts in found:
+        groups[getattr(facts, name)].append(facts)
+    parts = []
+    for value, members in groups.items():
+        hosts = "" if name == "host" else f" ({', '.join(dict.fromkeys(facts.host for facts in members))})"
+        ranks = [facts.rank for facts in members]
+        parts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {spell(ranks)}{hosts}")
+    return ", ".join(parts)
+
+
+def spell(ranks: list[int]) -> str:
+    """Ranks in ascending order, like `0-7, 9`."""
+    place = dict(zip(ranks, itertools.count(), strict=False))
+    runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - place[rank])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Polls until the condition holds; False when `timeout` seconds did not suffice."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,21 @@
+"""What to run first on new machines: does every process arrive, and do they all-reduce correctly and how fast?
+
+    torchrun --nproc_per_node 8 scripts/check_cluster.py                          # one machine
+    accelerate launch --config_file configs/accelerate/multi_node.yaml --machine_rank 0 --main_process_ip ADDRESS \\
+        --main_process_port 29500 scripts/check_cluster.py                        # several; on the others 1, 2, ...
+
+Launchers wait long for a machine that is missing before they start anything: see docs/cluster-check.md.
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import CheckClusterConfig
+
+
+def main(config: CheckClusterConfig) -> None:
+    from gpt2_ddp.cluster import check_cluster
+
+    check_cluster(config)
+
+
+if __name__ == "__main__":
+    run_command(CheckClusterConfig, main)

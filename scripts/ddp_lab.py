@@ -1,0 +1,20 @@
+"""What people get wrong in DDP, the wrong way and the right one measured on two CPU processes, in about ten seconds.
+
+    python scripts/ddp_lab.py                                    # all experiments; no launcher: it starts its own two
+    python scripts/ddp_lab.py --only set_epoch padded_test_set   # some of them
+
+Each row is explained in docs/ddp-lab.md.
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config import LabConfig
+
+
+def main(config: LabConfig) -> int:
+    from gpt2_ddp.lab import run_lab
+
+    return run_lab(config)
+
+
+if __name__ == "__main__":
+    run_command(LabConfig, main)

@@ -1,0 +1,265 @@
+"""The cluster check on real processes: what it finds, and that it ends within its bound naming whom it waited for."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import CONTEXT, free_port
+from test_launch import ACCELERATE, ROOT, TORCHRUN, environment
+
+SCRIPT = str(ROOT / "scripts/check_cluster.py")
+BOUND = 3.0
+"""Seconds that the ranks are told to wait; they add five for what others find, and the machine may be busy."""
+
+
+class Ranks:
+    """Ranks started one by one by hand, each with its stdout and stderr in a file."""
+
+    def __init__(self, folder: Path, world: int):
+        self.folder, self.world, self.port = folder, world, free_port()
+        self.processes: dict[str, BaseProcess] = {}
+
+    def start(self, rank: int, *flags: str, before: Callable[[], None] | None = None, name: str = "") -> None:
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world), "OMP_NUM_THREADS": "1"}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        name = name or str(rank)
+        arguments = [SCRIPT, "--timeout_seconds", str(BOUND), "--device", "cpu", *flags]
+        process = CONTEXT.Process(target=_command, args=(self.folder / name, env, arguments, before), daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def ended(self, within: float, but: str = "") -> dict[str, tuple[int | None, str]]:
+        """Exit code and output of each rank `but` one; None for the code of those still running."""
+        deadline = time.monotonic() + within
+        expected = {name: process for name, process in self.processes.items() if name != but}
+        for process in expected.values():
+            process.join(max(deadline - time.monotonic(), 0))
+        return {name: (p.exitcode, (self.folder / name).read_text()) for name, p in expected.items()}
+
+    def wait_for_all_reduces(self) -> None:
+        store = dist.TCPStore(
+            "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
+        beats = dist.PrefixStore("check_cluster/0", store)
+        for rank in range(self.world):
+            while b"all-reduce" not in beats.get(f"beats/{rank}"):
+                time.sleep(0.1)
+
+
+def _command(output: Path, env: dict[str, str], arguments: list[str], before: Callable[[], None] | None) -> None:
+    file = os.open(output, os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(env)
+    sys.argv = arguments
+    if before:
+        before()
+    runpy.run_path(SCRIPT, run_name="__main__")
+
+
+@pytest.fixture
+def ranks(tmp_path: Path):
+    made = []
+
+    def make(world: int) -> Ranks:
+        made.append(Ranks(tmp_path, world))
+        return made[-1]
+
+    yield make
+    for process in (process for group in made for process in group.processes.values()):
+        process.kill()
+        process.join()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_that_all_work(ranks, tmp_path, world):
+    group = ranks(world)
+    for rank in range(world):
+        group.start(rank, "--sizes", "8", "4096", "1048576", "--output", str(tmp_path / "found.json"))
+    ended = group.ended(60)
+    assert [code for code, _ in ended.values()] == [0] * world, ended
+    assert "all-reduce" in ended["0"][1]
+    assert "all-reduce" not in ended["1"][1]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [facts["rank"] for facts in found["ranks"]] == list(range(world))
+    assert found["ranks"][0]["interface"] == "lo"
+    assert [row["bytes"] for row in found["all_reduce"]] == [8, 4096, 1048576]
+    for row in found["all_reduce"]:
+        assert row["wrong_ranks"] == []
+        assert row["algorithm_gb_per_s"] == pytest.approx(row["bytes"] / row["median_us"] / 1e3, abs=2e-4)
+        assert row["bus_gb_per_s"] == pytest.approx(row["algorithm_gb_per_s"] * 2 * (world - 1) / world, abs=2e-4)
+
+
+def test_a_rank_that_never_starts_is_named(ranks):
+    group = ranks(3)
+    group.start(0)
+    group.start(2)
+    ended = group.ended(BOUND + 15)
+    assert [code for code, _ in ended.values()] == [2, 2], ended
+    host = os.uname().nodename
+    assert f"error: rank = 1: did not arrive within 3 s (arrived: {host} on ranks 0, 2)" in ended["0"][1]
+    assert not any("Traceback" in text for _, text in ended.values())
+    assert "error:" not in ended["2"][1], "rank 0 has said it"
+
+
+def test_without_rank_0_the_others_say_so(ranks):
+    group = ranks(3)
+    group.start(1)
+    group.start(2)
+    for rank, (code, text) in group.ended(BOUND + 15).items():
+        assert code == 2, text
+        assert f"rank {rank} on " in text
+        assert "got no answer from rank 0 there within 3 s" in text
+
+
+ENDLESS = ["--repeats", "100000000", "--sizes", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("number", "victim"),
+    [
+        (signal.SIGKILL, 2),
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_lost_in_the_middle_is_named(ranks, number, victim):
+    group = ranks(3)
+    for rank in range(3):
+        group.start(rank, *ENDLESS)
+    group.wait_for_all_reduces()
+    os.kill(group.processes[str(victim)].pid, number)
+    ended = group.ended(BOUND + 15, but=str(victim))
+    assert [code for code, _ in ended.values()] == [2, 2], ended
+    speakers = [text for text in ended.values() if f"error: rank {victim} = " in text[1]]
+    assert len(speakers) >= 1, ended
+    if victim:
+        assert "last seen at: all-reduce of 4.0 KiB" in ended["0"][1]
+
+
+def _other_version() -> None:
+    import accelerate
+
+    accelerate.__version__ = "0.34.2"
+
+
+def test_different_versions_are_named(ranks):
+    group = ranks(2)
+    group.start(0)
+    group.start(1, before=_other_version)
+    ended = group.ended(BOUND + 15)
+    assert [code for code, _ in ended.values()] == [2, 2]
+    assert "0.34.2 on rank 1" in ended["0"][1]
+    assert ended["0"][1].startswith("error: accelerate = ")
+    assert ended["0"][1].count("error:") == 1
+
+
+def test_two_processes_with_one_rank(ranks):
+    group = ranks(3)
+    group.start(0)
+    group.start(1)
+    group.start(1, name="second")
+    ended = group.ended(2 * BOUND + 20)
+    assert all(code == 2 for code, _ in ended.values()), ended
+    assert any("error: RANK = 1: a second process" in text for _, text in ended.values())
+    assert "error: rank = 2: did not arrive" in ended["0"][1]
+
+
+def _wrong_sums() -> None:
+    right = dist.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        right(tensor, *args, **kwargs)
+        tensor[-1] += 1
+
+    dist.all_reduce = all_reduce
+
+
+def test_wrong_sums_are_an_error(ranks):
+    group = ranks(2)
+    group.start(0, "--sizes", "4096")
+    group.start(1, "--sizes", "4096", before=_wrong_sums)
+    ended = group.ended(40)
+    assert [code for code, _ in ended.values()] == [2, 2], ended
+    assert "error: all-reduce = 4096 bytes on ranks [1]: wrong sums" in ended["0"][1]
+
+
+def _no_connection() -> None:
+    dist.all_reduce = lambda tensor: time.sleep(100)
+
+
+@pytest.mark.slow
+def test_ranks_that_live_but_are_not_connected(ranks):
+    group = ranks(2)
+    group.start(0)
+    group.start(1, before=_no_connection)
+    ended = group.ended(BOUND + 20)
+    assert [code for code, _ in ended.values()] == [2, 2], ended
+    assert "alive like all others, but not connected (all-reduce of 8 B does not end)" in ended["0"][1]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    command = [*command, SCRIPT, "--timeout_seconds", "20"]
+    env = environment()
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_one_process_says_what_to_type():
+    found = run([sys.executable])
+    assert found.returncode == 0, found.stderr
+    assert "only one process" in found.stdout
+    assert "torchrun --nproc_per_node 2" in found.stdout
+
+
+@pytest.mark.slow
+def test_the_launch_that_starts_one_process_of_two():
+    found = run([*ACCELERATE, "--cpu", "--num_processes", "2"])
+    assert found.returncode != 0
+    assert "error: processes = 2: only 1 started" in found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[*TORCHRUN, "--nproc_per_node"], [*ACCELERATE, "--multi_gpu", "--num_processes"]])
+def test_under_launchers(launcher):
+    found = run([*launcher, "3", "--main_process_port" if "launch" in launcher else "--master_port", str(free_port())])
+    assert found.returncode == 0, found.stderr
+    assert "3 processes, gloo" in found.stdout
+
+
+@pytest.mark.slow
+def test_a_machine_that_dies_under_its_launcher_is_named():
+    """Two "machines" of one process each; the launcher of the second is killed with its rank."""
+    port = str(free_port())
+    torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
+    torchrun += ["--master_port", port]
+    options = {"env": environment(), "cwd": ROOT, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    machines = [
+        subprocess.Popen([*torchrun, "--node_rank", rank, SCRIPT, "--timeout_seconds", "10", *ENDLESS], **options)
+        for rank in "01"
+    ]
+    try:
+        store = dist.TCPStore(
+            "127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        while b"all-reduce" not in dist.PrefixStore("check_cluster/0", store).get("beats/1"):
+            time.sleep(0.2)
+        os.killpg(machines[1].pid, signal.SIGKILL)
+        _, errors = machines[0].communicate(timeout=40)
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                os.killpg(machine.pid, signal.SIGKILL)
+            machine.wait()
+    assert "error: rank 1 = " in errors
+    assert "last seen at: all-reduce of 4.0 KiB" in errors

@@ -1,0 +1,134 @@
+"""Each row of the DDP lab is a test; and each claim fails when its right way is broken."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+from ranks import run_ranks
+from test_launch import ROOT, environment
+
+from gpt2_ddp.config import LabConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.lab import EXPERIMENTS, choose, run_experiments, run_lab
+from gpt2_ddp.lab_experiment import experiment
+
+BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row.experiment.name: row for row in run_experiments(list(EXPERIMENTS), seed=5)}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_claim_holds(rows, name):
+    assert rows[name].holds, rows[name].measured
+    assert not any(brace in rows[name].measured for brace in "{}")
+
+
+def mutations() -> dict:
+    """What breaks the right way of each experiment."""
+    import torch
+    from accelerate import Accelerator
+    from torch.nn import BatchNorm1d
+    from torch.nn.parallel import DistributedDataParallel as DDP
+    from torch.optim.lr_scheduler import LinearLR
+    from torch.utils.data import DistributedSampler, Subset
+
+    from gpt2_ddp import lab_data, lab_gradients, lab_loop
+
+    rank = int(os.environ.get("RANK", "0"))
+    no_ddp = lambda model, **_: model  # noqa: E731
+    own_seed = lambda data, seed: DistributedSampler(data, seed=seed + rank)  # noqa: E731
+    cut = lambda data, **options: DistributedSampler(Subset(data, range(60)), **options)  # noqa: E731
+    step = LinearLR.step
+    return {
+        "mean_of_gradients": (lab_gradients, "DDP", no_ddp),
+        "different_replicas": (lab_gradients, "DDP", functools.partial(DDP, init_sync=False)),
+        "set_epoch": (DistributedSampler, "set_epoch", lambda self, epoch: None),
+        "seed_per_rank": (lab_data, "DistributedSampler", own_seed),
+        "padded_test_set": (Accelerator, "gather_for_metrics", Accelerator.gather),
+        "training_sampler_on_test_set": (lab_data, "DistributedSampler", cut),
+        "unequal_batches": (lab_data, "Join", lambda models: nullcontext()),
+        "rank_0s_loss": (Accelerator, "reduce", lambda self, tensor, reduction: tensor),
+        "short_last_window": (lab_loop, "window_length", lambda index, batches, window: window),
+        "scheduler_steps": (LinearLR, "step", lambda self: [step(self), step(self)]),
+        "multiplied_learning_rate": (lab_loop, "DDP", no_ddp),
+        "batch_norm": (lab_gradients.AllReducedBatchNorm, "forward", BatchNorm1d.forward),
+        "no_sync": (DDP, "no_sync", lambda self: nullcontext()),
+        "unused_parameters": (
+            lab_gradients,
+            "DDP",
+            lambda model, **_: torch.nn.parallel.DistributedDataParallel(model),
+        ),
+        "bucket_size": (lab_gradients, "DDP", lambda model, **_: DDP(model, bucket_cap_mb=0.1)),
+    }
+
+
+def measure_broken() -> dict[str, dict]:
+    from gpt2_ddp.launch import build_accelerator
+
+    accelerator = build_accelerator("cpu", "no")
+    found = {}
+    for name, mutation in mutations().items():
+        with mock.patch.object(*mutation):
+            found[name] = BY_NAME[name].measure(accelerator, 5)
+    return found
+
+
+@pytest.fixture(scope="module")
+def broken():
+    return run_ranks(measure_broken, 2, timeout=120)[0]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_claim_fails_when_its_right_way_is_broken(broken, name):
+    assert not BY_NAME[name].holds(SimpleNamespace(**broken[name])), broken[name]
+
+
+@experiment(claim="", wrong="", right="", measured="{x}", holds=lambda m: True)
+def killed(accelerator, seed):
+    raise AssertionError("never measured: its name is unknown to the ranks")
+
+
+def test_a_failing_experiment_does_not_stop_the_next():
+    rows = list(run_experiments([killed, BY_NAME["set_epoch"]], seed=0))
+    assert [row.holds for row in rows] == [False, True]
+    assert rows[0].measured.startswith("rank 0 failed: UserError")
+
+
+def test_the_command(tmp_path):
+    output = str(tmp_path / "lab.json")
+    command = [sys.executable, "scripts/ddp_lab.py", "--only", "set_epoch", "rank_0s_loss", "--output", output]
+    found = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "| claim | wrong way | right way | measured |" in found.stdout
+    numbers = json.loads((tmp_path / "lab.json").read_text())
+    assert set(numbers) == {"set_epoch", "rank_0s_loss"}
+    assert numbers["set_epoch"]["forgotten"] == 1
+
+
+def test_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr("gpt2_ddp.lab.run_experiments", lambda *_: iter([failed_row()]))
+    assert run_lab(LabConfig()) == 1
+    assert "FAILS" in capsys.readouterr().out
+
+
+def failed_row():
+    from gpt2_ddp.lab import Row
+
+    return Row(BY_NAME["set_epoch"], {}, False, "measured nothing")
+
+
+def test_mistakes(monkeypatch):
+    with pytest.raises(UserError, match="only = set_epochs: is no experiment; there are mean_of_gradients"):
+        choose(("set_epochs",))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="starts its own two processes"):
+        run_lab(LabConfig())
