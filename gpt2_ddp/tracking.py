@@ -122,11 +122,7 @@ class Metrics:
         self.run.append_metrics(row)
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
         self.accelerator.log(numbers, step=row["step"])
-        shown = {
-            name: f"{row[name]:{layout}}"
-            for name, layout in SHOWN.items()
-            if row.get(name) is not None
-        }
+        shown = {name: f"{row[name]:{layout}}" for name, layout in SHOWN.items() if row.get(name) is not None}
         if self._bar.disable or "val_loss" in shown:
             fields = "  ".join(f"{name} {value}" for name, value in shown.items())
             self.say(f"step {row['step']:>6}/{self.steps}  {fields}")

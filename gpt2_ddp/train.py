@@ -73,7 +73,7 @@ def train_steps(training: Training, metrics: Metrics, stop: StopRequest) -> bool
     deadline = time.monotonic() + 60 * (config.train.max_minutes or float("inf"))
     skipped = torch.full((), float(state.skipped), device=accelerator.device)
     if state.step == 0 and training.val_stream:
-        metrics.log({"step": 0, "tokens": 0, **_validate(training)})
+        metrics.log({"step": 0, "tokens": 0, **validate(training)})
     settle_buckets(training)
     batches = train_batches(accelerator, training.dataset, state.position, training.batch_size, config.data.workers)
     throughput.restart()
@@ -102,7 +102,7 @@ def train_steps(training: Training, metrics: Metrics, stop: StopRequest) -> bool
                 row = _row(training, result, skipped, lr, throughput)
                 if evaluates:
                     with throughput.paused():
-                        scores = _validate(training)
+                        scores = validate(training)
                 metrics.log(row | scores)
             stopping = stop.agreed()
             if last or stopping or step % config.checkpoint.every == 0:
@@ -182,7 +182,8 @@ def _row(
     }
 
 
-def _validate(training: Training) -> dict[str, float | int]:
+def validate(training: Training) -> dict[str, float | int]:
+    """The model's scores on the validation split, as metrics.jsonl names them."""
     assert training.val_stream is not None
     config = training.config
     result: Evaluation = evaluate(

@@ -1,0 +1,226 @@
+"""What can be configured in the small supervised jobs; `config.py` has what they share with the big one. No torch."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from gpt2_ddp.config import Command, RunConfig, Section, TrackingConfig
+
+
+class LaunchConfig(Section):
+    """Processes"""
+
+    processes: int | None = Field(default=None, ge=1, le=64)
+    """start this many processes on this machine, one per GPU or per share of the cores; null: those of the launcher"""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """how processes talk; auto: nccl between GPUs, gloo between CPU processes"""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads per process; null: this machine's cores, shared out. Tiny models are fastest with 1"""
+
+
+class JobOptimConfig(Section):
+    """The optimizer"""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    """optimizer, fused"""
+    lr: float = Field(default=0.01, gt=0)
+    """learning rate, constant"""
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """sgd: momentum"""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """L2 penalty of sgd and adam, decoupled decay of adamw"""
+    grad_clip: float = Field(default=0.0, ge=0)
+    """largest global gradient norm; 0 turns clipping off"""
+
+
+class JobTrainConfig(Section):
+    """The training loop"""
+
+    epochs: int = Field(default=10, ge=1)
+    """passes over the training samples"""
+    global_batch_size: int = Field(default=32, ge=1)
+    """samples per optimizer step over all processes; a multiple of their number"""
+    micro_batch_size: int = Field(default=1024, ge=1)
+    """samples per forward pass and process, at most; a larger share is accumulated in equal parts"""
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """autocast; auto follows `accelerate config`; fp16 (CUDA) scales the loss"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda, then mps, then cpu"""
+    deterministic: bool = False
+    """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """stop with a checkpoint after this many minutes; the same command goes on"""
+
+
+class JobEvalConfig(Section):
+    """Scores on the test samples"""
+
+    every: int = Field(default=1, ge=1)
+    """epochs between evaluations; the untrained model and the last epoch are always evaluated"""
+    batch_size: int = Field(default=256, ge=1)
+    """samples per forward pass and process"""
+
+
+class JobCheckpointConfig(Section):
+    """Checkpoints"""
+
+    save_every: int = Field(default=1, ge=1)
+    """epochs between checkpoints; a stop and the last epoch always save one"""
+    keep_last: int = Field(default=2, ge=1)
+    """newest verified checkpoints to keep, besides the one with the lowest loss on the test samples"""
+
+
+class JobConfig(RunConfig):
+    """A small supervised job"""
+
+    scale_with_processes: bool = False
+    """multiply global_batch_size and lr by the number of processes, as tutorials do; off, they mean the whole world"""
+    optim: JobOptimConfig = JobOptimConfig()
+    train: JobTrainConfig = JobTrainConfig()
+    eval: JobEvalConfig = JobEvalConfig()
+    checkpoint: JobCheckpointConfig = JobCheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig(log_every=50)
+    launch: LaunchConfig = LaunchConfig()
+
+
+class RegressionDataConfig(Section):
+    """Points on a noisy line"""
+
+    points: int = Field(default=10_000, ge=1)
+    """points to train on"""
+    test_points: int = Field(default=2_000, ge=1)
+    """points to test on"""
+    weight: float = 2.0
+    """slope of the line"""
+    bias: float = 3.0
+    """the line at 0"""
+    noise: float = Field(default=0.1, ge=0)
+    """standard deviation of the noise; the loss cannot fall below its square"""
+
+
+class RegressionConfig(JobConfig):
+    """train_regression.py: linear regression, y = weight * x + bias"""
+
+    data: RegressionDataConfig = RegressionDataConfig()
+
+
+class ClassifierDataConfig(Section):
+    """What to classify"""
+
+    name: Literal["clusters", "cifar10", "cifar100"] = "clusters"
+    """two uniform clusters in a cube, or images of 32 x 32 pixels"""
+    path: str | None = None
+    """images: a local folder of parquet files or of class folders (train/apple/1.png); null: from the Hub"""
+    augment: bool = False
+    """images: random crops out of 4 pixels of padding, and flips"""
+    points: int = Field(default=20_000, ge=1)
+    """clusters: points to train on"""
+    test_points: int = Field(default=5_000, ge=1)
+    """clusters: points to test on"""
+    features: int = Field(default=10, ge=1)
+    """clusters: dimensions"""
+
+
+class ClassifierModelConfig(Section):
+    """The classifier"""
+
+    name: Literal["mlp", "lenet", "resnet18"] = "mlp"
+    """mlp for the clusters; lenet or resnet18 for images"""
+    hidden: tuple[int, ...] = (10_000, 5_000)
+    """mlp: widths of the hidden layers"""
+    sync_batchnorm: bool = False
+    """resnet18 on GPUs: BatchNorm's statistics over all processes' samples instead of each one's own"""
+
+
+class ClassifierConfig(JobConfig):
+    """train_classifier.py: an MLP on clusters, LeNet or ResNet-18 on CIFAR"""
+
+    data: ClassifierDataConfig = ClassifierDataConfig()
+    model: ClassifierModelConfig = ClassifierModelConfig()
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        images = self.data.name != "clusters"
+        if images and self.model.name == "mlp":
+            yield "model.name", "mlp", f"is for the clusters; for {self.data.name} use lenet or resnet18"
+        if not images and self.model.name != "mlp":
+            cure = "is for images; use mlp, or set data.name to cifar10 or cifar100"
+            yield "model.name", self.model.name, cure
+        if self.model.sync_batchnorm and self.model.name != "resnet18":
+            cure = f"{self.model.name} has no BatchNorm; use resnet18, or leave it off"
+            yield "model.sync_batchnorm", "true", cure
+        if any(width < 1 for width in self.model.hidden):
+            yield "model.hidden", list(self.model.hidden), "every width should be at least 1"
+
+
+class SequenceDataConfig(Section):
+    """Sequences of one token each, repeated"""
+
+    sequences: int = Field(default=12, ge=1)
+    """sequence i consists of token i; the test sequences are the same ones"""
+    length: int = Field(default=10, ge=2)
+    """tokens per sequence; each but the first is predicted from those before it"""
+
+
+class TransformerModelConfig(Section):
+    """A small transformer"""
+
+    vocab_size: int = Field(default=100, ge=1)
+    """tokens that there are"""
+    n_layer: int = Field(default=2, ge=1)
+    """number of blocks"""
+    n_head: int = Field(default=4, ge=1)
+    """attention heads per block"""
+    n_embd: int = Field(default=12, ge=2)
+    """width of the residual stream (d_model); a multiple of n_head, and even"""
+    d_ff: int = Field(default=24, ge=1)
+    """width inside the feed-forward layers"""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """dropout probability"""
+
+
+class TransformerConfig(JobConfig):
+    """train_transformer.py: a small transformer language model"""
+
+    data: SequenceDataConfig = SequenceDataConfig()
+    model: TransformerModelConfig = TransformerModelConfig()
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        model = self.model
+        if model.n_embd % model.n_head or model.n_embd % 2:
+            cure = f"should be even and a multiple of model.n_head ({model.n_head}), like {2 * model.n_head}"
+            yield "model.n_embd", model.n_embd, cure
+        if self.data.sequences > model.vocab_size:
+            cure = f"should be at most model.vocab_size ({model.vocab_size}), as each has a token of its own"
+            yield "data.sequences", self.data.sequences, cure
+
+
+class CompareConfig(Command):
+    """compare_parallel.py: the same training by one process, nn.DataParallel and DDP, timed"""
+
+    jobs: tuple[str, ...] = ("regression", "classifier", "gpt2")
+    """what to train: regression, classifier, transformer or gpt2; a configuration of that script may follow a colon,
+    like classifier:configs/cifar100_lenet.yaml"""
+    processes: tuple[int, ...] = (2,)
+    """DDP's process counts, one row of the table each"""
+    repeats: int = Field(default=3, ge=1)
+    """runs of each way, each in fresh processes; the ways take turns"""
+    seconds: float = Field(default=10, gt=0)
+    """about how long one process is timed; it decides how many steps are timed, the same for every way"""
+    steps: int | None = Field(default=None, ge=1)
+    """time this many steps, whatever they take"""
+    threads: int = Field(default=1, ge=1)
+    """threads per process, the same for every way, or one process would have the cores of all"""
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    """of every job; only without (fp32) do the ways end with the same parameters"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train; auto: cuda, then cpu"""
+    output: str = "runs/compare"
+    """folder for compare.md, compare.json and compare.png"""
+
+    @field_validator("processes")
+    @classmethod
+    def _several_processes(cls, processes: tuple[int, ...]) -> tuple[int, ...]:
+        if any(not 2 <= n <= 64 for n in processes) or len(set(processes)) < len(processes):
+            raise ValueError("should be different numbers from 2 to 64; one process is always timed")
+        return processes

@@ -1,0 +1,108 @@
+"""The small jobs: each one's data, model and losses. `supervised.fit` trains them all."""
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from gpt2_ddp.config_jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.images import CLASSES, crop_and_flip, load_images, normalise
+from gpt2_ddp.samples import Samples
+from gpt2_ddp.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
+from gpt2_ddp.supervised import JobResult, fit
+from gpt2_ddp.supervised_build import Job
+
+
+def run_job(config: JobConfig, data_parallel: bool = False) -> JobResult:
+    """Trains the job that `config` describes, in this process or, under a launcher, as one of its ranks.
+
+    Args:
+        data_parallel: one process splits each batch among the machine's GPUs (nn.DataParallel), for comparison.
+
+    Raises:
+        UserError: for whatever the user has to mend.
+    """
+    return fit(config, make_job, data_parallel)
+
+
+def make_job(config: JobConfig, accelerator: Accelerator) -> Job:
+    """The job of a configuration: data equal on every rank, and a freshly initialised model."""
+    if isinstance(config, RegressionConfig):
+        return regression_job(config)
+    if isinstance(config, TransformerConfig):
+        return transformer_job(config)
+    assert isinstance(config, ClassifierConfig), "every job has a class of its own"
+    return image_job(config, accelerator) if config.data.name in CLASSES else cluster_job(config)
+
+
+def regression_job(config: RegressionConfig) -> Job:
+    """Points on y = weight * x + bias, x and the noise normal; squared error."""
+    data = config.data
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def points(n: int) -> Samples:
+        x, noise = torch.randn(2, n, generator=generator)
+        return Samples(x, data.weight * x + data.bias + data.noise * noise)
+
+    return Job(Line(), points(data.points), points(data.test_points), lambda y, target: (y - target) ** 2)
+
+
+def cluster_job(config: ClassifierConfig) -> Job:
+    """Two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions, which an MLP tells apart."""
+    data = config.data
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def points(n: int) -> Samples:
+        labels = torch.arange(n) % 2
+        return Samples(torch.rand(n, data.features, generator=generator) + (labels[:, None] - 1), labels)
+
+    train, test = points(data.points), points(data.test_points)
+    return Job(MLP(data.features, config.model.hidden, 2), train, test, _cross_entropy, _top(1))
+
+
+def image_job(config: ClassifierConfig, accelerator: Accelerator) -> Job:
+    """CIFAR-10 or CIFAR-100 by LeNet or ResNet-18, in [-1, 1]."""
+    synced = config.model.sync_batchnorm
+    if synced and accelerator.device.type != "cuda":
+        cure = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; leave it off"
+        raise UserError("model.sync_batchnorm", "true", cure)
+    train, test = load_images(accelerator, config.data)
+    classes = CLASSES[config.data.name]
+    model = LeNet(classes) if config.model.name == "lenet" else ResNet18(classes)
+    if synced:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+    def transform(images: Tensor, training: bool) -> Tensor:
+        return normalise(crop_and_flip(images) if training and config.data.augment else images)
+
+    return Job(model, train, test, _cross_entropy, _top(1, 5), transform)
+
+
+def transformer_job(config: TransformerConfig) -> Job:
+    """Sequence i is token i, `length` times; the mean loss over the tokens to predict."""
+    data, model = config.data, config.model
+    tokens = torch.arange(data.sequences)[:, None].expand(-1, data.length)
+    samples = Samples(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def losses(logits: Tensor, targets: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B]
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+
+    transformer = TransformerLM(
+        model.vocab_size, model.n_layer, model.n_head, model.n_embd, model.d_ff, model.dropout, data.length
+    )
+    return Job(transformer, samples, samples, losses)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def _top(*ks: int):
+    """Scores: whether the label is among the k likeliest classes; `accuracy` for k = 1, `top5` for k = 5."""
+
+    def scores(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        ranked = logits.topk(max(ks), dim=1).indices == labels[:, None]  # [B, max k]
+        return {"accuracy" if k == 1 else f"top{k}": ranked[:, :k].any(1) for k in ks}
+
+    return scores

@@ -1,0 +1,162 @@
+"""Processes from Python, for those who know mp.spawn: `--launch.processes 2` instead of a launcher. No torch here: the
+parent starts them before any thread pool exists."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import TypeVar
+
+from gpt2_ddp.errors import UserError
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 10
+"""How long the other ranks may go on after one has failed: they may be about to report the same mistake."""
+
+
+def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
+    """Calls `function(*args)` here, or, for two processes or more, on each rank of a new world of this machine.
+
+    The ranks get torchrun's environment. Signals to this process reach all of them; they end when this process dies.
+    Under a launcher, which has started the ranks already, `function` is called here whatever `processes` says.
+
+    Args:
+        function: a module's function; it, `args` and the result are pickled.
+        processes: how many; None: just here.
+
+    Returns:
+        What the main rank's call returned.
+
+    Raises:
+        UserError: the main rank's, when it raised one.
+        SystemExit: 1, when a rank crashed; its traceback is on stderr.
+    """
+    if processes in (None, 1) or "RANK" in os.environ:
+        return function(*args)
+    return start_processes(function, processes, *args)
+
+
+def start_processes(function: Callable[..., T], processes: int, *args: object) -> T:
+    """Calls `function(*args)` on each rank of a new world of fresh processes, of which one alone gets no rank.
+
+    Otherwise like `run_processes`.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    port = _free_port()
+    ranks: list[BaseProcess] = []
+    with _forwarded_signals(ranks):
+        for rank in range(processes):
+            with _environment(rank, processes, port):
+                process = context.Process(target=_run_rank, args=(rank, sender, function, args), name=f"rank {rank}")
+                process.start()
+            ranks.append(process)
+        sender.close()
+        answer = _wait(ranks, receiver)
+    if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
+        ends = ", ".join(f"{rank.name}: {rank.exitcode}" for rank in ranks)
+        print(f"a process crashed (exit codes {ends})", file=sys.stderr)
+        raise SystemExit(1)
+    result, error = answer
+    if error is not None:
+        raise error
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _run_rank(rank: int, sender: Connection, function: Callable[..., T], args: tuple[object, ...]) -> None:
+    os.setpgrp()  # a Ctrl-C of the terminal reaches the parent alone, which passes it on: once, not twice
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        answer: tuple[T | None, UserError | None] = (function(*args), None)
+    except UserError as error:
+        answer = (None, error)
+    if rank == 0:
+        sender.send(answer)
+    sender.close()
+    if answer[1] is not None:
+        sys.stderr.flush()
+        os._exit(2)  # at once: gloo's threads abort a process that ends while other ranks are connected to it
+
+
+def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
+    """The main rank's answer, once all ranks have ended; when one fails, the others soon have to end as well."""
+    answer = None
+    running = list(ranks)
+    while running:
+        failed = any(rank.exitcode for rank in ranks)
+        sources = [rank.sentinel for rank in running] + ([receiver] if answer is None else [])
+        if not wait(sources, GRACE_SECONDS if failed else None):
+            for rank in running:
+                rank.kill()
+        if answer is None and receiver.poll():
+            try:
+                answer = receiver.recv()
+            except EOFError:  # the main rank ended without one
+                receiver.close()
+                answer = (None, None)
+        running = [rank for rank in running if rank.exitcode is None]
+    return answer
+
+
+@contextmanager
+def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
+    """What torchrun tells a rank, for the process that is started inside."""
+    before = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(_cores() // processes, 1)))
+    if processes > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+@contextmanager
+def _forwarded_signals(ranks: list[BaseProcess]) -> Iterator[None]:
+    """Passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, which stop with a checkpoint."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.pid is not None and rank.exitcode is None:
+                os.kill(rank.pid, number)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    previous = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

@@ -1,0 +1,37 @@
+"""Train a classifier: an MLP on two clusters, LeNet or ResNet-18 on CIFAR.
+
+    python scripts/train_classifier.py                                        # the MLP, one process
+    python scripts/train_classifier.py --config configs/cifar100_lenet.yaml --launch.processes 2
+    torchrun --nproc_per_node 2 scripts/train_classifier.py --config configs/cifar100_lenet.yaml
+    accelerate launch scripts/train_classifier.py --config configs/cifar100_resnet18.yaml --model.sync_batchnorm
+
+The same command given again goes on where the run stopped.
+"""
+
+from gpt2_ddp.cli import is_main_process, run_command
+from gpt2_ddp.config_jobs import ClassifierConfig
+from gpt2_ddp.spawn import run_processes
+
+
+def train(config: ClassifierConfig) -> str:
+    from gpt2_ddp.jobs import run_job
+
+    result = run_job(config)
+    if result.outcome == "completed" and is_main_process():
+        scores = ", ".join(f"{name[4:]} {result.metrics[name]:.2%}" for name in result.metrics if name in ACCURACIES)
+        print(f"{scores} of {result.metrics['val_samples']:,} test samples, {result.seconds:.1f} s")
+    return result.outcome
+
+
+ACCURACIES = ("val_accuracy", "val_top5")
+
+
+def main(config: ClassifierConfig) -> int:
+    outcome = run_processes(train, config.launch.processes, config)
+    from gpt2_ddp.launch import exit_code
+
+    return exit_code(outcome)
+
+
+if __name__ == "__main__":
+    run_command(ClassifierConfig, main, default="configs/mlp_clusters.yaml")

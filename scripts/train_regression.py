@@ -1,0 +1,39 @@
+"""Linear regression, y = 2x + 3, on any number of processes.
+
+    python scripts/train_regression.py                                        # one process
+    python scripts/train_regression.py --launch.processes 2                   # two, started from Python
+    torchrun --nproc_per_node 2 scripts/train_regression.py                   # two, by torchrun
+    accelerate launch --multi_gpu --num_processes 2 scripts/train_regression.py
+
+The same command given again goes on where the run stopped.
+"""
+
+from gpt2_ddp.cli import is_main_process, run_command
+from gpt2_ddp.config_jobs import RegressionConfig
+from gpt2_ddp.spawn import run_processes
+
+
+def train(config: RegressionConfig) -> str:
+    from safetensors.torch import load_file
+
+    from gpt2_ddp.jobs import run_job
+
+    result = run_job(config)
+    if result.outcome == "completed" and is_main_process():
+        line = load_file(result.checkpoint / "model.safetensors")
+        print(
+            f"weight {line['linear.weight'].item():.4f}, bias {line['linear.bias'].item():.4f}, "
+            f"loss {result.metrics['val_loss']:.4f}, {result.seconds:.1f} s"
+        )
+    return result.outcome
+
+
+def main(config: RegressionConfig) -> int:
+    outcome = run_processes(train, config.launch.processes, config)
+    from gpt2_ddp.launch import exit_code
+
+    return exit_code(outcome)
+
+
+if __name__ == "__main__":
+    run_command(RegressionConfig, main, default="configs/regression.yaml")

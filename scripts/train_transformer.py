@@ -1,0 +1,32 @@
+"""A small transformer language model, built of torch.nn's own layers.
+
+    python scripts/train_transformer.py                                       # one process
+    python scripts/train_transformer.py --launch.processes 2                  # two, started from Python
+    torchrun --nproc_per_node 2 scripts/train_transformer.py --launch.backend gloo
+
+The same command given again goes on where the run stopped.
+"""
+
+from gpt2_ddp.cli import is_main_process, run_command
+from gpt2_ddp.config_jobs import TransformerConfig
+from gpt2_ddp.spawn import run_processes
+
+
+def train(config: TransformerConfig) -> str:
+    from gpt2_ddp.jobs import run_job
+
+    result = run_job(config)
+    if result.outcome == "completed" and is_main_process():
+        print(f"mean loss of the last epoch {result.metrics['train_loss']:.4f}, {result.seconds:.1f} s")
+    return result.outcome
+
+
+def main(config: TransformerConfig) -> int:
+    outcome = run_processes(train, config.launch.processes, config)
+    from gpt2_ddp.launch import exit_code
+
+    return exit_code(outcome)
+
+
+if __name__ == "__main__":
+    run_command(TransformerConfig, main, default="configs/transformer.yaml")

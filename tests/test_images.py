@@ -1,0 +1,139 @@
+"""CIFAR from local files: parquet as the Hub has it, or class folders; and every way in which they can be wrong."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from cifar import pictures, write_cifar, write_class_folders, write_parquet
+
+from gpt2_ddp.config_jobs import ClassifierConfig, ClassifierDataConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.images import crop_and_flip, normalise, read_images
+
+
+def data(folder, name: str = "cifar100") -> ClassifierDataConfig:
+    return ClassifierDataConfig(name=name, path=str(folder))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return write_cifar(tmp_path_factory.mktemp("images") / "good", 30, 11)
+
+
+def test_parquet_files_are_read_as_they_were_written(good):
+    splits = read_images(data(good))
+    for split, n, seed in (("train", 30, 1), ("test", 11, 2)):
+        images, labels = pictures(n, seed=seed)
+        assert splits[split].inputs.dtype == torch.uint8
+        assert np.array_equal(splits[split].inputs.permute(0, 2, 3, 1).numpy(), images)
+        assert splits[split].targets.tolist() == labels.tolist()
+
+
+def test_cifar10_has_its_own_column(tmp_path):
+    for split, seed in (("train", 1), ("test", 2)):
+        write_parquet(tmp_path, split, *pictures(20, 10, seed), names=("img", "label"))
+    assert read_images(data(tmp_path, "cifar10"))["train"].targets.tolist() == [*range(10)] * 2
+
+
+def test_class_folders(tmp_path):
+    for split, seed in (("train", 1), ("test", 2)):
+        write_class_folders(tmp_path, split, *pictures(20, 10, seed))
+    found = read_images(data(tmp_path, "cifar10"))["test"]
+    images, labels = pictures(20, 10, 2)
+    for image, label in zip(found.inputs, found.targets, strict=True):
+        matches = [i for i, other in enumerate(images) if np.array_equal(image.permute(1, 2, 0).numpy(), other)]
+        assert [labels[i] for i in matches] == [label]
+
+
+def damaged(good, tmp_path, how: str):
+    folder = tmp_path / how
+    shutil.copytree(good, folder)
+    images, labels = pictures(11, seed=2)
+    if how in ("column", "image column"):
+        names = ("img", "coarse") if how == "column" else ("pixels", "fine_label")
+        for split in ("train", "test"):
+            write_parquet(folder, split, images, labels, names=names)
+    elif how == "column of one split":
+        write_parquet(folder, "test", images, labels, names=("img", "coarse"))
+    elif how == "label":
+        write_parquet(folder, "test", images, np.where(labels == 3, 100, labels))
+    elif how == "shape":
+        write_parquet(folder, "test", *pictures(11, seed=2, size=28))
+    elif how == "grey":
+        write_parquet(folder, "test", images[..., 0], labels)
+    elif how == "split":
+        (folder / "test-00000-of-00001.parquet").unlink()
+    elif how == "torn":
+        file = folder / "test-00000-of-00001.parquet"
+        file.write_bytes(file.read_bytes()[:-100])
+    elif how == "empty":
+        shutil.rmtree(folder)
+        folder.mkdir()
+    else:
+        shutil.rmtree(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("column", r"split train has no column fine_label or label, but img, coarse"),
+        ("image column", r"split train has no column img or image, but pixels, fine_label"),
+        ("column of one split", r"split test cannot be read after row 0: Couldn't cast .*coarse"),
+        ("label", r"split test, row 3: has the label 100; labels are 0 to 99"),
+        ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; the models take 32 x 32 x 3"),
+        ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
+        ("split", r"has no split test, but train"),
+        ("torn", r"cannot be read"),
+        ("empty", r"cannot be read"),
+        ("absent", r"there is no such folder"),
+    ],
+)
+def test_wrong_data_is_named(good, tmp_path, how, message):
+    with pytest.raises(UserError, match=message) as error:
+        read_images(data(damaged(good, tmp_path, how)))
+    assert str(error.value).startswith("data.path = ")
+
+
+def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"download the parquet files .* --data.path"):
+        read_images(ClassifierDataConfig(name="cifar100"))
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"data": {"name": "cifar100"}}, "model.name = mlp"),
+        ({"model": {"name": "lenet"}}, "model.name = lenet"),
+        ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm = true"),
+        ({"model": {"hidden": (5, 0)}}, "model.hidden = [5, 0]"),
+    ],
+)
+def test_models_and_data_that_do_not_fit(values, field):
+    with pytest.raises(UserError, match=re.escape(field)):
+        ClassifierConfig.model_validate(values)
+
+
+def test_normalised_to_one():
+    images = torch.tensor([0, 255, 51], dtype=torch.uint8).view(1, 3, 1, 1)
+    assert normalise(images).flatten().tolist() == pytest.approx([-1, 1, -0.6], abs=1e-6)
+
+
+def test_crops_and_flips_are_those_of_the_padded_image():
+    """Each result is one of the 9 x 9 x 2 that there can be, and all kinds come up."""
+    image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
+    torch.manual_seed(0)
+    found = crop_and_flip(image.expand(400, 3, 32, 32))
+    padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
+    allowed = {}
+    for top in range(9):
+        for left in range(9):
+            crop = padded[:, top : top + 32, left : left + 32]
+            allowed[crop.numpy().tobytes()] = (top, left, False)
+            allowed[crop.flip(2).numpy().tobytes()] = (top, left, True)
+    kinds = [allowed[result.contiguous().numpy().tobytes()] for result in found]
+    assert {top for top, _, _ in kinds} == {left for _, left, _ in kinds} == set(range(9))
+    assert 150 < sum(flipped for _, _, flipped in kinds) < 250

@@ -1,0 +1,113 @@
+"""The small jobs as the README gives them, at their full size: what they have to reach, on 1 and 2 processes."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cifar import pictures, png, write_cifar
+from small_jobs import rows
+from test_launch import ROOT, environment
+
+from gpt2_ddp.cli import dump, load
+from gpt2_ddp.config_jobs import ClassifierConfig, RegressionConfig, TransformerConfig
+
+PRESETS = {
+    "regression": RegressionConfig,
+    "mlp_clusters": ClassifierConfig,
+    "cifar100_lenet": ClassifierConfig,
+    "cifar100_resnet18": ClassifierConfig,
+    "transformer": TransformerConfig,
+}
+
+
+@pytest.mark.parametrize(("name", "command"), PRESETS.items())
+def test_presets_load_and_are_taken_back(tmp_path, name, command):
+    config = load(command, [], f"configs/{name}.yaml")
+    assert config.run_name == name
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(command, ["--config", str(tmp_path / "config.yaml")]) == config
+
+
+def run_script(name: str, *flags: str) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / name), *flags, "--train.device", "cpu"]
+    found = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=500, cwd=ROOT, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_the_transformer_learns_to_repeat(tmp_path, processes):
+    run_script("train_transformer.py", "--output_dir", str(tmp_path), "--launch.processes", processes)
+    found = rows(tmp_path / "transformer")
+    assert found[0]["val_loss"] == pytest.approx(4.7, abs=0.3)
+    assert found[-1]["train_loss"] <= 0.1
+    assert found[-1]["step"] == 200 * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_lenet_learns_and_repeats_itself(tmp_path, processes):
+    """100 classes: 5 times chance is 5 %. Every one of the 1,003 test images is scored."""
+    data = write_cifar(tmp_path / "cifar", 4000, 1003)
+    flags = ("--config", "configs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
+    printed = run_script("train_classifier.py", *flags, "--launch.processes", processes)
+    last = rows(tmp_path / "cifar100_lenet")[-1]
+    assert last["val_samples"] == 1003
+    assert last["val_accuracy"] > 0.05
+    assert f"accuracy {last['val_accuracy']:.2%}" in printed
+    before = rows(tmp_path / "cifar100_lenet")
+    run_script("train_classifier.py", *flags)
+    assert rows(tmp_path / "cifar100_lenet") == before
+
+
+def full_cifar(folder):
+    """50,000 + 10,000 images; repeats of 2,000 encoded ones, since only their number matters."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    images, labels = pictures(2000)
+    encoded = [png(image) for image in images]
+    for split, n in (("train", 50_000), ("test", 10_000)):
+        stored = [{"bytes": encoded[i % 2000], "path": None} for i in range(n)]
+        table = pa.table({"img": stored, "fine_label": np.resize(labels, n)})
+        metadata = {
+            "info": {"features": {"img": {"_type": "Image"}, "fine_label": {"dtype": "int64", "_type": "Value"}}}
+        }
+        folder.mkdir(exist_ok=True)
+        pyarrow.parquet.write_table(
+            table.replace_schema_metadata({"huggingface": json.dumps(metadata)}), folder / f"{split}-0.parquet"
+        )
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("augment", ["false", "true"])
+def test_an_epoch_of_full_cifar_on_two_processes(tmp_path, augment):
+    """Under a minute of training, of which waiting for data is under 15 %."""
+    data = full_cifar(tmp_path / "cifar")
+    flags = ("--config", "configs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
+    run_script(
+        "train_classifier.py", *flags, "--launch.processes", "2", "--train.epochs", "1", "--data.augment", augment
+    )
+    found = rows(tmp_path / "cifar100_lenet")[1:]
+    assert found[-1]["samples"] == 50_000
+    assert found[-1]["val_samples"] == 10_000
+    steps = np.diff([0, *[row["samples"] for row in found]])
+    seconds = steps / [row["samples_per_second"] for row in found]
+    waited = sum(row["data_share"] * own for row, own in zip(found, seconds, strict=True))
+    print(f"epoch {seconds.sum():.1f} s, waiting for data {waited / seconds.sum():.1%}")
+    assert seconds.sum() < 60
+    assert waited / seconds.sum() < 0.15
+
+
+@pytest.mark.slow
+def test_the_mlp_tells_the_clusters_apart(tmp_path):
+    run_script("train_classifier.py", "--output_dir", str(tmp_path), "--launch.processes", "2")
+    last = rows(tmp_path / "mlp_clusters")[-1]
+    assert last["val_accuracy"] >= 0.999
+    assert last["val_samples"] == 5000

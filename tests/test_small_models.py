@@ -1,0 +1,83 @@
+"""The small models: their sizes, and that a transformer's position sees nothing after itself."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpt2_ddp.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def transformer() -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(vocab_size=100, n_layer=2, n_head=4, n_embd=12, d_ff=24, dropout=0.0, max_length=10)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "outputs", "parameters"),
+    [
+        (lambda: Line(), (5,), (5,), 2),
+        (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 10 * 100 + 100 + 100 * 50 + 50 + 50 * 2 + 2),
+        (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
+        (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
+    ],
+    ids=["line", "mlp", "lenet", "resnet18"],
+)
+def test_shapes_and_sizes(model, inputs, outputs, parameters):
+    built = model()
+    assert built(torch.randn(inputs)).shape == outputs
+    assert count(built) == parameters
+
+
+def test_the_mlp_of_the_clusters_has_fifty_million_parameters():
+    with torch.device("meta"):
+        assert count(MLP(10, (10_000, 5_000), 2)) == 50_125_002
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_position_sees_nothing_after_itself(training):
+    """And everything before: with the mask upside down, both halves of this test fail."""
+    model = transformer().train(training)
+    tokens = torch.randint(100, (3, 10), generator=torch.Generator().manual_seed(1))
+    logits = model(tokens)
+    for t in range(9):
+        changed = tokens.clone()
+        changed[:, t + 1 :] = (changed[:, t + 1 :] + 7) % 100
+        assert torch.allclose(model(changed)[:, : t + 1], logits[:, : t + 1], atol=1e-6), t
+        earlier = tokens.clone()
+        earlier[:, 0] = (earlier[:, 0] + 7) % 100
+        assert not torch.allclose(model(earlier)[:, t], logits[:, t], atol=1e-3), t
+
+
+def test_the_gradient_of_a_position_reaches_those_before_it_alone():
+    model = transformer()
+    embedded = torch.randn(1, 10, 12, requires_grad=True)
+    model.embedding.forward = lambda tokens: embedded  # type: ignore[method-assign]
+    model(torch.zeros(1, 10, dtype=torch.int64))[0, 4].square().sum().backward()
+    reached = embedded.grad.abs().sum(-1)[0] > 0
+    assert reached.tolist() == [True] * 5 + [False] * 5
+
+
+def test_a_shorter_sequence_is_a_prefix():
+    model = transformer()
+    tokens = torch.randint(100, (2, 10))
+    assert torch.allclose(model(tokens[:, :6]), model(tokens)[:, :6], atol=1e-6)
+
+
+def test_post_layernorm_relu_blocks():
+    block = transformer().blocks[0]
+    assert isinstance(block, nn.TransformerEncoderLayer)
+    assert not block.norm_first
+    assert block.activation is nn.functional.relu
+
+
+def test_sinusoids_are_those_of_the_paper():
+    table = sinusoids(50, 12)
+    assert table.shape == (50, 12)
+    for position, pair in ((0, 0), (3, 0), (7, 2), (49, 5)):
+        angle = torch.tensor(position / 10_000 ** (2 * pair / 12))
+        expected = torch.stack([torch.sin(angle), torch.cos(angle)])
+        assert torch.allclose(table[position, 2 * pair : 2 * pair + 2], expected, atol=1e-5)

@@ -1,0 +1,357 @@
+"""fit(): equal to a hand-written loop on any number of processes, exact in its scores, bitwise after any stop."""
+
+import json
+import random
+import signal
+
+import pytest
+import torch
+from cifar import write_cifar
+from ranks import RankError, run_ranks, start_ranks
+from small_jobs import job_config, killed_job, newest_checkpoint, rows, run_small_job, same, signalled_job, weights
+
+from gpt2_ddp.loader import Order
+from gpt2_ddp.samples import Plan, Samples, score_samples
+
+
+@pytest.fixture(scope="session")
+def cifar(tmp_path_factory) -> str:
+    return str(write_cifar(tmp_path_factory.mktemp("data") / "cifar", 130, 37))
+
+
+def with_images(kind: str, cifar: str) -> dict:
+    return {"data.path": cifar} if kind in ("lenet", "resnet18") else {}
+
+
+# The plan
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("samples", "batch", "micro"), [(101, 12, 100), (25, 24, 4), (5, 12, 1), (1, 12, 5), (48, 12, 2)]
+)
+def test_every_epoch_uses_each_sample_once(samples, batch, micro, processes):
+    plan = Plan(Order(7, samples), batch, processes, micro)
+    seen = []
+    for step in range(1, 2 * plan.steps_per_epoch + 1):
+        positions = plan.positions(step)
+        shares = plan.shares(positions)
+        assert all(len(ranks) == processes for ranks in shares)
+        assert max(len(share) for ranks in shares for share in ranks) <= micro
+        per_rank = [sum(len(ranks[rank]) for ranks in shares) for rank in range(processes)]
+        assert max(per_rank) - min(per_rank) <= 1
+        found = [position for rank in range(processes) for ranks in shares for position in ranks[rank]]
+        assert found == list(positions)
+        seen += found
+    assert seen == list(range(2 * samples))
+    epochs = [plan.order.windows(epoch * samples, (epoch + 1) * samples).tolist() for epoch in (0, 1)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(samples))] * 2
+    assert samples < 5 or epochs[0] != epochs[1]
+
+
+# The loop
+
+
+def by_hand(config) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples."""
+    generator = torch.Generator().manual_seed(config.seed)
+    x, noise = torch.randn(2, config.data.points, generator=generator)
+    y = 2 * x + 3 + 0.1 * noise
+    torch.manual_seed(config.seed)
+    line = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(line.parameters(), config.optim.lr, config.optim.momentum)
+    losses = []
+    for epoch in range(config.train.epochs):
+        order = Order(config.seed, len(x)).windows(epoch * len(x), (epoch + 1) * len(x)).astype("int64")
+        for batch in torch.from_numpy(order).split(config.train.global_batch_size):
+            loss = torch.nn.functional.mse_loss(line(x[batch, None])[:, 0], y[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return line.weight.detach(), line.bias.detach(), losses
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 1024), (1, 5), (2, 2), (3, 1024), (4, 1)])
+def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
+    """97 points in batches of 12: the last step has one sample, so most ranks have none."""
+    config = job_config("regression", tmp_path, {"data.points": 97, "train.micro_batch_size": micro})
+    results = run_ranks(run_small_job, world, config)
+    weight, bias, losses = by_hand(config)
+    found = weights(tmp_path / "run")
+    assert torch.allclose(found["linear.weight"], weight, atol=1e-6)
+    assert torch.allclose(found["linear.bias"], bias, atol=1e-6)
+    logged = rows(tmp_path / "run")[1:]
+    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert results[0].step == len(losses) == 36
+    sizes = [12] * 8 + [1]
+    last = sum(loss * size for loss, size in zip(losses[-9:], sizes, strict=True)) / 97
+    assert results[0].metrics["train_loss"] == pytest.approx(last, rel=1e-5)
+    assert all(result.metrics == results[0].metrics for result in results)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lenet", "transformer"])
+def test_any_number_of_processes_trains_the_same(tmp_path, cifar, kind):
+    """1, 2 and 3 processes: same samples in every step, same losses but for the order of sums."""
+    changes = {**with_images(kind, cifar), "data.augment": False, "model.dropout": 0.0, "train.mixed_precision": "no"}
+    changes = {name: value for name, value in changes.items() if hasattr_path(kind, name)}
+    for world in (1, 2, 3):
+        run_ranks(run_small_job, world, job_config(kind, tmp_path / str(world), changes))
+    one, *others = (rows(tmp_path / str(world) / "run") for world in (1, 2, 3))
+    for other in others:
+        assert [row.get("order_digest") for row in other] == [row.get("order_digest") for row in one]
+        for a, b in zip(one, other, strict=True):
+            for name in ("loss", "val_loss", "train_loss"):
+                assert a.get(name) == pytest.approx(b.get(name), abs=2e-5), (name, a["step"])
+            assert a.get("val_samples") == b.get("val_samples")
+
+
+def hasattr_path(kind: str, name: str) -> bool:
+    from small_jobs import KINDS
+
+    section, field = name.split(".")
+    return field in KINDS[kind][0].model_fields[section].annotation.model_fields
+
+
+def reduced_bytes(config) -> tuple[int, int]:
+    """Trains; (bytes that DDP all-reduced after the buckets were settled, bytes of the model)."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from gpt2_ddp import supervised
+
+    settle, counted, models = supervised.settle_buckets, [], []
+
+    def hook(state, bucket):
+        counted.append(bucket.buffer().numel() * bucket.buffer().element_size())
+        return allreduce_hook(state, bucket)
+
+    def settle_and_count(model, *rest):
+        model.register_comm_hook(None, hook)
+        settle(model, *rest)
+        counted.clear()
+        models.append(sum(4 * parameter.numel() for parameter in model.parameters()))
+
+    supervised.settle_buckets = settle_and_count
+    run_small_job(config)
+    return sum(counted), models[0]
+
+
+def test_accumulated_gradients_are_reduced_once_a_step(tmp_path):
+    """24 samples in micro-batches of 4, 101 samples: 5 steps an epoch, the last one short."""
+    for counted, model in run_ranks(reduced_bytes, 2, job_config("mlp", tmp_path)):
+        assert counted == 4 * 5 * model
+
+
+# Scores
+
+
+SETS = ((1, 4), (2, 1), (5, 4), (7, 2), (37, 8), (48, 8))
+"""Samples and batch size: what no number of processes and no batch divides, and less than a batch."""
+
+
+def score_everything() -> list[tuple[dict[str, float], int]]:
+    from gpt2_ddp.launch import build_accelerator
+
+    accelerator = build_accelerator("cpu", "no")
+    found = []
+    for n, batch_size in SETS:
+        generator = torch.Generator().manual_seed(n)
+        samples = Samples(torch.randn(n, 3, generator=generator), torch.arange(n) % 3)
+        computed = []
+
+        def score(model, inputs, targets, computed=computed):
+            computed.append(len(targets))
+            return {"accuracy": model(inputs).argmax(1) == targets, "weighted": targets * inputs[:, 0]}
+
+        found.append((score_samples(accelerator, torch.nn.Identity(), samples, score, batch_size), sum(computed)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_test_sample_is_scored_once(world):
+    """The mean is the exact one on every rank, though some ranks computed samples twice."""
+    ranks = run_ranks(score_everything, world)
+    for number, (n, _) in enumerate(SETS):
+        inputs = torch.randn(n, 3, generator=torch.Generator().manual_seed(n))
+        targets = torch.arange(n) % 3
+        accuracy = (inputs.argmax(1) == targets).double().mean().item()
+        weighted = (targets * inputs[:, 0]).double().mean().item()
+        assert sum(found[number][1] for found in ranks) >= n
+        for found in ranks:
+            assert found[number][0] == {"accuracy": accuracy, "weighted": pytest.approx(weighted, abs=1e-12)}
+
+
+def test_accuracy_is_the_same_on_1_2_and_3_processes(tmp_path, cifar):
+    """37 test images, of which each process count scores each once; one checkpoint, so that weights are equal."""
+    changes = {"data.path": cifar, "train.epochs": 2}
+    run_ranks(run_small_job, 1, job_config("lenet", tmp_path, changes))
+    first = rows(tmp_path / "run")[-1]
+    found = [run_ranks(evaluate_checkpoint, world, job_config("lenet", tmp_path, changes)) for world in (1, 2, 3)]
+    for scores in (scores for world in found for scores in world):
+        assert scores["val_samples"] == 37
+        for name in ("val_accuracy", "val_top5"):
+            assert scores[name] == first[name]
+        assert scores["val_loss"] == pytest.approx(first["val_loss"], rel=1e-6)
+    assert first["val_top5"] >= first["val_accuracy"]
+
+
+def evaluate_checkpoint(config) -> dict[str, float]:
+    from gpt2_ddp.jobs import make_job
+    from gpt2_ddp.supervised_build import build_fitting
+
+    return build_fitting(config, make_job).evaluate()
+
+
+# Stops and resumes
+
+
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("lenet", 1),
+        ("mlp", 2),
+        ("transformer", 2),
+        *[pytest.param(*rest, marks=pytest.mark.slow) for rest in (("lenet", 2), ("mlp", 1), ("transformer", 1))],
+        *[pytest.param("regression", world, marks=pytest.mark.slow) for world in (1, 2)],
+    ],
+)
+def test_killed_and_restarted_is_bitwise_equal(tmp_path, cifar, kind, world):
+    """kill -9 in a random step of each of two random epochs."""
+    rng = random.Random(f"{kind}{world}")
+    changes = with_images(kind, cifar)
+    whole = job_config(kind, tmp_path / "whole", changes)
+    per_epoch = run_ranks(run_small_job, world, whole)[0].step // 4
+    parts = job_config(kind, tmp_path / "parts", changes)
+    for epoch in (1, 3):
+        started = start_ranks(killed_job, world, parts, epoch * per_epoch + rng.randint(1, per_epoch))
+        started[-1][0].join(60)
+        assert started[-1][0].exitcode == -signal.SIGKILL
+        for process, _ in started:
+            process.kill()
+            process.join()
+        assert newest_checkpoint(tmp_path / "parts/run").name == f"step-{epoch * per_epoch:08d}"
+    run_ranks(run_small_job, world, parts)
+    assert same(weights(tmp_path / "whole/run"), weights(tmp_path / "parts/run"))
+    assert_same_rows(tmp_path)
+
+
+def assert_same_rows(tmp_path) -> None:
+    for one, other in zip(rows(tmp_path / "whole/run"), rows(tmp_path / "parts/run"), strict=True):
+        for timing in ("samples_per_second", "data_share"):
+            one.pop(timing, None), other.pop(timing, None)
+        assert one.pop("train_loss", 0) == pytest.approx(other.pop("train_loss", 0), rel=1e-9)
+        assert one == other
+
+
+def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path, cifar):
+    """ResNet-18 on two processes, whose BatchNorm statistics are in the checkpoint; the loss of the epoch goes on."""
+    changes = {"data.path": cifar, "train.epochs": 1}
+    run_ranks(run_small_job, 2, job_config("resnet18", tmp_path / "whole", changes))
+    parts = job_config("resnet18", tmp_path / "parts", changes)
+    assert run_ranks(signalled_job, 2, parts, 5, signal.SIGTERM) == ["stopped"] * 2
+    status = json.loads((tmp_path / "parts/run/status.json").read_text())
+    assert status["state"] == "stopped"
+    assert 5 <= status["step"] <= 6
+    run_ranks(run_small_job, 2, parts)
+    found = weights(tmp_path / "parts/run")
+    assert found["bn1.num_batches_tracked"] == 2 * 11  # micro-batches of 11 steps
+    assert same(weights(tmp_path / "whole/run"), found)
+    assert_same_rows(tmp_path)
+
+
+def test_a_finished_run_says_so_and_more_epochs_go_on(tmp_path):
+    config = job_config("regression", tmp_path)
+    first = run_ranks(run_small_job, 1, config)[0]
+    again = run_ranks(run_small_job, 2, config)[0]
+    assert (again.outcome, again.step, again.metrics) == ("completed", first.step, first.metrics)
+    before = rows(tmp_path / "run")
+    run_ranks(run_small_job, 2, job_config("regression", tmp_path, {"train.epochs": 6}))
+    assert rows(tmp_path / "run")[: len(before)] == before
+    assert rows(tmp_path / "run")[-1]["step"] == first.step // 4 * 6
+    run_ranks(run_small_job, 1, job_config("regression", tmp_path / "straight", {"train.epochs": 6}))
+    one, other = weights(tmp_path / "straight/run"), weights(tmp_path / "run")
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+
+
+def test_time_budget_stops_with_a_checkpoint(tmp_path):
+    config = job_config("regression", tmp_path, {"train.epochs": 10**6, "train.max_minutes": 0.02})
+    results = run_ranks(run_small_job, 2, config)
+    assert [result.outcome for result in results] == ["stopped"] * 2
+    assert results[0].checkpoint.is_dir()
+    assert results[0].samples_per_second > 0
+
+
+def test_a_bad_gradient_is_skipped_by_all(tmp_path):
+    run_ranks(bad_gradient_job, 2, job_config("regression", tmp_path), 1)  # momentum included
+    found = rows(tmp_path / "run")
+    assert [row["skipped"] for row in found[1:4]] == [1, 1, 1]
+    assert found[1]["grad_norm"] is None
+    assert found[-1]["loss"] < found[2]["loss"]
+
+
+def bad_gradient_job(config, bad_step: int) -> None:
+    from gpt2_ddp import supervised
+
+    train_step = supervised.train_step
+
+    def poisoned(fitting, *rest):
+        handle = None
+        if fitting.state.step + 1 == bad_step and fitting.accelerator.is_main_process:
+            handle = fitting.job.model.linear.bias.register_hook(lambda gradient: gradient * torch.nan)
+        result = train_step(fitting, *rest)
+        if handle:
+            handle.remove()
+        return result
+
+    supervised.train_step = poisoned
+    run_small_job(config)
+
+
+def test_scale_with_processes(tmp_path):
+    """Two processes with batch 12 and lr 0.01 are one with 24 and 0.02; going on with another number is refused."""
+    scaled = job_config("regression", tmp_path / "scaled", {"scale_with_processes": True})
+    run_ranks(run_small_job, 2, scaled)
+    plain = {"train.global_batch_size": 24, "optim.lr": 0.02}
+    run_ranks(run_small_job, 1, job_config("regression", tmp_path / "plain", plain))
+    one, other = weights(tmp_path / "plain/run"), weights(tmp_path / "scaled/run")
+    assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+    with pytest.raises(RankError, match=r"scale_with_processes = True: the run's batch of 24 would become 12"):
+        run_ranks(run_small_job, 1, scaled)
+
+
+# Wrong input
+
+
+def test_what_a_run_keeps_cannot_change(tmp_path):
+    run_ranks(run_small_job, 1, job_config("regression", tmp_path, {"train.epochs": 1}))
+    changes = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2, "train.epochs": 2}
+    with pytest.raises(RankError) as error:
+        run_ranks(run_small_job, 1, job_config("regression", tmp_path, changes))
+    for field in ("seed = 5", "optim.lr = 0.5", "train.global_batch_size = 6", "data.noise = 0.2"):
+        assert f"{field}: the run was started with" in str(error.value)
+    with pytest.raises(RankError, match="UserError: fresh = true"):
+        run_ranks(run_small_job, 1, job_config("regression", tmp_path, {"fresh": True}))
+
+
+def test_the_batch_has_to_be_a_multiple_of_the_processes(tmp_path):
+    with pytest.raises(RankError, match=r"UserError: train.global_batch_size = 7: should be a multiple of the 2"):
+        run_ranks(run_small_job, 2, job_config("regression", tmp_path, {"train.global_batch_size": 7}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"launch.backend": "nccl"}, "launch.backend = nccl: needs CUDA devices"),
+        ({"launch.processes": 3}, "launch.processes = 3: the launcher started 1"),
+        ({"train.mixed_precision": "fp16"}, "train.mixed_precision = fp16: needs a CUDA device"),
+    ],
+)
+def test_what_this_machine_cannot_do(tmp_path, changes, message):
+    with pytest.raises(RankError, match=f"UserError: {message}"):
+        run_ranks(run_small_job, 1, job_config("regression", tmp_path, changes))
+
+
+def test_sync_batchnorm_on_the_cpu(tmp_path, cifar):
+    changes = {"data.path": cifar, "model.sync_batchnorm": True}
+    with pytest.raises(RankError, match=r"UserError: model.sync_batchnorm = true: needs GPUs"):
+        run_ranks(run_small_job, 1, job_config("resnet18", tmp_path, changes))
