@@ -35,7 +35,15 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: str 
             for mistake in error.mistakes:
                 print("error: " + " ".join(mistake.split()), file=sys.stderr)
         code = 2
+        _leave_process_group()
     sys.exit(code)
+
+
+def _leave_process_group() -> None:
+    """Ranks that end while others are still connected are aborted by gloo's threads."""
+    distributed = sys.modules.get("torch.distributed")  # imported only if the command got that far
+    if distributed and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def is_main_process() -> bool:

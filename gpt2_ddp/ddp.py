@@ -4,11 +4,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from gpt2_ddp.errors import UserError
 
 
 def settle_buckets(model: nn.Module, optimizer: AcceleratedOptimizer, *inputs: Tensor) -> None:
@@ -35,20 +32,3 @@ def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
     if accelerator.num_processes > 1:
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
-
-
-def check_ranks_agree(configuration: str, field: str, data: str, data_hash: str) -> None:
-    """Ranks that were started with another configuration or other data would train nonsense in silence.
-
-    Args:
-        configuration: as YAML.
-        field: where the configuration names the data. data: their name. data_hash: what is in them.
-
-    Raises:
-        UserError: on every rank, when any two of them differ.
-    """
-    for rank, (other, other_hash) in enumerate(gather_object([(configuration, data_hash)])):
-        if other_hash != data_hash:
-            raise UserError(field, data, f"rank {rank} has other data; copy the same there")
-        if other != configuration:
-            raise UserError("configuration", "", f"rank {rank} has another one; start all ranks with the same command")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpt2_ddp.config_jobs import ClassifierDataConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.launch import on_every_rank
+from gpt2_ddp.ranks import on_every_rank
 from gpt2_ddp.samples import Samples
 
 CLASSES = {"cifar10": 10, "cifar100": 100}

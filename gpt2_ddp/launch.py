@@ -6,15 +6,12 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import psutil
 import torch
-import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import (
@@ -22,7 +19,6 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
-    broadcast_object_list,
 )
 
 from gpt2_ddp.errors import UserError
@@ -209,99 +205,3 @@ def set_cpu_threads() -> None:
         threads = max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose once more
-
-
-class StopRequest:
-    """A stop that all ranks agree on, asked for by a signal to any of them or by main's clock.
-
-    Each step starts a tiny all-reduce on a group of the CPU and reads the one before: no rank waits for another, and no
-    GPU is synchronised. A second SIGINT ends the process at once.
-    """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __init__(self, accelerator: Accelerator):
-        self.reason = ""
-        self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-        self._flag = torch.zeros(1, dtype=torch.int32)
-        self._pending: dist.Work | None = None
-        self._previous = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.reason and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.request(signal.Signals(number).name)
-
-    def request(self, reason: str) -> None:
-        """Asks all ranks to stop after the step that they are in, or the one after it."""
-        self.reason = self.reason or reason
-
-    def agreed(self) -> bool:
-        """Whether all ranks stop now; every rank calls it once a step and gets the same answer."""
-        if self._group is None:
-            return bool(self.reason)
-        if self._pending is not None:
-            self._pending.wait()
-            if self._flag.item():
-                self.reason = self.reason or "another rank"
-                return True
-        self._flag.fill_(bool(self.reason))
-        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return False
-
-    def restore_handlers(self) -> None:
-        """Gives the signals back to whom they belonged."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
-def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """Calls `function` on the main process alone and returns its (picklable) result on every rank.
-
-    Raises:
-        UserError: on every rank, when the main process raised it.
-    """
-    outcome: list[tuple[T | None, UserError | None]] = [(None, None)]
-    if accelerator.is_main_process:
-        outcome = [_attempt(function)]
-    broadcast_object_list(outcome)
-    result, error = outcome[0]
-    if error is not None:
-        raise error
-    return result  # pyright: ignore[reportReturnType]
-
-
-def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta | None = None) -> T:
-    """Calls `function` on every rank and returns each its own result, once all have succeeded.
-
-    Args:
-        patience: how long ranks wait for the slowest, where that may exceed a collective's usual time-out.
-
-    Raises:
-        UserError: on every rank, the first rank's when any raised one.
-    """
-    result, error = _attempt(function)
-    errors = [error]
-    if accelerator.num_processes > 1:
-        group = dist.new_group(backend="gloo", timeout=patience) if patience else None
-        errors = [error] * accelerator.num_processes
-        dist.all_gather_object(errors, error, group=group)
-    for failure in errors:
-        if failure is not None:
-            raise failure
-    return result  # pyright: ignore[reportReturnType]
-
-
-def _attempt(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
-    try:
-        return function(), None
-    except UserError as error:
-        return None, error
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds torch for one step: what it draws (dropout) depends on seed, step and rank alone, so no generator has to be
-    kept in a checkpoint."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
-    mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
-    torch.manual_seed((mixed ^ (mixed >> 32)) % 2**63)

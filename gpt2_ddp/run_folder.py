@@ -14,7 +14,7 @@ from gpt2_ddp.cli import dump
 from gpt2_ddp.config import RunConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.launch import on_main
+from gpt2_ddp.ranks import on_main
 
 
 class RunFolder:

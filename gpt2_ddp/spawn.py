@@ -1,6 +1,7 @@
 """Processes from Python, for those who know mp.spawn: `--launch.processes 2` instead of a launcher. No torch here: the
 parent starts them before any thread pool exists."""
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -91,6 +92,7 @@ def _run_rank(rank: int, sender: Connection, function: Callable[..., T], args: t
     if answer[1] is not None:
         sys.stderr.flush()
         os._exit(2)  # at once: gloo's threads abort a process that ends while other ranks are connected to it
+    atexit.register(os._exit, 0)  # they may also abort an interpreter that shuts down while it holds a process group
 
 
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:

@@ -1,12 +1,11 @@
 """fit(): the one training loop of all the small supervised jobs."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -14,13 +13,14 @@ from torch import Tensor
 
 from gpt2_ddp.config_jobs import JobConfig
 from gpt2_ddp.ddp import settle_buckets
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.launch import StopRequest, seed_step
 from gpt2_ddp.loader import next_digest
 from gpt2_ddp.optim import skip_if_not_finite
+from gpt2_ddp.ranks import seed_step
 from gpt2_ddp.samples import train_batches
+from gpt2_ddp.session import Outcome, session
+from gpt2_ddp.stop import StopRequest
 from gpt2_ddp.supervised_build import Fitting, Job, build_fitting
-from gpt2_ddp.tracking import Metrics, Throughput, start_tracker
+from gpt2_ddp.tracking import Metrics, Throughput
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class JobResult:
         checkpoint: the newest checkpoint, which holds the parameters (model.safetensors).
     """
 
-    outcome: Literal["completed", "stopped"]
+    outcome: Outcome
     step: int
     metrics: dict[str, float]
     seconds: float
@@ -66,39 +66,18 @@ def fit(config: JobConfig, make_job: Callable[[JobConfig, Accelerator], Job], da
         accelerator.print(f"{config.run_name} is complete at step {state.step}; raise --train.epochs to go on")
         accelerator.end_training()
         return _result(fitting, "completed", begun, throughput, 0, 0.0)
-    start_tracker(accelerator, config, run, state.run_id)
-    metrics = Metrics(accelerator, run, state.step, fitting.steps)
-    stop = StopRequest(accelerator)
     before = state.samples
-    try:
-        if run:
-            run.write_status("running", state.step)
-            metrics.say(_opening_words(fitting))
-        stopped, waited = fit_steps(fitting, metrics, stop, throughput)
-        outcome = "stopped" if stopped else "completed"
-        if run:
-            reason = stop.reason if stopped else ""
-            run.write_status(outcome, state.step, reason)
-            again = f" ({reason}); the same command goes on from there" if reason else ""
-            metrics.say(f"{config.run_name} {outcome} at step {state.step}{again}")
-    except BaseException as error:
-        if isinstance(error, UserError) and not run:  # of this rank alone: the main process does not know it
-            print(f"error: rank {accelerator.process_index}: {error}", file=sys.stderr)
-        if run:  # and nothing else: the other ranks may be gone, and the newest checkpoint is good
-            run.write_status("failed", state.step, f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        stop.restore_handlers()
-        metrics.close()
-    accelerator.end_training()
-    return _result(fitting, outcome, begun, throughput, state.samples - before, waited)
+    with session(accelerator, config, run, state, fitting.steps) as running:
+        running.metrics.say(_opening_words(fitting))
+        running.outcome, waited = fit_steps(fitting, running.metrics, running.stop, throughput)
+    return _result(fitting, running.outcome, begun, throughput, state.samples - before, waited)
 
 
-def fit_steps(fitting: Fitting, metrics: Metrics, stop: StopRequest, throughput: Throughput) -> tuple[bool, float]:
+def fit_steps(fitting: Fitting, metrics: Metrics, stop: StopRequest, throughput: Throughput) -> tuple[Outcome, float]:
     """The loop over the steps that are still to be done.
 
     Returns:
-        Whether it stopped early, on request; and the seconds spent waiting for batches.
+        How it ended, and the seconds spent waiting for batches.
     """
     config, accelerator, state, plan = fitting.config, fitting.accelerator, fitting.state, fitting.plan
     deadline = time.monotonic() + 60 * (config.train.max_minutes or float("inf"))
@@ -142,8 +121,8 @@ def fit_steps(fitting: Fitting, metrics: Metrics, stop: StopRequest, throughput:
                 fitting.save(scores.get("val_loss"))
         if stopping and not last:
             throughput.read()
-            return True, totals.waited
-    return False, totals.waited
+            return "stopped", totals.waited
+    return "completed", totals.waited
 
 
 class StepResult(NamedTuple):
@@ -251,7 +230,7 @@ class Totals:
 
 def _result(
     fitting: Fitting,
-    outcome: Literal["completed", "stopped"],
+    outcome: Outcome,
     begun: float,
     throughput: Throughput,
     samples: int,

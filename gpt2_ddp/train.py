@@ -1,10 +1,9 @@
 """The training loop."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +12,17 @@ from torch import Tensor
 from gpt2_ddp import ddp
 from gpt2_ddp.build import Training, build
 from gpt2_ddp.config import TrainingConfig
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.evaluate import Evaluation, evaluate
 from gpt2_ddp.generate import sample_text
-from gpt2_ddp.launch import StopRequest, seed_step
 from gpt2_ddp.loader import next_digest, train_batches
 from gpt2_ddp.optim import lr_at, skip_if_not_finite
-from gpt2_ddp.tracking import Metrics, Throughput, peak_flops, profile, start_tracker
+from gpt2_ddp.ranks import seed_step
+from gpt2_ddp.session import Outcome, session
+from gpt2_ddp.stop import StopRequest
+from gpt2_ddp.tracking import Metrics, Throughput, peak_flops, profile
 
 
-def train(config: TrainingConfig) -> Literal["completed", "stopped"]:
+def train(config: TrainingConfig) -> Outcome:
     """Trains until `train.steps`, from wherever the run folder's newest checkpoint stands.
 
     Returns:
@@ -32,39 +32,19 @@ def train(config: TrainingConfig) -> Literal["completed", "stopped"]:
         UserError: for whatever the user has to mend.
     """
     training = build(config)
-    accelerator, state, run = training.accelerator, training.state, training.run
+    accelerator, state = training.accelerator, training.state
     if state.step >= training.steps:
         accelerator.print(f"{config.run_name} is complete at step {state.step}; raise --train.steps to go on")
         accelerator.end_training()
         return "completed"
-    start_tracker(accelerator, config, run, state.run_id)
-    metrics = Metrics(accelerator, run, state.step, training.steps)
-    stop = StopRequest(accelerator)
-    try:
-        if run:
-            run.write_status("running", state.step)
-            metrics.say(_opening_words(training))
-        outcome = "stopped" if train_steps(training, metrics, stop) else "completed"
-        reason = stop.reason if outcome == "stopped" else ""
-        if run:
-            run.write_status(outcome, state.step, reason)
-            again = f" ({reason}); the same command goes on from there" if reason else ""
-            metrics.say(f"{config.run_name} {outcome} at step {state.step}{again}")
-    except BaseException as error:
-        if isinstance(error, UserError) and not run:  # of this rank alone: the main process does not know it
-            print(f"error: rank {accelerator.process_index}: {error}", file=sys.stderr)
-        if run:  # and nothing else: the other ranks may be gone, and the newest checkpoint is good
-            run.write_status("failed", state.step, f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        stop.restore_handlers()
-        metrics.close()
-    accelerator.end_training()
-    return outcome
+    with session(accelerator, config, training.run, state, training.steps) as running:
+        running.metrics.say(_opening_words(training))
+        running.outcome = train_steps(training, running.metrics, running.stop)
+    return running.outcome
 
 
-def train_steps(training: Training, metrics: Metrics, stop: StopRequest) -> bool:
-    """The loop over the steps that are still to be done. Returns whether it stopped early, on request."""
+def train_steps(training: Training, metrics: Metrics, stop: StopRequest) -> Outcome:
+    """The loop over the steps that are still to be done."""
     config, accelerator, state = training.config, training.accelerator, training.state
     peak = peak_flops(accelerator.device)
     throughput = Throughput(
@@ -113,8 +93,8 @@ def train_steps(training: Training, metrics: Metrics, stop: StopRequest) -> bool
                 with throughput.paused():
                     _sample(training, metrics)
             if stopping and not last:
-                return True
-    return False
+                return "stopped"
+    return "completed"
 
 
 class StepResult(NamedTuple):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ TORCHRUN = [str(BIN / "torchrun")]
 
 def environment(**more: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP_", "PET_"))}
-    return kept | {"HF_HOME": "/nonexistent", **more}
+    return kept | {"HF_HOME": str(Path(tempfile.gettempdir()) / "no_accelerate_config"), **more}
 
 
 def launch(command: list[str], **env: str) -> subprocess.CompletedProcess:
@@ -83,11 +84,12 @@ def test_two_machines_on_loopback(config_file, one_process_digest):
     """The README's recipe for several nodes, each "machine" with a process of its own."""
     port = str(free_port())
     template = str(ROOT / "configs/accelerate/multi_node.yaml")
+    words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    words += ["--mixed_precision", "no", "--config_file", template]
+    two = train_command(config_file, "two")
     machines = [
         subprocess.Popen(
-            [*ACCELERATE, "--config_file", template, "--num_processes", "2", "--machine_rank", rank]
-            + ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--mixed_precision", "no"]
-            + train_command(config_file, "two"),
+            [*ACCELERATE, *words, "--machine_rank", rank, *two],
             env=environment(),
             cwd=ROOT,
             stderr=subprocess.PIPE,
@@ -158,15 +160,11 @@ def test_settings_of_accelerate_that_do_not_fit_are_named(config_file, env, fiel
 
 @pytest.mark.slow
 def test_accumulation_in_the_environment_changes_nothing(config_file, one_process_digest):
-    found = launch(
-        [sys.executable, *train_command(config_file, "run")], ACCELERATE_GRADIENT_ACCUMULATION_STEPS="8"
-    )
+    found = launch([sys.executable, *train_command(config_file, "run")], ACCELERATE_GRADIENT_ACCUMULATION_STEPS="8")
     assert found.returncode == 0, found.stderr
     folder = Path(config_file).parent
-    runs = [(folder / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "run")]
-    assert [[json.loads(row).get("loss") for row in rows] for rows in runs][0] == [
-        json.loads(row).get("loss") for row in runs[1]
-    ]
+    one, other = ((folder / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "run"))
+    assert [json.loads(row).get("loss") for row in one] == [json.loads(row).get("loss") for row in other]
 
 
 def start_long_run(launcher: list[str], config_file: str, **env: str) -> subprocess.Popen:

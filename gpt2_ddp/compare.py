@@ -1,0 +1,240 @@
+"""The same training by one process, nn.DataParallel and DDP: runs them in turn, and says what was measured.
+
+Every run is a set of fresh processes. Global batch, samples, seed, steps, micro-batch per device and threads per
+process are the same for every way.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from gpt2_ddp.cli import load
+from gpt2_ddp.compare_run import Run, measure
+from gpt2_ddp.compare_table import Difference, Row, Way, as_markdown, draw
+from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config_jobs import (
+    ClassifierConfig,
+    CompareConfig,
+    JobConfig,
+    LaunchConfig,
+    RegressionConfig,
+    TransformerConfig,
+)
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import write_atomically
+from gpt2_ddp.launch import pick_device
+from gpt2_ddp.shards import MANIFEST
+from gpt2_ddp.spawn import start_processes
+
+KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
+    "regression": (RegressionConfig, "configs/regression.yaml"),
+    "classifier": (ClassifierConfig, "configs/mlp_clusters.yaml"),
+    "transformer": (TransformerConfig, "configs/transformer.yaml"),
+    "gpt2": (TrainingConfig, "configs/gpt2_30m.yaml"),
+}
+"""The jobs: the configuration of each one's script, and the file that stands in when none is named."""
+
+TRIAL = 5
+"""Timed steps of the run that decides how many steps `seconds` are."""
+STEPS = (5, 5000)
+"""The fewest and the most steps that it may decide for."""
+BUSY = 0.2
+"""Cores in use before the first run, above which the machine was not idle."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the runs have: `gpus` is 0 where they run on the CPU, `cores` are physical ones that may be used."""
+
+    gpus: int
+    cores: float
+    device: str
+
+    def ways(self, processes: tuple[int, ...]) -> list[tuple[Way, str]]:
+        """All rows of a job, the single process first, each with the reason why it cannot be measured here, or ''."""
+        replicas = Way("DataParallel", 1, max(self.gpus, 2))
+        reason = "" if self.gpus >= 2 else f"needs 2 GPUs, this machine has {torch.cuda.device_count()}"
+        if self.gpus == 0 and torch.cuda.device_count() >= 2:
+            reason = "needs GPUs, and device is cpu"
+        found = [(Way("single", 1, 1), ""), (replicas, reason)]
+        for n in processes:
+            lacking = self.device == "cuda" and n > self.gpus
+            found.append((Way(f"DDP-{n}", n, n), f"needs {n} GPUs, this machine has {self.gpus}" if lacking else ""))
+        return found
+
+
+def compare(config: CompareConfig) -> list[Row]:
+    """The command: measures, prints the table and writes it, its numbers and its bars to `output`.
+
+    Raises:
+        UserError: for whatever the user has to mend.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        cure = "the comparison starts its own processes: `python scripts/compare_parallel.py`, without a launcher"
+        raise UserError("processes", os.environ["WORLD_SIZE"], cure)
+    machine = find_machine(config.device)
+    output = Path(config.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
+    busy = psutil.cpu_percent(interval=1) / 100 * (os.cpu_count() or 1)
+    with TemporaryDirectory(prefix="compare-") as folder:
+        jobs = [read_job(word, config, machine, Path(folder)) for word in config.jobs]  # all mistakes before any work
+        rows = [row for name, job in jobs for row in compare_job(name, job, config, machine, Path(folder))]
+    notes = [*find_notes(config, machine, busy), *_about_jobs(rows)]
+    table = as_markdown(rows, notes)
+    found = {
+        "machine": {"device": machine.device, "gpus": machine.gpus, "cores": machine.cores, "torch": torch.__version__},
+        "settings": config.model_dump(mode="json"),
+        "busy_cores_before": busy,
+        "notes": notes,
+        "rows": [row.numbers() for row in rows],
+    }
+    write_atomically(output / "compare.md", table + "\n")
+    write_atomically(output / "compare.json", json.dumps(found, indent=1) + "\n")
+    write_atomically(output / "compare.png", draw(rows))
+    print(table)
+    return rows
+
+
+def find_machine(device: str) -> Machine:
+    """What there is to run on. Raises: UserError when the device is not there."""
+    kind = pick_device(device).type
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(usable, psutil.cpu_count(logical=False) or usable, _cpu_quota())
+    return Machine(torch.cuda.device_count(), cores, "cuda") if kind == "cuda" else Machine(0, cores, "cpu")
+
+
+def read_job(
+    word: str, config: CompareConfig, machine: Machine, folder: Path
+) -> tuple[str, TrainingConfig | JobConfig]:
+    """The name and configuration of a job given as KIND or KIND:FILE, with what a comparison wants otherwise.
+
+    Raises:
+        UserError: there is no such job, its file is wrong, or its batch cannot be shared out.
+    """
+    kind, _, file = word.partition(":")
+    if kind not in KINDS:
+        raise UserError("jobs", word, f"is no job; name {', '.join(KINDS)}, with a configuration after a colon")
+    command, default = KINDS[kind]
+    job = load(command, ["--config", file or default])
+    train: dict[str, object] = {"mixed_precision": config.mixed_precision, "device": machine.device}
+    changes: dict[str, object] = {"output_dir": str(folder / "runs"), "fresh": False}
+    changes["tracking"] = job.tracking.model_copy(update={"log_with": "none"})
+    if isinstance(job, TrainingConfig):
+        size, field = job.global_batch_windows, "train.global_batch_tokens / model.block_size"
+        train["compile"] = False  # nn.DataParallel cannot
+        if job.data.prepare and not (Path(job.data.path) / MANIFEST).exists():
+            changes["data"] = job.data.model_copy(update={"path": str(folder / "data" / Path(job.data.prepare).stem)})
+    else:
+        size, field = job.train.global_batch_size, "train.global_batch_size"
+        changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
+    for n in config.processes:
+        if size % n:
+            cure = f"does not divide the global batch of {word}, {size} ({field}); name processes that do"
+            raise UserError("processes", n, cure)
+    changes["train"] = job.train.model_copy(update=train)
+    return Path(file or default).stem, job.model_copy(update=changes)
+
+
+def compare_job(
+    name: str, job: TrainingConfig | JobConfig, config: CompareConfig, machine: Machine, folder: Path
+) -> Iterator[Row]:
+    """Measures every way of one job, `repeats` times in turn. Raises: UserError, as the job does."""
+    ways = machine.ways(config.processes)
+    able = [way for way, reason in ways if not reason]
+    reference = folder / "reference.safetensors"
+    steps = config.steps or _steps(name, job, config, able[0], folder)
+    runs: dict[Way, list[Run]] = {way: [] for way in able}
+    differences: dict[Way, list[Difference]] = {way: [] for way in able}
+    for repeat in range(config.repeats):
+        for way in able:
+            weights = folder / "weights.safetensors"
+            run = _run(f"{name}-{way.name}-{repeat}", job, config, way, steps, weights)
+            if not reference.exists():
+                weights.replace(reference)
+                weights = reference
+            runs[way].append(run)
+            differences[way].append(difference(weights, reference))
+            progress = f"{name}  {way.name}  {repeat + 1}/{config.repeats}: {run.seconds:.3g} s for {steps} steps"
+            print(progress, file=sys.stderr, flush=True)
+    reference.unlink()
+    for way, reason in ways:
+        yield Row(name, way, reason, runs.get(way, []), runs[able[0]], differences.get(way, []))
+
+
+def difference(file: Path, reference: Path) -> Difference:
+    """How far the parameters in one safetensors file are from those in another."""
+    one, other = load_file(file), load_file(reference)
+    assert one.keys() == other.keys(), "both are of the same model"
+    apart = [(one[name] - other[name]).flatten() for name in other]
+    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in apart]
+    whole = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in other.values()]
+    relative = torch.stack(norms).norm() / torch.stack(whole).norm()
+    return Difference(relative.item(), max(part.abs().max().item() for part in apart))
+
+
+def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str]:
+    """What a reader of the table has to know, first of all where it is not what it seems."""
+    notes = []
+    if machine.device == "cpu":
+        for n in config.processes:
+            if n * config.threads > machine.cores:
+                wanted = f"{n} processes with {config.threads} thread{'s' * (config.threads > 1)} each"
+                notes.append(
+                    f"DDP-{n}: too few cores: {wanted} share {machine.cores:g}, so it cannot show its speed-up"
+                )
+    if busy > BUSY:
+        notes.append(f"other programs kept {busy:.1f} cores busy at the start: measure again on an idle machine")
+    if config.mixed_precision != "no":
+        notes.append(f"in {config.mixed_precision} the ways' parameters part through rounding")
+    where = f"{machine.gpus} GPUs" if machine.gpus else f"CPU, {machine.cores:g} physical cores"
+    notes.append(f"{where}; {config.threads} thread{'s' * (config.threads > 1)} per process, in every row alike")
+    notes.append(
+        f"medians of {config.repeats} interleaved runs, each of fresh processes; start, data, warm-up and evaluation "
+        "are not in the wall time"
+    )
+    notes.append(
+        "communication: what a step gains when gradients are not synchronised, waiting for other ranks included"
+    )
+    return notes
+
+
+def _about_jobs(rows: list[Row]) -> Iterator[str]:
+    for row in rows:
+        if row.way.name == "single":
+            run = row.runs[0]
+            samples = f"{run.samples / run.steps:.3g} samples per step"
+            yield f"{row.job}: {run.parameters:,} parameters, {samples}, {run.steps} steps timed"
+
+
+def _run(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Way, steps: int, weights: Path) -> Run:
+    own: dict[str, object] = {"run_name": name}
+    if way.data_parallel:  # each GPU's share of a micro-batch is as large as in the other ways
+        size = job.train.micro_batch_size * way.devices
+        own["train"] = job.train.model_copy(update={"micro_batch_size": size})
+    job = job.model_copy(update=own)
+    return start_processes(measure, way.processes, job, way.data_parallel, config.threads, steps, weights)
+
+
+def _steps(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, single: Way, folder: Path) -> int:
+    """How many steps take one process about `seconds`."""
+    trial = _run(f"{name}-trial", job, config, single, TRIAL, folder / "trial.safetensors")
+    return min(max(round(config.seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
+
+
+def _cpu_quota() -> float:
+    """Cores' worth of time that a container may use (cgroup v2), infinite without a limit."""
+    file = Path("/sys/fs/cgroup/cpu.max")
+    quota, _, period = file.read_text().partition(" ") if file.exists() else ("max", "", "")
+    return float("inf") if quota.strip() == "max" else int(quota) / int(period)

@@ -1,0 +1,208 @@
+"""What a comparison found, as numbers, as a table and as bars. Every figure is measured; ratios are of medians."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gpt2_ddp.compare_run import Run
+from gpt2_ddp.report_figure import COLORS, STYLE
+
+HEADER = (
+    "job",
+    "way",
+    "wall s (min–max)",
+    "samples/s",
+    "speed-up",
+    "efficiency",
+    "peak MB per process",
+    "communication",
+    "final metric",
+    "Δ parameters / norm",
+    "largest Δ",
+)
+
+
+class Way(NamedTuple):
+    """A way of training on `devices` GPUs or shares of the cores; DataParallel uses several from one process."""
+
+    name: str
+    processes: int
+    devices: int
+
+    @property
+    def data_parallel(self) -> bool:
+        """Whether it is nn.DataParallel."""
+        return self.name == "DataParallel"
+
+
+class Difference(NamedTuple):
+    """Between final parameters: norm of the difference over the norm, and the largest absolute one."""
+
+    norm: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of training one job.
+
+    Args:
+        why_missing: why it could not be measured; empty where it was.
+        runs: its repeats. singles: those of one process, each run right before the same repeat of this way.
+        differences: of each repeat's final parameters from those of the first single run.
+    """
+
+    job: str
+    way: Way
+    why_missing: str
+    runs: Sequence[Run]
+    singles: Sequence[Run]
+    differences: Sequence[Difference]
+
+    @property
+    def seconds(self) -> float:
+        """Median wall time."""
+        return median(run.seconds for run in self.runs)
+
+    @property
+    def speed_up(self) -> float:
+        """Median wall time of one process over this way's."""
+        return median(run.seconds for run in self.singles) / self.seconds
+
+    @property
+    def speed_ups(self) -> list[float]:
+        """Of each repeat: its single run's wall time over its own."""
+        return [single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
+
+    @property
+    def communication(self) -> float | None:
+        """Median share of a step; None for one process, where there is none."""
+        shares = [run.communication for run in self.runs if run.communication is not None]
+        return median(shares) if shares else None
+
+    @property
+    def peak_memory(self) -> int:
+        """Of the process that took most, in bytes."""
+        return max(max(run.peak_memory) for run in self.runs)
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything measured, as plain values."""
+        about = {"job": self.job, "way": self.way.name, "processes": self.way.processes, "devices": self.way.devices}
+        if self.why_missing:
+            return about | {"why_missing": self.why_missing}
+        first = self.runs[0]
+        return about | {
+            "parameters": first.parameters,
+            "threads": first.threads,
+            "steps": first.steps,
+            "samples": first.samples,
+            "seconds": self.seconds,
+            "seconds_of_each_run": [run.seconds for run in self.runs],
+            "samples_per_second": first.samples / self.seconds,
+            "speed_up": self.speed_up,
+            "speed_up_of_each_repeat": self.speed_ups,
+            "efficiency": self.speed_up / self.way.devices,
+            "peak_memory_bytes": self.peak_memory,
+            "peak_memory_bytes_of_each_process": [list(run.peak_memory) for run in self.runs],
+            "communication": self.communication,
+            "communication_of_each_run": [run.communication for run in self.runs],
+            "metrics": dict(first.metrics),
+            "difference_norm": max(difference.norm for difference in self.differences),
+            "difference_largest": max(difference.largest for difference in self.differences),
+        }
+
+    def cells(self) -> list[str]:
+        """The row of the table, below `HEADER`."""
+        if self.why_missing:
+            return [self.job, self.way.name, self.why_missing, *["–"] * (len(HEADER) - 3)]
+        found = self.numbers()
+        times = [run.seconds for run in self.runs]
+        share, metrics, rate = found["communication"], found["metrics"], found["samples_per_second"]
+        metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
+        return [
+            self.job,
+            self.way.name,
+            f"{self.seconds:.3g} ({min(times):.3g}–{max(times):.3g})",
+            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
+            f"{self.speed_up:.2f}",
+            f"{found['efficiency']:.0%}",
+            f"{self.peak_memory / 1e6:,.0f}",
+            "–" if share is None else f"{share:.1%}",
+            f"{metric} {metrics[metric]:.4f}" if metric else "–",
+            f"{found['difference_norm']:.1e}",
+            f"{found['difference_largest']:.1e}",
+        ]
+
+
+def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """The table, which is readable unrendered too, and the notes below it."""
+    lines = [list(HEADER), *[row.cells() for row in rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+    lines.insert(1, ["-" * width for width in widths])
+    table = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    return "\n".join([*table, "", *[f"- {note}" for note in notes]])
+
+
+def draw(rows: Sequence[Row]) -> bytes:
+    """Bars by job and way, as a PNG; dots are the single repeats, and what is missing has no bar."""
+    measured = [row for row in rows if not row.why_missing]
+    ways = list(dict.fromkeys(row.way.name for row in measured))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(12, 3 * len({row.job for row in measured})), 4.6), layout="constrained")
+        speed, communication, memory = figure.subplots(1, 3)
+        _bars(speed, measured, ways, lambda row: row.speed_up, lambda row: row.speed_ups, "{:.2f}")
+        speed.set_title("Speed-up over one process, measured")
+        _bars(
+            communication,
+            [row for row in measured if row.communication is not None],
+            ways,
+            lambda row: 100 * (row.communication or 0),
+            lambda row: [100 * (run.communication or 0) for run in row.runs],
+            "{:.0f} %",
+        )
+        communication.set_title("Share of a step in communication (%)")
+        communication.set_ylim(0, 100)
+        _bars(memory, measured, ways, lambda row: row.peak_memory / 1e6, lambda row: [], "{:.0f}")
+        memory.set_title("Peak memory per process (MB)")
+        handles, labels = speed.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(ways))
+        png = io.BytesIO()
+        figure.savefig(png, format="png", facecolor="white", dpi=130)
+    return png.getvalue()
+
+
+def _bars(
+    panel: Axes,
+    rows: Sequence[Row],
+    ways: Sequence[str],
+    height: Callable[[Row], float],
+    dots: Callable[[Row], list[float]],
+    layout: str,
+) -> None:
+    """One group of bars per job, one colour per way; `layout` words the height above each bar."""
+    jobs = list(dict.fromkeys(row.job for row in rows))
+    shown = [way for way in ways if any(row.way.name == way for row in rows)]
+    width = 0.8 / len(ways)
+    for place, way in enumerate(shown):
+        own = [row for row in rows if row.way.name == way]
+        x = np.array([jobs.index(row.job) for row in own]) + (place - (len(shown) - 1) / 2) * width
+        heights = [height(row) for row in own]
+        panel.bar(x, heights, 0.9 * width, label=way, color=COLORS[ways.index(way) % len(COLORS)])
+        for middle, row, value in zip(x, own, heights, strict=True):
+            points = dots(row)
+            panel.plot([middle] * len(points), points, ".", color="black", alpha=0.5, markersize=5)
+            panel.annotate(
+                layout.format(value), (middle, max([value, *points])), (0, 4), textcoords="offset points", ha="center"
+            )
+    panel.set_xticks(range(len(jobs)), jobs)
+    panel.grid(axis="x", visible=False)
+    panel.margins(y=0.12)

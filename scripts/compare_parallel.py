@@ -1,0 +1,21 @@
+"""One process, nn.DataParallel and DDP on the same training, measured: speed-up, memory, time in communication.
+
+    python scripts/compare_parallel.py                                        # no launcher: it starts the processes
+    python scripts/compare_parallel.py --jobs gpt2 --processes 2 4 --repeats 5
+    python scripts/compare_parallel.py --jobs classifier:configs/cifar100_lenet.yaml gpt2:configs/gpt2_stdlib.yaml
+
+What the columns mean is in docs/compare.md.
+"""
+
+from gpt2_ddp.cli import run_command
+from gpt2_ddp.config_jobs import CompareConfig
+
+
+def main(config: CompareConfig) -> None:
+    from gpt2_ddp.compare import compare
+
+    compare(config)
+
+
+if __name__ == "__main__":
+    run_command(CompareConfig, main)

@@ -1,0 +1,303 @@
+"""The comparison: every way trains the same, and what the table says is what was measured."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import training_config
+from ranks import free_port, run_ranks
+from small_jobs import job_config
+from test_launch import ROOT, environment
+
+from gpt2_ddp.compare import KINDS, Machine, compare, difference, find_machine, find_notes, read_job
+from gpt2_ddp.compare_run import WARM_UP, Run, communication_share, make_trainee, measure, peak_memory
+from gpt2_ddp.compare_table import HEADER, Difference, Row, Way, as_markdown, draw
+from gpt2_ddp.config_jobs import CompareConfig
+from gpt2_ddp.errors import UserError
+
+CPU = Machine(gpus=0, cores=2, device="cpu")
+
+
+def tiny(kind: str, corpus: Path, folder: Path):
+    if kind == "gpt2":
+        return training_config(corpus, folder, {"train.mixed_precision": "no"})
+    return job_config(kind, folder, {"train.mixed_precision": "no"})
+
+
+# One run
+
+
+@pytest.mark.parametrize("kind", ["regression", "mlp", "gpt2"])
+def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
+    config = tiny(kind, corpus, tmp_path / "runs")
+    runs, files = {}, {}
+    for name, world, steps in (("single", 1, 6), ("ddp", 2, 6), ("shorter", 1, 5)):
+        files[name] = tmp_path / name
+        own = config.model_copy(update={"run_name": name})
+        found = run_ranks(measure, world, own, False, 1, steps, files[name])
+        runs[name] = found[0]
+        assert all(run == found[0] for run in found)
+    single, ddp = runs["single"], runs["ddp"]
+    assert difference(files["ddp"], files["single"]).norm < 1e-5
+    assert difference(files["shorter"], files["single"]).norm > 1e-4  # so that a step that was not taken would show
+    assert (ddp.steps, ddp.samples, ddp.parameters) == (single.steps, single.samples, single.parameters)
+    assert ddp.metrics == pytest.approx(single.metrics, rel=1e-4)
+    assert (single.communication, len(single.peak_memory), single.threads) == (None, 1, 1)
+    assert ddp.communication is not None
+    assert 0 <= ddp.communication <= 1
+    assert len(ddp.peak_memory) == 2
+    assert all(50e6 < peak < 2e9 for peak in ddp.peak_memory)
+
+
+def test_only_the_timed_steps_count(tmp_path, corpus):
+    run = run_ranks(timed_by_hand, 1, tiny("gpt2", corpus, tmp_path), tmp_path / "weights")[0]
+    assert run.samples == 4 * 24
+    assert 4 * 0.05 < run.seconds < 1  # a step sleeps 0.05 s, one of the warm-up 1 s
+
+
+def timed_by_hand(config, weights) -> Run:
+    from gpt2_ddp import train
+
+    train_step, taken = train.train_step, []
+
+    def sleepy(*args):
+        taken.append(args)
+        time.sleep(1 if len(taken) <= WARM_UP else 0.05)
+        return train_step(*args)
+
+    train.train_step = sleepy
+    return measure(config, False, 1, 4, weights)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gpt2"])
+def test_data_parallel_trains_the_same(tmp_path, corpus, kind):
+    """Without GPUs, nn.DataParallel calls the module: what remains is our part, the loss above all."""
+    config = tiny(kind, corpus, tmp_path / "runs")
+    for data_parallel in (False, True):
+        own = config.model_copy(update={"run_name": str(data_parallel)})
+        run_ranks(measure, 1, own, data_parallel, 1, 6, tmp_path / str(data_parallel))
+    assert difference(tmp_path / "True", tmp_path / "False").norm < 1e-5
+
+
+def test_difference(tmp_path):
+    from safetensors.torch import save_file
+
+    one = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
+    save_file(one, tmp_path / "one")
+    save_file({"a": one["a"] + torch.tensor([0.03, 0.0]), "b": one["b"] - 0.04}, tmp_path / "other")
+    norm, largest = difference(tmp_path / "other", tmp_path / "one")
+    assert norm == pytest.approx(0.05 / 5, rel=1e-4)
+    assert largest == pytest.approx(0.04, rel=1e-4)
+    assert difference(tmp_path / "one", tmp_path / "one") == (0, 0)
+
+
+def test_peak_memory_keeps_what_was_freed():
+    before, after = run_ranks(peaks_around_an_allocation, 1)[0]
+    assert 250e6 < after - before < 350e6
+
+
+def peaks_around_an_allocation() -> tuple[int, int]:
+    device = torch.device("cpu")
+    before = peak_memory(device)
+    torch.ones(75_000_000)
+    return before, peak_memory(device)
+
+
+# Communication
+
+
+def test_share_of_a_known_communication(tmp_path):
+    """An all-reduce that takes 40 ms more, and steps that take 40 ms more on one rank, which the other waits for."""
+    config = tiny("mlp", tmp_path, tmp_path)
+    shares = run_ranks(share_with, 2, config.model_copy(update={"run_name": "hook"}), 0.04, 0)
+    assert all(0.6 < share < 1 for share in shares)
+    waiting, slow = run_ranks(share_with, 2, config.model_copy(update={"run_name": "slow"}), 0, 0.04)
+    assert waiting > 0.5
+    assert slow < 0.4
+
+
+def share_with(config, all_reduce: float, last_rank: float) -> float | None:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    def hook(state, bucket):
+        time.sleep(all_reduce)
+        return allreduce_hook(None, bucket)
+
+    trainee = make_trainee(config, False)
+    trainee.model.register_comm_hook(None, hook)
+
+    def step(number: int) -> int:
+        time.sleep(last_rank * trainee.accelerator.process_index)
+        return trainee.step(number)
+
+    return communication_share(dataclasses.replace(trainee, step=step), 1, 2)
+
+
+def test_much_arithmetic_communicates_less(tmp_path):
+    """4M parameters for 2 samples a step against 43 thousand for 4096."""
+    heavy = {"model.hidden": (2000, 2000), "train.global_batch_size": 2, "data.points": 4096}
+    light = {"model.hidden": (200, 200), "train.global_batch_size": 4096, "data.points": 4096}
+    shares = []
+    for name, changes in ("heavy", heavy), ("light", light):
+        changes |= {"train.mixed_precision": "no", "train.micro_batch_size": 1024, "optim.name": "sgd"}
+        config = job_config("mlp", tmp_path / name, changes)
+        share = run_ranks(measure, 2, config, False, 1, 10, tmp_path / "weights")[0].communication
+        assert 0 <= share <= 1
+        shares.append(share)
+    assert shares[0] > shares[1] + 0.1
+
+
+# The table
+
+
+def runs(*seconds: float, communication: float | None = None) -> list[Run]:
+    return [Run(10, 320, s, (300_000_000, 200_000_000), communication, {"val_loss": 1.5}, 7, 1) for s in seconds]
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    single, double = runs(2.0, 2.2, 3.0), runs(1.0, 1.3, 1.25, communication=0.2)
+    zero, small = [Difference(0.0, 0.0)] * 3, [Difference(1e-7, 1e-8), Difference(3e-7, 2e-8), Difference(0.0, 0.0)]
+    return [
+        Row("gpt2", Way("single", 1, 1), "", single, single, zero),
+        Row("gpt2", Way("DataParallel", 1, 2), "needs 2 GPUs, this machine has 0", [], single, []),
+        Row("gpt2", Way("DDP-2", 2, 2), "", double, single, small),
+    ]
+
+
+def test_every_figure_follows_from_what_was_measured(rows):
+    single, missing, double = (row.numbers() for row in rows)
+    assert (single["seconds"], single["speed_up"], single["efficiency"]) == (2.2, 1, 1)
+    assert double["speed_up"] == pytest.approx(2.2 / 1.25)
+    assert double["efficiency"] == pytest.approx(2.2 / 1.25 / 2)
+    assert double["speed_up_of_each_repeat"] == pytest.approx([2.0, 2.2 / 1.3, 3.0 / 1.25])
+    assert double["samples_per_second"] == 320 / 1.25
+    assert double["peak_memory_bytes"] == 300_000_000
+    assert (double["difference_norm"], double["difference_largest"]) == (3e-7, 2e-8)
+    assert set(missing) == {"job", "way", "processes", "devices", "why_missing"}
+
+
+def test_the_table(rows):
+    lines = as_markdown(rows, ["a note"]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|") if cell.strip()] for line in lines[:5]]
+    assert all(len(line) == len(HEADER) for line in cells)
+    assert cells[2][:5] == ["gpt2", "single", "2.2 (2–3)", "145.5", "1.00"]
+    assert cells[3][:4] == ["gpt2", "DataParallel", "needs 2 GPUs, this machine has 0", "–"]
+    assert cells[4] == (
+        ["gpt2", "DDP-2", "1.25 (1–1.3)", "256", "1.76", "88%", "300", "20.0%", "val_loss 1.5000", "3.0e-07", "2.0e-08"]
+    )
+    assert lines[-1] == "- a note"
+
+
+def test_the_bars_are_a_picture(rows):
+    assert draw(rows).startswith(b"\x89PNG")
+    assert draw(rows[:2]).startswith(b"\x89PNG")
+
+
+# What cannot be measured, and what is wrong
+
+
+def test_ways_say_why_they_are_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [(way.name, reason) for way, reason in CPU.ways((2, 4))] == [
+        ("single", ""),
+        ("DataParallel", "needs 2 GPUs, this machine has 0"),
+        ("DDP-2", ""),
+        ("DDP-4", ""),
+    ]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert dict(CPU.ways((2,)))[Way("DataParallel", 1, 2)] == "needs GPUs, and device is cpu"
+    reasons = {way.name: reason for way, reason in Machine(2, 8, "cuda").ways((2, 4))}
+    assert reasons["DataParallel"] == reasons["DDP-2"] == ""
+    assert reasons["DDP-4"] == "needs 4 GPUs, this machine has 2"
+
+
+def test_too_few_cores_are_said():
+    notes = find_notes(CompareConfig(processes=(2, 4)), CPU, busy=0.1)
+    assert [note for note in notes if "too few cores" in note] == [
+        "DDP-4: too few cores: 4 processes with 1 thread each share 2, so it cannot show its speed-up"
+    ]
+    assert any("DDP-2: too few cores" in note for note in find_notes(CompareConfig(threads=2), CPU, 0.1))
+    assert not any("too few" in note for note in find_notes(CompareConfig(processes=(4,)), Machine(4, 2, "cuda"), 0.1))
+    assert not any("other programs" in note for note in notes)
+    assert any("kept 3.0 cores busy" in note for note in find_notes(CompareConfig(), CPU, 3.0))
+
+
+def test_cores_are_those_that_may_be_used():
+    assert 0 < find_machine("cpu").cores <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_job_is_the_same_for_every_way(tmp_path, kind):
+    name, job = read_job(kind, CompareConfig(), CPU, tmp_path)
+    assert name == Path(KINDS[kind][1]).stem
+    assert (job.train.mixed_precision, job.train.device) == ("no", "cpu")
+    assert job.output_dir == str(tmp_path / "runs")
+    if kind == "gpt2":
+        assert job.data.path in ("data/stdlib", str(tmp_path / "data/data_stdlib"))
+        assert job.global_batch_windows // job.train.micro_batch_size == 8  # 4 on each of two processes
+        assert 25e6 < 12 * job.model.n_layer * job.model.n_embd**2 < 35e6
+
+
+def test_mistakes(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"jobs = lenet: is no job; name regression, classifier, transformer, gpt2"):
+        read_job("lenet", CompareConfig(), CPU, tmp_path)
+    with pytest.raises(UserError, match=r"processes = 3: does not divide the global batch of gpt2, 16"):
+        read_job("gpt2", CompareConfig(processes=(3,)), CPU, tmp_path)
+    with pytest.raises(UserError, match=r"--config = no.yaml"):
+        read_job("regression:no.yaml", CompareConfig(), CPU, tmp_path)
+    with pytest.raises(UserError, match=r"output = /dev/null/x: cannot be written"):
+        compare(CompareConfig(output="/dev/null/x"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="starts its own processes"):
+        compare(CompareConfig())
+
+
+def test_one_process_is_no_count_of_ddp():
+    for wrong in (1,), (2, 2), (65,):
+        with pytest.raises(ValueError, match="should be different numbers from 2 to 64"):
+            CompareConfig(processes=wrong)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, corpus):
+    jobs = {}
+    for kind, name in (("regression", "line"), ("mlp", "clusters"), ("gpt2", "tiny")):
+        config = tiny(kind, corpus, tmp_path / "runs").model_dump(mode="json", exclude={"fresh", "launch"})
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        jobs[name] = f"{'classifier' if kind == 'mlp' else kind}:{tmp_path / name}.yaml"
+    command = [sys.executable, "scripts/compare_parallel.py", "--jobs", *jobs.values(), "--repeats", "2"]
+    command += ["--seconds", "0.1", "--device", "cpu", "--output", str(tmp_path / "out")]
+    found = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.md", "compare.json", "compare.png"}
+    assert (tmp_path / "out/compare.md").read_text() == found.stdout
+    assert not (tmp_path / "runs").exists()
+    rows = json.loads((tmp_path / "out/compare.json").read_text())["rows"]
+    assert [(row["job"], row["way"]) for row in rows] == [
+        (name, way) for name in jobs for way in ("single", "DataParallel", "DDP-2")
+    ]
+    for row in rows:
+        if row["way"] == "DDP-2":
+            assert row["difference_norm"] < 1e-4
+            assert 0 <= row["communication"] <= 1
+            assert row["threads"] == 1
+        elif row["way"] == "single":
+            assert row["difference_norm"] == 0  # a repeat is bitwise the same
+    order = [line.split()[:2] for line in found.stderr.splitlines() if line.startswith("line ")]
+    assert order == [["line", "single"], ["line", "DDP-2"]] * 2
+
+
+def test_a_launcher_is_a_mistake():
+    env = environment() | {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "scripts/compare_parallel.py"]
+    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: processes = 2: the comparison starts its own processes")
