@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from gpt2_ddp.checkpoint import CheckpointFolder, find_checkpoint, load_optimizer, load_weights
 from gpt2_ddp.cli import dump, load
 from gpt2_ddp.config import PrepareConfig, TrainingConfig
+from gpt2_ddp.data.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
+from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.launch import build_accelerator
-from gpt2_ddp.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import broadcast_optimizer_state, build_optimizer
-from gpt2_ddp.prepare import prepare
 from gpt2_ddp.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.run_folder import RunFolder, check_resumable, open_run
-from gpt2_ddp.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
-from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.tracking import check_tracker, new_run_id
 
 PREPARATION = timedelta(days=7)

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gpt2_ddp.config import EvaluateConfig
+from gpt2_ddp.data.loader import count_windows
+from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.loader import count_windows
-from gpt2_ddp.shards import TokenStream, read_manifest
 
 IGNORED = -100
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from gpt2_ddp.checkpoint import find_checkpoint, load_model
 from gpt2_ddp.config import GenerateConfig
+from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.launch import pick_device
 from gpt2_ddp.model import GPT, KVCache
-from gpt2_ddp.tokenizer import Tokenizer
 
 BATCH_ROWS = 32
 """Rows decoded at once, at most: bounds the cache's memory (75 MB a row for GPT-2 124M at its full context)."""

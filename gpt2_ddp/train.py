@@ -12,9 +12,9 @@ from torch import Tensor
 from gpt2_ddp import ddp
 from gpt2_ddp.build import Training, build
 from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.data.loader import next_digest, train_batches
 from gpt2_ddp.evaluate import Evaluation, evaluate
 from gpt2_ddp.generate import sample_text
-from gpt2_ddp.loader import next_digest, train_batches
 from gpt2_ddp.optim import lr_at, skip_if_not_finite
 from gpt2_ddp.ranks import seed_step
 from gpt2_ddp.session import Outcome, session

@@ -12,7 +12,7 @@ from gpt2_ddp.config_jobs import CompareConfig
 
 
 def main(config: CompareConfig) -> None:
-    from gpt2_ddp.compare import compare
+    from gpt2_ddp.compare.compare import compare
 
     compare(config)
 

@@ -11,7 +11,7 @@ from gpt2_ddp.config import LabConfig
 
 
 def main(config: LabConfig) -> int:
-    from gpt2_ddp.lab import run_lab
+    from gpt2_ddp.lab.lab import run_lab
 
     return run_lab(config)
 

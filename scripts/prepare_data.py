@@ -13,7 +13,7 @@ from gpt2_ddp.config import PrepareConfig
 
 
 def main(config: PrepareConfig) -> None:
-    from gpt2_ddp.prepare import prepare
+    from gpt2_ddp.data.prepare import prepare
 
     prepare(config)
 

@@ -9,7 +9,7 @@ from gpt2_ddp.config import ReportConfig
 
 
 def main(config: ReportConfig) -> int:
-    from gpt2_ddp.report import report
+    from gpt2_ddp.reports.report import report
 
     return report(config)
 

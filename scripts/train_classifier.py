@@ -14,7 +14,7 @@ from gpt2_ddp.spawn import run_processes
 
 
 def train(config: ClassifierConfig) -> str:
-    from gpt2_ddp.jobs import run_job
+    from gpt2_ddp.jobs.tasks import run_job
 
     result = run_job(config)
     if result.outcome == "completed" and is_main_process():

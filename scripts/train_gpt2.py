@@ -15,7 +15,7 @@ from gpt2_ddp.config import TrainingConfig
 
 def main(config: TrainingConfig) -> int:
     from gpt2_ddp.launch import exit_code
-    from gpt2_ddp.report import write_report
+    from gpt2_ddp.reports.report import write_report
     from gpt2_ddp.train import train
 
     outcome = train(config)

@@ -17,8 +17,8 @@ from gpt2_ddp.config import TrainingConfig
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""
-    from gpt2_ddp.shards import Manifest, ShardWriter, write_manifest
-    from gpt2_ddp.tokenizer import load_tokenizer, train_bpe
+    from gpt2_ddp.data.shards import Manifest, ShardWriter, write_manifest
+    from gpt2_ddp.data.tokenizer import load_tokenizer, train_bpe
 
     folder = tmp_path_factory.mktemp("corpus")
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")

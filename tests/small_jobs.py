@@ -60,7 +60,7 @@ def job_config(kind: str, output_dir: Path, changes: dict[str, Any] | None = Non
 
 
 def run_small_job(config: JobConfig):
-    from gpt2_ddp.jobs import run_job
+    from gpt2_ddp.jobs.tasks import run_job
 
     return run_job(config)
 

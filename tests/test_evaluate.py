@@ -8,10 +8,10 @@ import torch
 from ranks import run_ranks
 
 from gpt2_ddp.config import ModelConfig
+from gpt2_ddp.data.shards import TokenStream, read_manifest
+from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.evaluate import Evaluation
 from gpt2_ddp.model import GPT
-from gpt2_ddp.shards import TokenStream, read_manifest
-from gpt2_ddp.tokenizer import load_tokenizer
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 

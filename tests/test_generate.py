@@ -12,9 +12,9 @@ import torch
 from gpt2_ddp.checkpoint import CheckpointFolder
 from gpt2_ddp.cli import dump
 from gpt2_ddp.config import GenerateConfig, ModelConfig, TrainingConfig
+from gpt2_ddp.data.tokenizer import load_tokenizer, train_bpe
 from gpt2_ddp.generate import BATCH_ROWS, generate, next_logits, run, sample, sample_text
 from gpt2_ddp.model import GPT, KVCache
-from gpt2_ddp.tokenizer import load_tokenizer, train_bpe
 
 ROOT = Path(__file__).parents[1]
 

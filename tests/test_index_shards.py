@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.data.shards import HEADER_BYTES, read_manifest, verify_shards
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.prepare import prepare
-from gpt2_ddp.shards import HEADER_BYTES, read_manifest, verify_shards
 
 
 def make_dump(folder: Path, **sizes: int) -> None:

@@ -15,8 +15,8 @@ from test_launch import ROOT, environment
 
 from gpt2_ddp.config import LabConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.lab import EXPERIMENTS, choose, run_experiments, run_lab
-from gpt2_ddp.lab_experiment import experiment
+from gpt2_ddp.lab.experiment import experiment
+from gpt2_ddp.lab.lab import EXPERIMENTS, choose, run_experiments, run_lab
 
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
@@ -41,7 +41,7 @@ def mutations() -> dict:
     from torch.optim.lr_scheduler import LinearLR
     from torch.utils.data import DistributedSampler, Subset
 
-    from gpt2_ddp import lab_data, lab_gradients, lab_loop
+    from gpt2_ddp.lab import data, gradients, loop
 
     rank = int(os.environ.get("RANK", "0"))
     no_ddp = lambda model, **_: model  # noqa: E731
@@ -49,25 +49,25 @@ def mutations() -> dict:
     cut = lambda data, **options: DistributedSampler(Subset(data, range(60)), **options)  # noqa: E731
     step = LinearLR.step
     return {
-        "mean_of_gradients": (lab_gradients, "DDP", no_ddp),
-        "different_replicas": (lab_gradients, "DDP", functools.partial(DDP, init_sync=False)),
+        "mean_of_gradients": (gradients, "DDP", no_ddp),
+        "different_replicas": (gradients, "DDP", functools.partial(DDP, init_sync=False)),
         "set_epoch": (DistributedSampler, "set_epoch", lambda self, epoch: None),
-        "seed_per_rank": (lab_data, "DistributedSampler", own_seed),
+        "seed_per_rank": (data, "DistributedSampler", own_seed),
         "padded_test_set": (Accelerator, "gather_for_metrics", Accelerator.gather),
-        "training_sampler_on_test_set": (lab_data, "DistributedSampler", cut),
-        "unequal_batches": (lab_data, "Join", lambda models: nullcontext()),
+        "training_sampler_on_test_set": (data, "DistributedSampler", cut),
+        "unequal_batches": (data, "Join", lambda models: nullcontext()),
         "rank_0s_loss": (Accelerator, "reduce", lambda self, tensor, reduction: tensor),
-        "short_last_window": (lab_loop, "window_length", lambda index, batches, window: window),
+        "short_last_window": (loop, "window_length", lambda index, batches, window: window),
         "scheduler_steps": (LinearLR, "step", lambda self: [step(self), step(self)]),
-        "multiplied_learning_rate": (lab_loop, "DDP", no_ddp),
-        "batch_norm": (lab_gradients.AllReducedBatchNorm, "forward", BatchNorm1d.forward),
+        "multiplied_learning_rate": (loop, "DDP", no_ddp),
+        "batch_norm": (gradients.AllReducedBatchNorm, "forward", BatchNorm1d.forward),
         "no_sync": (DDP, "no_sync", lambda self: nullcontext()),
         "unused_parameters": (
-            lab_gradients,
+            gradients,
             "DDP",
             lambda model, **_: torch.nn.parallel.DistributedDataParallel(model),
         ),
-        "bucket_size": (lab_gradients, "DDP", lambda model, **_: DDP(model, bucket_cap_mb=0.1)),
+        "bucket_size": (gradients, "DDP", lambda model, **_: DDP(model, bucket_cap_mb=0.1)),
     }
 
 
@@ -115,13 +115,13 @@ def test_the_command(tmp_path):
 
 
 def test_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setattr("gpt2_ddp.lab.run_experiments", lambda *_: iter([failed_row()]))
+    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: iter([failed_row()]))
     assert run_lab(LabConfig()) == 1
     assert "FAILS" in capsys.readouterr().out
 
 
 def failed_row():
-    from gpt2_ddp.lab import Row
+    from gpt2_ddp.lab.lab import Row
 
     return Row(BY_NAME["set_epoch"], {}, False, "measured nothing")
 

@@ -15,9 +15,7 @@ from conftest import training_config
 from ranks import run_ranks
 
 from gpt2_ddp.config import TrainingConfig
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import sha256_file
-from gpt2_ddp.loader import (
+from gpt2_ddp.data.loader import (
     FIRST_DIGEST,
     Order,
     PositionSampler,
@@ -27,8 +25,10 @@ from gpt2_ddp.loader import (
     split_batch,
     train_batches,
 )
-from gpt2_ddp.shards import Manifest, Shard, TokenStream, read_manifest, write_manifest
-from gpt2_ddp.tokenizer import load_tokenizer
+from gpt2_ddp.data.shards import Manifest, Shard, TokenStream, read_manifest, write_manifest
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import sha256_file
 
 
 @pytest.mark.parametrize("n_windows", [1, 2, 3, 4, 5, 10, 97, 100, 1000, 65_536, 65_537])

@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_ddp import encode, sources
 from gpt2_ddp.cli import load
 from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.data import encode, sources
+from gpt2_ddp.data.prepare import default_output, prepare
+from gpt2_ddp.data.shards import TokenStream, read_manifest, verify_shards
+from gpt2_ddp.data.sources import read_pieces
+from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.prepare import default_output, prepare
-from gpt2_ddp.shards import TokenStream, read_manifest, verify_shards
-from gpt2_ddp.sources import read_pieces
-from gpt2_ddp.tokenizer import load_tokenizer
 
 PROJECT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(PROJECT / "scripts" / "prepare_data.py")]

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from gpt2_ddp.cli import dump
 from gpt2_ddp.config import ModelConfig, OptimConfig, ReportConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.report import report, write_report
-from gpt2_ddp.report_data import read_runs
-from gpt2_ddp.report_figure import MAX_POINTS, draw, thin
+from gpt2_ddp.reports.figure import MAX_POINTS, draw, thin
+from gpt2_ddp.reports.report import report, write_report
+from gpt2_ddp.reports.runs import read_runs
 
 BATCH = 512
 SCORED = {"val_tokens": 999, "val_bits_per_byte": 1.25}

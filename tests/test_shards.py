@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.shards import (
+from gpt2_ddp.data.shards import (
     HEADER_BYTES,
     OPEN_FILES,
     Manifest,
@@ -19,6 +18,7 @@ from gpt2_ddp.shards import (
     verify_shards,
     write_manifest,
 )
+from gpt2_ddp.errors import UserError
 
 
 def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size: int = 50_257, **changes) -> Manifest:

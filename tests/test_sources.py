@@ -17,11 +17,11 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 
-from gpt2_ddp import sources
 from gpt2_ddp.config import PrepareConfig
-from gpt2_ddp.shards import TokenStream, read_manifest
-from gpt2_ddp.sources import read_pieces
-from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data import sources
+from gpt2_ddp.data.shards import TokenStream, read_manifest
+from gpt2_ddp.data.sources import read_pieces
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 CL100K_PATTERN = (

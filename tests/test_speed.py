@@ -20,8 +20,8 @@ from ranks import run_ranks
 
 from gpt2_ddp.cli import dump
 from gpt2_ddp.config import TrainingConfig
-from gpt2_ddp.shards import Manifest, ShardWriter, write_manifest
-from gpt2_ddp.tokenizer import load_tokenizer
+from gpt2_ddp.data.shards import Manifest, ShardWriter, write_manifest
+from gpt2_ddp.data.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
 

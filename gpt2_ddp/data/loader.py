@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.shards import TokenStream
 
 FIRST_DIGEST = "0" * 64
 """The order digest before the first step."""

@@ -5,9 +5,9 @@ from pathlib import Path
 from gpt2_ddp.config import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.report_data import read_runs
-from gpt2_ddp.report_figure import draw
-from gpt2_ddp.report_page import page
+from gpt2_ddp.reports.figure import draw
+from gpt2_ddp.reports.page import page
+from gpt2_ddp.reports.runs import read_runs
 
 
 def report(config: ReportConfig) -> int:

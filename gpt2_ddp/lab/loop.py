@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt2_ddp.lab_experiment import experiment, gradient, make_model, make_rows, mse, share
+from gpt2_ddp.lab.experiment import experiment, gradient, make_model, make_rows, mse, share
 
 
 @experiment(

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from gpt2_ddp.data.shards import token_dtype
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.shards import token_dtype
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"

@@ -18,10 +18,10 @@ import numpy as np
 from tqdm import tqdm
 
 from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.data.shards import Shard, ShardWriter
+from gpt2_ddp.data.sources import Piece, has_documents, read_pieces
+from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.shards import Shard, ShardWriter
-from gpt2_ddp.sources import Piece, has_documents, read_pieces
-from gpt2_ddp.tokenizer import load_tokenizer
 
 CHUNK = 2**20
 """Characters that a process encodes at a time."""

@@ -11,8 +11,7 @@ import numpy as np
 import tiktoken
 
 from gpt2_ddp.config import PrepareConfig
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.shards import (
+from gpt2_ddp.data.shards import (
     HEADER_BYTES,
     MANIFEST,
     Manifest,
@@ -22,7 +21,8 @@ from gpt2_ddp.shards import (
     token_dtype,
     write_manifest,
 )
-from gpt2_ddp.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.errors import UserError
 
 BLOCK_BYTES = 2**24
 

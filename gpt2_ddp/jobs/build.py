@@ -15,14 +15,14 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gpt2_ddp.checkpoint import CheckpointFolder, load_optimizer, load_weights
 from gpt2_ddp.cli import dump
 from gpt2_ddp.config_jobs import JobConfig, JobOptimConfig
+from gpt2_ddp.data.loader import FIRST_DIGEST, Order
 from gpt2_ddp.ddp import share_buffers
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.jobs.samples import Plan, Samples, score_samples
 from gpt2_ddp.launch import build_accelerator
-from gpt2_ddp.loader import FIRST_DIGEST, Order
 from gpt2_ddp.optim import broadcast_optimizer_state
 from gpt2_ddp.ranks import check_ranks_agree, on_main
 from gpt2_ddp.run_folder import RunFolder, differences, open_run
-from gpt2_ddp.samples import Plan, Samples, score_samples
 from gpt2_ddp.tracking import check_tracker, new_run_id
 
 

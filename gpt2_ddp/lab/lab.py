@@ -12,27 +12,27 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
-from gpt2_ddp import lab_data, lab_gradients, lab_loop
 from gpt2_ddp.config import LabConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.lab_experiment import Experiment
+from gpt2_ddp.lab import data, gradients, loop
+from gpt2_ddp.lab.experiment import Experiment
 
 EXPERIMENTS = (
-    lab_gradients.mean_of_gradients,
-    lab_gradients.different_replicas,
-    lab_data.set_epoch,
-    lab_data.seed_per_rank,
-    lab_data.padded_test_set,
-    lab_data.training_sampler_on_test_set,
-    lab_data.unequal_batches,
-    lab_loop.rank_0s_loss,
-    lab_loop.short_last_window,
-    lab_loop.scheduler_steps,
-    lab_loop.multiplied_learning_rate,
-    lab_gradients.batch_norm,
-    lab_gradients.no_sync,
-    lab_gradients.unused_parameters,
-    lab_gradients.bucket_size,
+    gradients.mean_of_gradients,
+    gradients.different_replicas,
+    data.set_epoch,
+    data.seed_per_rank,
+    data.padded_test_set,
+    data.training_sampler_on_test_set,
+    data.unequal_batches,
+    loop.rank_0s_loss,
+    loop.short_last_window,
+    loop.scheduler_steps,
+    loop.multiplied_learning_rate,
+    gradients.batch_norm,
+    gradients.no_sync,
+    gradients.unused_parameters,
+    gradients.bucket_size,
 )
 
 PROCESSES = 2
@@ -140,7 +140,7 @@ def _measure(
 
 def _start_ranks() -> list[tuple[BaseProcess, Connection]]:
     context = multiprocessing.get_context("forkserver")  # a fork of this process could deadlock in torch's threads
-    context.set_forkserver_preload(["gpt2_ddp.lab", "gpt2_ddp.launch"])
+    context.set_forkserver_preload(["gpt2_ddp.lab.lab", "gpt2_ddp.launch"])
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]

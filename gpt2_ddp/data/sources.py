@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.data.tokenizer import replace_surrogates
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tokenizer import replace_surrogates
 
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place where no token of GPT-2's can straddle the cut."""

@@ -14,16 +14,18 @@ from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gpt2_ddp import loader, samples, supervised, train
+from gpt2_ddp import train
 from gpt2_ddp.build import build
 from gpt2_ddp.config import TrainingConfig
 from gpt2_ddp.config_jobs import JobConfig
+from gpt2_ddp.data import loader
 from gpt2_ddp.ddp import settle_buckets
-from gpt2_ddp.jobs import make_job
+from gpt2_ddp.jobs import samples, supervised
+from gpt2_ddp.jobs.build import build_fitting
+from gpt2_ddp.jobs.tasks import make_job
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import lr_at
 from gpt2_ddp.ranks import seed_step
-from gpt2_ddp.supervised_build import build_fitting
 
 WARM_UP = 3
 """Steps before the clock starts; they train like all others."""

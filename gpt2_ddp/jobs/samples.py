@@ -13,7 +13,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gpt2_ddp.loader import Order
+from gpt2_ddp.data.loader import Order
 
 
 class Samples(NamedTuple):

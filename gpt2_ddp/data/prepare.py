@@ -14,13 +14,13 @@ from typing import Any
 import tiktoken
 
 from gpt2_ddp.config import PrepareConfig
-from gpt2_ddp.encode import write_splits
+from gpt2_ddp.data.encode import write_splits
+from gpt2_ddp.data.index_shards import index_shards
+from gpt2_ddp.data.shards import MANIFEST, Manifest, check_shard, read_manifest, token_dtype, write_manifest
+from gpt2_ddp.data.sources import describe, read_pieces
+from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, load_tokenizer, train_bpe
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, write_atomically
-from gpt2_ddp.index_shards import index_shards
-from gpt2_ddp.shards import MANIFEST, Manifest, check_shard, read_manifest, token_dtype, write_manifest
-from gpt2_ddp.sources import describe, read_pieces
-from gpt2_ddp.tokenizer import TOKENIZER_FILE, load_tokenizer, train_bpe
 
 LOCK = ".prepare.lock"
 """Held while a folder is written, and kept: it marks the folder's files as ours, so that leftovers can be cleared."""

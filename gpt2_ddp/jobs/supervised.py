@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from gpt2_ddp.config_jobs import JobConfig
+from gpt2_ddp.data.loader import next_digest
 from gpt2_ddp.ddp import settle_buckets
-from gpt2_ddp.loader import next_digest
+from gpt2_ddp.jobs.build import Fitting, Job, build_fitting
+from gpt2_ddp.jobs.samples import train_batches
 from gpt2_ddp.optim import skip_if_not_finite
 from gpt2_ddp.ranks import seed_step
-from gpt2_ddp.samples import train_batches
 from gpt2_ddp.session import Outcome, session
 from gpt2_ddp.stop import StopRequest
-from gpt2_ddp.supervised_build import Fitting, Job, build_fitting
 from gpt2_ddp.tracking import Metrics, Throughput
 
 

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2_ddp.cli import load
-from gpt2_ddp.compare_run import Run, measure
-from gpt2_ddp.compare_table import Difference, Row, Way, as_markdown, draw
+from gpt2_ddp.compare.run import Run, measure
+from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown, draw
 from gpt2_ddp.config import TrainingConfig
 from gpt2_ddp.config_jobs import (
     ClassifierConfig,
@@ -28,10 +28,10 @@ from gpt2_ddp.config_jobs import (
     RegressionConfig,
     TransformerConfig,
 )
+from gpt2_ddp.data.shards import MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.launch import pick_device
-from gpt2_ddp.shards import MANIFEST
 from gpt2_ddp.spawn import start_processes
 
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gpt2_ddp.lab_experiment import experiment, largest, make_model, make_rows, mse, union
+from gpt2_ddp.lab.experiment import experiment, largest, make_model, make_rows, mse, union
 
 SAMPLES = TensorDataset(torch.arange(1000))
 

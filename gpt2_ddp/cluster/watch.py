@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpt2_ddp.roll_call import Facts, spell, wait_until
+from gpt2_ddp.cluster.roll_call import Facts, spell, wait_until
 
 BEAT = 0.5
 """Seconds between two signs of life."""

@@ -109,7 +109,7 @@ def gather_facts(place: Place, device: torch.device) -> Facts:
 
 def _sources() -> str:
     """A short hash of this package's code: an old copy on one machine is as bad as an old torch."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

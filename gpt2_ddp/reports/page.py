@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TypeGuard
 
-from gpt2_ddp.report_data import Row, Run
+from gpt2_ddp.reports.runs import Row, Run
 
 UNKNOWN = "–"
 NAMES = ("run_name", "output_dir")

@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gpt2_ddp.compare_run import Run
-from gpt2_ddp.report_figure import COLORS, STYLE
+from gpt2_ddp.compare.run import Run
+from gpt2_ddp.reports.figure import COLORS, STYLE
 
 HEADER = (
     "job",

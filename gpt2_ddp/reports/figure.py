@@ -16,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from gpt2_ddp.report_data import Run, Series
+from gpt2_ddp.reports.runs import Run, Series
 
 INK = "#1b1f24"
 """Text, axes and grid; in the SVG, the colour of the text around it."""

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gpt2_ddp.lab_experiment import distance, experiment, gradient, largest, make_model, make_rows, mse, share, weights
+from gpt2_ddp.lab.experiment import distance, experiment, gradient, largest, make_model, make_rows, mse, share, weights
 
 
 @experiment(

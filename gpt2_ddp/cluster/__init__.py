@@ -1,0 +1,1 @@
+"""What one runs first on new machines."""

@@ -1,0 +1,1 @@
+"""The small supervised jobs: one fit() and what each job is made of."""

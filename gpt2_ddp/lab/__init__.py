@@ -1,0 +1,1 @@
+"""Short experiments that show what goes wrong with data parallelism."""

@@ -1,0 +1,1 @@
+"""Looking back at runs: report.html and report.png."""
