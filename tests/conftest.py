@@ -14,6 +14,14 @@ import pytest
 from gpt2_ddp.config import TrainingConfig
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The tests' models are so small that a second thread mostly waits, and waits long when a core is busy."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""

@@ -67,7 +67,7 @@ def run_small_job(config: JobConfig):
 
 def signalled_job(config: JobConfig, step: int, number: int) -> str:
     """Trains, and has the last rank's own process signalled in the middle of step `step`."""
-    from gpt2_ddp import supervised
+    from gpt2_ddp.jobs import supervised
 
     train_step = supervised.train_step
 

@@ -117,7 +117,7 @@ def reduced_bytes(config) -> tuple[int, int]:
     """Trains; (bytes that DDP all-reduced after the buckets were settled, bytes of the model)."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from gpt2_ddp import supervised
+    from gpt2_ddp.jobs import supervised
 
     settle, counted, models = supervised.settle_buckets, [], []
 
@@ -290,7 +290,7 @@ def test_a_bad_gradient_is_skipped_by_all(tmp_path):
 
 
 def bad_gradient_job(config, bad_step: int) -> None:
-    from gpt2_ddp import supervised
+    from gpt2_ddp.jobs import supervised
 
     train_step = supervised.train_step
 
