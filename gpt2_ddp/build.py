@@ -13,20 +13,22 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint import CheckpointFolder, find_checkpoint, load_optimizer, load_weights
+from gpt2_ddp.checkpoint import CheckpointFolder, find_checkpoint, load_weights
 from gpt2_ddp.cli import dump, load
-from gpt2_ddp.config import PrepareConfig, TrainingConfig
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
 from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.launch import build_accelerator
+from gpt2_ddp.launch import start_run
 from gpt2_ddp.model import GPT
-from gpt2_ddp.optim import broadcast_optimizer_state, build_optimizer
+from gpt2_ddp.optim import build_optimizer
 from gpt2_ddp.ranks import check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.resume import Progress, find_progress, restore_optimizer, restore_weights
 from gpt2_ddp.run_folder import RunFolder, check_resumable, open_run
-from gpt2_ddp.tracking import check_tracker, new_run_id
+from gpt2_ddp.tracking import new_run_id
 
 PREPARATION = timedelta(days=7)
 """How long the other ranks wait while data are prepared on first use."""
@@ -51,6 +53,11 @@ class TrainState:
     tokens: int = 0
     skipped: int = 0
     run_id: str = ""
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "TrainState":
+        """The state in a checkpoint's state.json, which holds more."""
+        return cls(**{name: saved[name] for name in asdict(cls())})
 
 
 @dataclass
@@ -106,7 +113,7 @@ def build(config: TrainingConfig) -> Training:
     Raises:
         UserError: for whatever the user has to mend, on every rank alike, before any long work.
     """
-    accelerator = _start_processes(config)
+    accelerator = start_run(config)
     batch_size, accumulation = split_batch(
         config.global_batch_windows, accelerator.num_processes, config.train.micro_batch_size
     )
@@ -120,25 +127,19 @@ def build(config: TrainingConfig) -> Training:
     if config.train.epochs is not None:
         steps = math.ceil(config.train.epochs * order.n_windows / config.global_batch_windows)
 
-    place, saved, decay_steps = on_main(
-        accelerator, lambda: _find_progress(_present(run), _present(checkpoints), config, manifest, steps)
-    )
+    progress, decay_steps = on_main(accelerator, lambda: _find_progress(_present(checkpoints), config, manifest, steps))
     config = config.model_copy(update={"optim": config.optim.model_copy(update={"decay_steps": decay_steps})})
+    state = TrainState.of(progress.state) if progress else TrainState(run_id=on_main(accelerator, new_run_id))
     if run:
         run.write_config(config)
-        run.cut_metrics(saved["step"] if saved else -1)
-    plain_model = _build_model(accelerator, config, manifest, place)
+        run.cut_metrics(state.step if progress else -1)
+    plain_model = _build_model(accelerator, config, manifest, progress)
     plain_optimizer = build_optimizer(plain_model, config.optim)
     model, optimizer = accelerator.prepare(
         torch.compile(plain_model) if config.train.compile else plain_model, plain_optimizer
     )
-    if place:
-        on_main(accelerator, lambda: load_optimizer(place, plain_model, plain_optimizer))
-        broadcast_optimizer_state(accelerator, plain_model, plain_optimizer)
-    if saved and saved["scaler"] and accelerator.scaler:
-        accelerator.scaler.load_state_dict(saved["scaler"])
-    state = TrainState(**{name: saved[name] for name in asdict(TrainState())}) if saved else TrainState()
-    state.run_id = state.run_id or on_main(accelerator, new_run_id)
+    if progress:
+        restore_optimizer(accelerator, progress, plain_model, plain_optimizer)
     return Training(
         config=config,
         accelerator=accelerator,
@@ -160,30 +161,15 @@ def build(config: TrainingConfig) -> Training:
     )
 
 
-def _start_processes(config: TrainingConfig) -> Accelerator:
-    check_tracker(config.tracking.log_with)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    accelerator = build_accelerator(
-        config.train.device,
-        config.train.mixed_precision,
-        section="train.",
-        log_with=config.tracking.log_with,
-        project_dir=Path(config.output_dir) / config.run_name,
-    )
-    if accelerator.device.type == "cuda" and not config.train.deterministic:
-        torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
-    return accelerator
-
-
-def _build_model(accelerator: Accelerator, config: TrainingConfig, manifest: Manifest, resume: Path | None) -> GPT:
-    """The plain model on this rank's device. The main process reads weights; DDP gives them to the others."""
+def _build_model(
+    accelerator: Accelerator, config: TrainingConfig, manifest: Manifest, progress: Progress | None
+) -> GPT:
+    """The plain model on this rank's device; on the main process with the weights of a checkpoint, if there is one."""
     torch.manual_seed(config.seed)
     model = GPT(config.model, manifest.vocab_size)
     model.activation_checkpointing = config.train.activation_checkpointing
-    if resume:
-        on_main(accelerator, lambda: load_weights(resume, model))
+    if progress:
+        restore_weights(accelerator, progress, model)
     elif config.train.init_from:
         other = Path(config.train.init_from)
         on_main(accelerator, lambda: load_weights(find_checkpoint(other), model))
@@ -220,22 +206,18 @@ def _open_data(accelerator: Accelerator, config: TrainingConfig) -> tuple[Manife
 
 
 def _find_progress(
-    run: RunFolder, checkpoints: CheckpointFolder, config: TrainingConfig, manifest: Manifest, steps: int
-) -> tuple[Path | None, dict[str, Any] | None, int]:
-    """Where the run goes on: its newest intact checkpoint and that one's state, and the length of its schedule."""
-    checkpoints.clean()
-    found = checkpoints.newest_intact()
-    saved_config = run.saved_config()
-    if found is None or saved_config is None:
-        return None, None, config.optim.decay_steps or max(steps, config.optim.warmup_steps + 1)
-    place, saved = found
-    decay_steps = config.optim.decay_steps or saved_config["optim"]["decay_steps"]
-    optim = config.optim.model_copy(update={"decay_steps": decay_steps})
-    resumed = config.model_copy(update={"optim": optim})
-    check_resumable(saved_config, saved["data_manifest"], resumed, manifest.hash)
-    return place, saved, decay_steps
+    checkpoints: CheckpointFolder, config: TrainingConfig, manifest: Manifest, steps: int
+) -> tuple[Progress | None, int]:
+    """Where the run goes on, and the length of its schedule."""
+    progress = find_progress(checkpoints)
+    if progress is None:
+        return None, config.optim.decay_steps or max(steps, config.optim.warmup_steps + 1)
+    decay_steps = config.optim.decay_steps or progress.config["optim"]["decay_steps"]
+    resumed = config.model_copy(update={"optim": config.optim.model_copy(update={"decay_steps": decay_steps})})
+    check_resumable(progress.config, progress.state["data_manifest"], resumed, manifest.hash)
+    return progress, decay_steps
 
 
-def _present(value: Any) -> Any:
-    assert value is not None, "only the main process comes here"
-    return value
+def _present(checkpoints: CheckpointFolder | None) -> CheckpointFolder:
+    assert checkpoints is not None, "only the main process comes here"
+    return checkpoints

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.config import Command
+from gpt2_ddp.config.base import Command
 from gpt2_ddp.errors import UserError
 
 C = TypeVar("C", bound=Command)
@@ -62,6 +62,8 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
     arguments, unknown = parser.parse_known_args(argv)
     flags = {name: value for name, value in vars(arguments).items() if name not in ("config", "print_config")}
     known = dict(_leaves(command))
+    if words := flags.pop("positional", None):
+        flags.setdefault(command.positional, words)
     mistakes = [_unknown_word(word, list(known)) for word in _without_values(unknown)]
 
     values: dict[str, Any] = {}
@@ -100,6 +102,10 @@ def _parser(command: type[Command], default: str | None) -> _Parser:
     files = f"YAML file; repeatable, later files win (default: {default})" if default else "YAML file; repeatable"
     parser.add_argument("--config", action="append", metavar="FILE", default=None, help=files)
     parser.add_argument("--print_config", action="store_true", default=False, help="print the configuration and exit")
+    if command.positional:
+        many = get_origin(command.model_fields[command.positional].annotation) is tuple
+        text = f"the same as --{command.positional}"
+        parser.add_argument("positional", nargs="*" if many else "?", metavar=command.positional.upper(), help=text)
     groups: dict[str, Any] = {"": parser}
     for name, field in _leaves(command):
         section = name.rpartition(".")[0]

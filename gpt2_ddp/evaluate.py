@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.config import EvaluateConfig
+from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.data.loader import count_windows
 from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.errors import UserError

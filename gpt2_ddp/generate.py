@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.checkpoint import find_checkpoint, load_model
-from gpt2_ddp.config import GenerateConfig
+from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.launch import pick_device
 from gpt2_ddp.model import GPT, KVCache

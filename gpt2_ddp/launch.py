@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,8 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
@@ -33,6 +36,31 @@ USE_TORCHRUN = (
 )
 
 
+def start_run(config: TrainingConfig | JobConfig, backend: str = "auto") -> Accelerator:
+    """The Accelerator of a training run, with its tracker, deterministic if asked for.
+
+    Raises:
+        UserError: as `build_accelerator` does, and for a tracker that is not installed.
+    """
+    if config.tracking.log_with != "none" and find_spec(config.tracking.log_with) is None:
+        cure = f"is not installed; `pip install {config.tracking.log_with}`, or use none"
+        raise UserError("tracking.log_with", config.tracking.log_with, cure)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    accelerator = build_accelerator(
+        config.train.device,
+        config.train.mixed_precision,
+        section="train.",
+        log_with=config.tracking.log_with,
+        project_dir=Path(config.output_dir) / config.run_name,
+        backend=backend,
+    )
+    if accelerator.device.type == "cuda" and not config.train.deterministic:
+        torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
+    return accelerator
+
+
 def build_accelerator(
     device: str = "auto",
     mixed_precision: str = "auto",
@@ -40,7 +68,6 @@ def build_accelerator(
     section: str = "",
     log_with: str = "none",
     project_dir: Path | None = None,
-    ddp: DistributedDataParallelKwargs | None = None,
     backend: str = "auto",
     timeout: timedelta = timedelta(minutes=30),
 ) -> Accelerator:
@@ -52,7 +79,6 @@ def build_accelerator(
         section: of the configuration that holds these two, for messages, like `train.`.
         log_with: a tracker's name, or `none`.
         project_dir: where a tracker writes.
-        ddp: settings of DistributedDataParallel other than ours.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
         timeout: how long a collective waits for the other ranks.
 
@@ -65,17 +91,9 @@ def build_accelerator(
         cure = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
         raise UserError("processes", asked, cure)
     target = pick_device(device, section)
-    if target.type == "cuda" and (local := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > torch.cuda.device_count():
-        cure = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
-        raise UserError("processes", local, cure)
-    if backend == "nccl" and target.type != "cuda":
-        raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
+    _check_backend(target, backend)
     _check_plugins()
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if mixed_precision == "auto" else mixed_precision
-    if precision == "fp16" and target.type != "cuda":
-        raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
-    if precision not in ("no", "bf16", "fp16"):
-        raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
+    precision = _pick_precision(mixed_precision, target, section)
     _die_with_launcher()
     if target.type == "cpu":
         set_cpu_threads()
@@ -91,7 +109,7 @@ def build_accelerator(
         rng_types=[],
         step_scheduler_with_optimizer=False,
         kwargs_handlers=[
-            ddp or DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
             InitProcessGroupKwargs(timeout=timeout, **({} if backend == "auto" else {"backend": backend})),
         ],
     )
@@ -171,6 +189,24 @@ def _configured_processes(config_file: str | None) -> int:
             values = yaml.safe_load(Path(file).read_text())  # JSON is YAML
             return int(values.get("num_processes") or 1)
     return 1
+
+
+def _check_backend(target: torch.device, backend: str) -> None:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if target.type == "cuda" and local > torch.cuda.device_count():
+        cure = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
+        raise UserError("processes", local, cure)
+    if backend == "nccl" and target.type != "cuda":
+        raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
+
+
+def _pick_precision(name: str, target: torch.device, section: str) -> str:
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if name == "auto" else name
+    if precision == "fp16" and target.type != "cuda":
+        raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
+    if precision not in ("no", "bf16", "fp16"):
+        raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
+    return precision
 
 
 def _check_plugins() -> None:

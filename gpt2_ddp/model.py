@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_ddp.config import ModelConfig
+from gpt2_ddp.config.training import ModelConfig
 
 VOCAB_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this, which keeps the head's matrix multiplication on fast paths."""

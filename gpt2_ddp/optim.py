@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import AdamW, Optimizer
 
-from gpt2_ddp.config import OptimConfig
+from gpt2_ddp.config.training import OptimConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 
 from gpt2_ddp.cli import dump
-from gpt2_ddp.config import RunConfig, TrainingConfig
+from gpt2_ddp.config.training import RunConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.ranks import on_main
@@ -42,11 +41,6 @@ class RunFolder:
         if config.fresh and (any(self.checkpoints.iterdir()) or self.metrics.exists()):
             cure = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
             raise UserError("fresh", "true", cure)
-
-    def saved_config(self) -> dict[str, Any] | None:
-        """The configuration that the run was last started with, as plain values; None for a new run."""
-        file = self.path / "config.yaml"
-        return yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def write_config(self, config: RunConfig) -> None:
         """Records the resolved configuration; `--config` takes it back."""

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 from accelerate import Accelerator
 
-from gpt2_ddp.config import TrainingConfig
-from gpt2_ddp.config_jobs import JobConfig
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run_folder import RunFolder
 from gpt2_ddp.stop import StopRequest

@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from gpt2_ddp.config import TrainingConfig
-from gpt2_ddp.config_jobs import JobConfig
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.run_folder import RunFolder
 
 PEAK_FLOPS = {  # dense bf16 FLOP/s, from NVIDIA's data sheets; the first name that the device's contains counts
@@ -140,12 +138,6 @@ class Metrics:
     def close(self) -> None:
         """Ends the bar and the tracker."""
         self._bar.close()
-
-
-def check_tracker(name: str) -> None:
-    """Raises UserError when the tracker's package is not installed."""
-    if name != "none" and find_spec(name) is None:
-        raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or use none")
 
 
 def start_tracker(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt2_ddp import ddp
 from gpt2_ddp.build import Training, build
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.loader import next_digest, train_batches
 from gpt2_ddp.evaluate import Evaluation, evaluate
 from gpt2_ddp.generate import sample_text

@@ -8,7 +8,7 @@ Launchers wait long for a machine that is missing before they start anything: se
 """
 
 from gpt2_ddp.cli import run_command
-from gpt2_ddp.config import CheckClusterConfig
+from gpt2_ddp.config.tools import CheckClusterConfig
 
 
 def main(config: CheckClusterConfig) -> None:

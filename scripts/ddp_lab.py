@@ -7,7 +7,7 @@ Each row is explained in docs/ddp-lab.md.
 """
 
 from gpt2_ddp.cli import run_command
-from gpt2_ddp.config import LabConfig
+from gpt2_ddp.config.tools import LabConfig
 
 
 def main(config: LabConfig) -> int:

@@ -1,11 +1,11 @@
 """Score a checkpoint: loss, perplexity and bits per byte over every token of a split.
 
-python scripts/evaluate.py --checkpoint runs/stdlib
-torchrun --nproc_per_node 8 scripts/evaluate.py --checkpoint runs/gpt2_124m --mixed_precision bf16
+python scripts/evaluate.py runs/stdlib
+torchrun --nproc_per_node 8 scripts/evaluate.py runs/gpt2_124m --mixed_precision bf16
 """
 
 from gpt2_ddp.cli import run_command
-from gpt2_ddp.config import EvaluateConfig
+from gpt2_ddp.config.tools import EvaluateConfig
 
 
 def main(config: EvaluateConfig) -> int:

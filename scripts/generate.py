@@ -1,13 +1,13 @@
 """Continue prompts with a trained model.
 
-    python scripts/generate.py --checkpoint runs/stdlib --prompts "def main(" "import os" --num_samples 2
-    python scripts/generate.py --checkpoint runs/gpt2_124m --temperature 0                # always the likeliest token
+    python scripts/generate.py runs/stdlib --prompts "def main(" "import os" --num_samples 2
+    python scripts/generate.py runs/gpt2_124m --temperature 0                # always the likeliest token
 
 The samples go to standard output, the speed to standard error.
 """
 
 from gpt2_ddp.cli import run_command
-from gpt2_ddp.config import GenerateConfig
+from gpt2_ddp.config.tools import GenerateConfig
 
 
 def main(config: GenerateConfig) -> int:

@@ -9,7 +9,7 @@ The same command given again finds the data prepared; a command that was interru
 """
 
 from gpt2_ddp.cli import run_command
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 
 
 def main(config: PrepareConfig) -> None:

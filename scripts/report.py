@@ -5,7 +5,7 @@ python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # 
 """
 
 from gpt2_ddp.cli import run_command
-from gpt2_ddp.config import ReportConfig
+from gpt2_ddp.config.tools import ReportConfig
 
 
 def main(config: ReportConfig) -> int:

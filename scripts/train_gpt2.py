@@ -10,7 +10,7 @@ The same command given again goes on where the run stopped.
 from pathlib import Path
 
 from gpt2_ddp.cli import is_main_process, run_command
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 
 
 def main(config: TrainingConfig) -> int:

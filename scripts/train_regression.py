@@ -9,7 +9,7 @@ The same command given again goes on where the run stopped.
 """
 
 from gpt2_ddp.cli import is_main_process, run_command
-from gpt2_ddp.config_jobs import RegressionConfig
+from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.spawn import run_processes
 
 

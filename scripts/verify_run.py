@@ -7,7 +7,7 @@ Exits with 0 when everything is as it should be, with 1 when it is not.
 """
 
 from gpt2_ddp.cli import run_command
-from gpt2_ddp.config import VerifyConfig
+from gpt2_ddp.config.tools import VerifyConfig
 
 
 def main(config: VerifyConfig) -> int:

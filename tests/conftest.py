@@ -11,7 +11,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import numpy as np
 import pytest
 
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 
 
 @pytest.fixture(scope="session", autouse=True)

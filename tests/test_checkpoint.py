@@ -20,7 +20,7 @@ from gpt2_ddp.checkpoint import (
     load_weights,
     verify,
 )
-from gpt2_ddp.config import ModelConfig, OptimConfig
+from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import build_optimizer

@@ -19,7 +19,7 @@ from test_launch import ROOT, environment
 from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_machine, find_notes, read_job
 from gpt2_ddp.compare.run import WARM_UP, Run, communication_share, make_trainee, measure, peak_memory
 from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown, draw
-from gpt2_ddp.config_jobs import CompareConfig
+from gpt2_ddp.config.jobs import CompareConfig
 from gpt2_ddp.errors import UserError
 
 CPU = Machine(gpus=0, cores=2, device="cpu")

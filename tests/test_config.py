@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from gpt2_ddp.cli import dump, load
-from gpt2_ddp.config import EvaluateConfig, GenerateConfig, PrepareConfig, TrainingConfig
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from gpt2_ddp.config import ModelConfig
+from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.evaluate import Evaluation

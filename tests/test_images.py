@@ -8,7 +8,7 @@ import pytest
 import torch
 from cifar import pictures, write_cifar, write_class_folders, write_parquet
 
-from gpt2_ddp.config_jobs import ClassifierConfig, ClassifierDataConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.jobs.images import crop_and_flip, normalise, read_images
 

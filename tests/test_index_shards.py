@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.shards import HEADER_BYTES, read_manifest, verify_shards
 from gpt2_ddp.errors import UserError

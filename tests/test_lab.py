@@ -13,7 +13,7 @@ import pytest
 from ranks import run_ranks
 from test_launch import ROOT, environment
 
-from gpt2_ddp.config import LabConfig
+from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab.experiment import experiment
 from gpt2_ddp.lab.lab import EXPERIMENTS, choose, run_experiments, run_lab

@@ -14,7 +14,7 @@ import torch
 from conftest import training_config
 from ranks import run_ranks
 
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.loader import (
     FIRST_DIGEST,
     Order,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpt2_ddp.config import ModelConfig, OptimConfig
+from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import build_optimizer, lr_at, skip_if_not_finite
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpt2_ddp.cli import load
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import encode, sources
 from gpt2_ddp.data.prepare import default_output, prepare
 from gpt2_ddp.data.shards import TokenStream, read_manifest, verify_shards

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from gpt2_ddp.cli import dump
-from gpt2_ddp.config import ModelConfig, OptimConfig, ReportConfig, TrainConfig, TrainingConfig
+from gpt2_ddp.config.tools import ReportConfig
+from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.figure import MAX_POINTS, draw, thin
 from gpt2_ddp.reports.report import report, write_report

@@ -11,7 +11,7 @@ from small_jobs import rows
 from test_launch import ROOT, environment
 
 from gpt2_ddp.cli import dump, load
-from gpt2_ddp.config_jobs import ClassifierConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
 
 PRESETS = {
     "regression": RegressionConfig,

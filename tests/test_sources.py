@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import tiktoken
 
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import sources
 from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.data.sources import read_pieces

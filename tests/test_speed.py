@@ -19,7 +19,7 @@ from conftest import training_config
 from ranks import run_ranks
 
 from gpt2_ddp.cli import dump
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import Manifest, ShardWriter, write_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 

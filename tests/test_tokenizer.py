@@ -12,7 +12,7 @@ import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from gpt2_ddp.errors import UserError

@@ -12,10 +12,10 @@ import torch
 from conftest import training_config
 from ranks import run_ranks, start_ranks
 
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run_folder import RunFolder
-from gpt2_ddp.tracking import Throughput, check_tracker, peak_flops
+from gpt2_ddp.tracking import Throughput, peak_flops
 
 
 def test_throughput_counts_training_alone():
@@ -37,13 +37,6 @@ def test_mfu_is_not_given_where_the_peak_is_not_known():
     throughput = Throughput(100, None, torch.device("cpu"))
     throughput.add(1)
     assert throughput.read()[1] is None
-
-
-def test_missing_tracker_is_named():
-    check_tracker("none")
-    check_tracker("wandb")
-    with pytest.raises(UserError, match=r"tracking\.log_with = nosuch"):
-        check_tracker("nosuch")
 
 
 def test_metrics_are_cut_back_and_a_torn_line_is_dropped(corpus, tmp_path):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.cli import load
-from gpt2_ddp.config import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.model import GPT
 from gpt2_ddp.optim import lr_at

@@ -9,7 +9,8 @@ from conftest import training_config
 from ranks import run_ranks
 
 from gpt2_ddp.checkpoint import MANIFEST, MODEL, STATE
-from gpt2_ddp.config import TrainingConfig, VerifyConfig
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import MANIFEST as DATA_MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file

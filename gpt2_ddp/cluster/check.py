@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from gpt2_ddp.cluster.roll_call import Facts, Place, arrive, connect, gather_facts, wait_until
 from gpt2_ddp.cluster.watch import Watch
-from gpt2_ddp.config import CheckClusterConfig
+from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.launch import USE_TORCHRUN, build_accelerator, pick_device
 

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 from gpt2_ddp.cli import load
 from gpt2_ddp.compare.run import Run, measure
 from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown, draw
-from gpt2_ddp.config import TrainingConfig
-from gpt2_ddp.config_jobs import (
+from gpt2_ddp.config.jobs import (
     ClassifierConfig,
     CompareConfig,
     JobConfig,
@@ -28,6 +27,7 @@ from gpt2_ddp.config_jobs import (
     RegressionConfig,
     TransformerConfig,
 )
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically

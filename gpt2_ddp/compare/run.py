@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from gpt2_ddp import train
 from gpt2_ddp.build import build
-from gpt2_ddp.config import TrainingConfig
-from gpt2_ddp.config_jobs import JobConfig
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import loader
 from gpt2_ddp.ddp import settle_buckets
 from gpt2_ddp.jobs import samples, supervised

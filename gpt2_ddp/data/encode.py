@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 from tqdm import tqdm
 
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.shards import Shard, ShardWriter
 from gpt2_ddp.data.sources import Piece, has_documents, read_pieces
 from gpt2_ddp.data.tokenizer import load_tokenizer

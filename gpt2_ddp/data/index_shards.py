@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.shards import (
     HEADER_BYTES,
     MANIFEST,

@@ -13,7 +13,7 @@ from typing import Any
 
 import tiktoken
 
-from gpt2_ddp.config import PrepareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.encode import write_splits
 from gpt2_ddp.data.index_shards import index_shards
 from gpt2_ddp.data.shards import MANIFEST, Manifest, check_shard, read_manifest, token_dtype, write_manifest

@@ -1,9 +1,7 @@
 """Everything before the first step of a supervised job: processes, data, model and optimizer, where the run goes on."""
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,18 +10,18 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gpt2_ddp.checkpoint import CheckpointFolder, load_optimizer, load_weights
+from gpt2_ddp.checkpoint import CheckpointFolder
 from gpt2_ddp.cli import dump
-from gpt2_ddp.config_jobs import JobConfig, JobOptimConfig
+from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.data.loader import FIRST_DIGEST, Order
 from gpt2_ddp.ddp import share_buffers
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.jobs.samples import Plan, Samples, score_samples
-from gpt2_ddp.launch import build_accelerator
-from gpt2_ddp.optim import broadcast_optimizer_state
+from gpt2_ddp.launch import start_run
 from gpt2_ddp.ranks import check_ranks_agree, on_main
+from gpt2_ddp.resume import Progress, find_progress, restore_optimizer, restore_weights
 from gpt2_ddp.run_folder import RunFolder, differences, open_run
-from gpt2_ddp.tracking import check_tracker, new_run_id
+from gpt2_ddp.tracking import new_run_id
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,11 @@ class FitState:
     epoch_loss: float = 0.0
     skipped: int = 0
     run_id: str = ""
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> "FitState":
+        """The state in a checkpoint's state.json, which holds more."""
+        return cls(**{name: saved[name] for name in asdict(cls())})
 
 
 @dataclass
@@ -151,26 +154,21 @@ def build_fitting(
     data_hash = job.train.sha256() + job.test.sha256()
     data = config.model_dump().get("data", {})
     check_ranks_agree(dump(config), "data", data.get("path") or data.get("name") or "generated", data_hash)
-    place, saved = on_main(
-        accelerator, lambda: _find_progress(_present(run), _present(checkpoints), config, (batch_size, lr), data_hash)
-    )
+    progress = on_main(accelerator, lambda: _find_progress(_present(checkpoints), config, (batch_size, lr), data_hash))
+    state = FitState.of(progress.state) if progress else FitState(run_id=on_main(accelerator, new_run_id))
     if run:
         run.write_config(config)
-        run.cut_metrics(saved["step"] if saved else -1)
-    if place:
-        on_main(accelerator, lambda: load_weights(place, job.model))  # DDP gives them to the others
+        run.cut_metrics(state.step if progress else -1)
+    if progress:
+        restore_weights(accelerator, progress, job.model)
     plain_model = job.model.to(accelerator.device)
     plain_optimizer = build_job_optimizer(plain_model, config.optim, lr)
     model, optimizer = accelerator.prepare(
         nn.DataParallel(plain_model) if data_parallel else plain_model, plain_optimizer
     )
-    if place:
-        on_main(accelerator, lambda: load_optimizer(place, plain_model, plain_optimizer))
-        broadcast_optimizer_state(accelerator, plain_model, plain_optimizer)
-    if saved and saved["scaler"] and accelerator.scaler:
-        accelerator.scaler.load_state_dict(saved["scaler"])
-    state = FitState(**{name: saved[name] for name in asdict(FitState())}) if saved else FitState()
-    state.run_id = state.run_id or on_main(accelerator, new_run_id)
+    if progress:
+        restore_optimizer(accelerator, progress, plain_model, plain_optimizer)
+    order = Order(config.seed, len(job.train.targets))
     return Fitting(
         config=config,
         accelerator=accelerator,
@@ -178,18 +176,13 @@ def build_fitting(
         data_hash=data_hash,
         run=run,
         checkpoints=checkpoints,
-        plan=Plan(
-            Order(config.seed, len(job.train.targets)),
-            batch_size,
-            accelerator.num_processes,
-            config.train.micro_batch_size,
-        ),
+        plan=Plan(order, batch_size, accelerator.num_processes, config.train.micro_batch_size),
         lr=lr,
         model=model,
         plain_optimizer=plain_optimizer,
         optimizer=optimizer,
         state=state,
-        metrics=saved["metrics"] if saved else {},
+        metrics=progress.state["metrics"] if progress else {},
     )
 
 
@@ -207,18 +200,7 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> 
 
 
 def _start_processes(config: JobConfig, data_parallel: bool) -> Accelerator:
-    check_tracker(config.tracking.log_with)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    accelerator = build_accelerator(
-        config.train.device,
-        config.train.mixed_precision,
-        section="train.",
-        log_with=config.tracking.log_with,
-        project_dir=Path(config.output_dir) / config.run_name,
-        backend=config.launch.backend,
-    )
+    accelerator = start_run(config, config.launch.backend)
     if config.launch.threads:
         torch.set_num_threads(config.launch.threads)
     if data_parallel and accelerator.num_processes > 1:
@@ -226,30 +208,26 @@ def _start_processes(config: JobConfig, data_parallel: bool) -> Accelerator:
     if config.launch.processes not in (None, accelerator.num_processes):
         cure = f"the launcher started {accelerator.num_processes}; leave one of the two away"
         raise UserError("launch.processes", config.launch.processes, cure)
-    if accelerator.device.type == "cuda" and not config.train.deterministic:
-        torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return accelerator
 
 
 def _find_progress(
-    run: RunFolder, checkpoints: CheckpointFolder, config: JobConfig, scaled: tuple[int, float], data_hash: str
-) -> tuple[Path | None, dict[str, Any] | None]:
-    """Where the run goes on: its newest intact checkpoint and that one's state.
+    checkpoints: CheckpointFolder, config: JobConfig, scaled: tuple[int, float], data_hash: str
+) -> Progress | None:
+    """Where the run goes on.
 
     Raises:
         UserError: naming every field that has to be the run's own, and is not. Epochs, micro-batch, processes,
             evaluation, logging and checkpoint settings may change.
     """
-    checkpoints.clean()
-    found = checkpoints.newest_intact()
-    saved_config = run.saved_config()
-    if found is None or saved_config is None:
-        return None, None
-    place, saved = found
+    progress = find_progress(checkpoints)
+    if progress is None:
+        return None
+    saved = progress.state
     now = config.model_dump(mode="json")
     fixed = [(section, name) for section in ("data", "model", "optim") for name in now.get(section, {})]
     fixed = [("seed",), *[path for path in fixed if path != ("data", "path")], ("train", "global_batch_size")]
-    mistakes = differences(saved_config, now, fixed)
+    mistakes = differences(progress.config, now, fixed)
     if not mistakes and (saved["global_batch_size"], saved["lr"]) != scaled:
         cure = f"the run's batch of {saved['global_batch_size']} would become {scaled[0]}; start as many processes"
         mistakes += UserError("scale_with_processes", config.scale_with_processes, f"{cure} as before").mistakes
@@ -258,9 +236,9 @@ def _find_progress(
         mistakes += UserError("data", now.get("data", {}).get("path"), cure).mistakes
     if mistakes:
         raise UserError.join(mistakes)
-    return place, saved
+    return progress
 
 
-def _present(value: Any) -> Any:
-    assert value is not None, "only the main process comes here"
-    return value
+def _present(checkpoints: CheckpointFolder | None) -> CheckpointFolder:
+    assert checkpoints is not None, "only the main process comes here"
+    return checkpoints

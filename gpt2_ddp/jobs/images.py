@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
 
-from gpt2_ddp.config_jobs import ClassifierDataConfig
+from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.jobs.samples import Samples
 from gpt2_ddp.ranks import on_every_rank

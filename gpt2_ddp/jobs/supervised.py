@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from gpt2_ddp.config_jobs import JobConfig
+from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.data.loader import next_digest
 from gpt2_ddp.ddp import settle_buckets
 from gpt2_ddp.jobs.build import Fitting, Job, build_fitting

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.config_jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.jobs.build import Job
 from gpt2_ddp.jobs.images import CLASSES, crop_and_flip, load_images, normalise

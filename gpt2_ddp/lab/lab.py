@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
-from gpt2_ddp.config import LabConfig
+from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab import data, gradients, loop
 from gpt2_ddp.lab.experiment import Experiment

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from gpt2_ddp.config import ReportConfig
+from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.reports.figure import draw

@@ -1,11 +1,12 @@
-"""What can be configured in the small supervised jobs; `config.py` has what they share with the big one. No torch."""
+"""What can be configured in the small supervised jobs, and in their comparison."""
 
 from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from gpt2_ddp.config import Command, RunConfig, Section, TrackingConfig
+from gpt2_ddp.config.base import Command, Section
+from gpt2_ddp.config.training import RunConfig, TrackingConfig
 
 
 class LaunchConfig(Section):
