@@ -18,7 +18,7 @@ from gpt2_ddp.cli import dump, load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
-from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.data.prepare import default_output, prepare
 from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
@@ -178,8 +178,13 @@ def _build_model(
 
 def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Makes the shards where there are none yet: one process per node, and on a shared disk one of all."""
-    if config.data.prepare and not (Path(config.data.path) / MANIFEST).exists():
-        recipe = load(PrepareConfig, ["--config", config.data.prepare, "--output", config.data.path])
+    folder = Path(config.data.path)
+    if config.data.prepare and not (folder / MANIFEST).exists():
+        recipe = load(PrepareConfig, ["--config", config.data.prepare])
+        output = Path(recipe.output or default_output(recipe))
+        if output.resolve() != folder.resolve():  # a mistyped path must not become another corpus
+            cure = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}; prepare it first"
+            raise UserError("data.path", folder, cure)
         if accelerator.is_local_main_process:
             prepare(recipe)
 

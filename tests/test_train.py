@@ -315,7 +315,7 @@ def test_data_are_prepared_on_first_use(tmp_path, world):
     """One process of the node prepares, the others wait; the second run finds the folder ready."""
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"source: {tmp_path}/a.txt\nvocab_size: 300\nval_fraction: 0.2\n")
+    recipe.write_text(f"source: {tmp_path}/a.txt\noutput: {tmp_path}/shards\nvocab_size: 300\nval_fraction: 0.2\n")
     changes = {"data.prepare": str(recipe), "train.steps": 3, "eval.every": 3}
     config = training_config(tmp_path / "shards", tmp_path / "runs", changes)
     assert run_ranks(run_training, world, config) == ["completed"] * world
@@ -327,7 +327,7 @@ def test_data_are_prepared_on_first_use(tmp_path, world):
 
 def test_a_recipe_that_fails_ends_all_ranks(tmp_path):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"source: {tmp_path}/nothing/*.txt\n")
+    recipe.write_text(f"source: {tmp_path}/nothing/*.txt\noutput: {tmp_path}/shards\n")
     config = training_config(tmp_path / "shards", tmp_path / "runs", {"data.prepare": str(recipe)})
     with pytest.raises(RankError, match=r"UserError: source = .*nothing"):
         run_ranks(run_training, 2, config, timeout=60)

@@ -112,6 +112,11 @@ FLAGS = {
     ),
     "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "is not a folder"),
     "missing recipe": (["--data.path", "/tmp/none", "--data.prepare", "no.yaml"], "--config = no.yaml", "No such file"),
+    "recipe for another folder": (
+        ["--data.path", "/tmp/none", "--data.prepare", "configs/data_stdlib.yaml"],
+        "data.path = /tmp/none",
+        "writes to data/stdlib",
+    ),
     "a file as output_dir": (["--output_dir", "/dev/null"], "output_dir", "cannot be written"),
     "block larger than the split": (
         ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"],

@@ -14,7 +14,7 @@ class DataConfig(Section):
     path: str = "data/stdlib"
     """folder of token shards with a manifest.json, as prepare_data.py writes it"""
     prepare: str | None = None
-    """recipe (a config of prepare_data.py) that fills `path` first when it holds no shards yet"""
+    """recipe (a config of prepare_data.py whose output is `path`) that is followed first when there are no shards"""
     verify_hashes: bool = True
     """check every shard's SHA-256 before the first step (about a second per GB, shared among a node's processes)"""
     workers: int = Field(default=0, ge=0, le=64)
