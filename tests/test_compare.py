@@ -16,10 +16,11 @@ from ranks import free_port, run_ranks
 from small_jobs import job_config
 from test_launch import ROOT, environment
 
-from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_machine, find_notes, read_job
+from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_machine, find_notes, read_job, with_data
 from gpt2_ddp.compare.run import WARM_UP, Run, communication_share, make_trainee, measure, peak_memory
 from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown, draw
 from gpt2_ddp.config.jobs import CompareConfig
+from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.errors import UserError
 
 CPU = Machine(gpus=0, cores=2, device="cpu")
@@ -241,9 +242,21 @@ def test_every_job_is_the_same_for_every_way(tmp_path, kind):
     assert (job.train.mixed_precision, job.train.device) == ("no", "cpu")
     assert job.output_dir == str(tmp_path / "runs")
     if kind == "gpt2":
-        assert job.data.path in ("data/stdlib", str(tmp_path / "data/data_stdlib"))
         assert job.global_batch_windows // job.train.micro_batch_size == 8  # 4 on each of two processes
         assert 25e6 < 12 * job.model.n_layer * job.model.n_embd**2 < 35e6
+
+
+def test_missing_tokens_are_prepared_in_the_comparisons_own_folder(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 400)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"source: {tmp_path}/a.txt\noutput: {tmp_path}/elsewhere\nvocab_size: 300\n")
+    _, job = read_job("gpt2", CompareConfig(), CPU, tmp_path)
+    data = job.data.model_copy(update={"path": str(tmp_path / "elsewhere"), "prepare": str(recipe)})
+    job = with_data(job.model_copy(update={"data": data}), tmp_path)
+    assert job.data.path == str(tmp_path / "data/recipe")
+    assert read_manifest(Path(job.data.path)).vocab_size == 300
+    assert not (tmp_path / "elsewhere").exists()
+    assert with_data(job, tmp_path) is job
 
 
 def test_mistakes(tmp_path, monkeypatch):

@@ -27,7 +27,9 @@ from gpt2_ddp.config.jobs import (
     RegressionConfig,
     TransformerConfig,
 )
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.shards import MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
@@ -134,8 +136,6 @@ def read_job(
     if isinstance(job, TrainingConfig):
         size, field = job.global_batch_windows, "train.global_batch_tokens / model.block_size"
         train["compile"] = False  # nn.DataParallel cannot
-        if job.data.prepare and not (Path(job.data.path) / MANIFEST).exists():
-            changes["data"] = job.data.model_copy(update={"path": str(folder / "data" / Path(job.data.prepare).stem)})
     else:
         size, field = job.train.global_batch_size, "train.global_batch_size"
         changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
@@ -147,10 +147,20 @@ def read_job(
     return Path(file or default).stem, job.model_copy(update=changes)
 
 
+def with_data(job: TrainingConfig | JobConfig, folder: Path) -> TrainingConfig | JobConfig:
+    """The job with tokens to train on: those that are not there yet are prepared in the comparison's own folder."""
+    if not isinstance(job, TrainingConfig) or not job.data.prepare or (Path(job.data.path) / MANIFEST).exists():
+        return job
+    path = str(folder / "data" / Path(job.data.prepare).stem)
+    prepare(load(PrepareConfig, ["--config", job.data.prepare, "--output", path]))
+    return job.model_copy(update={"data": job.data.model_copy(update={"path": path, "prepare": None})})
+
+
 def compare_job(
     name: str, job: TrainingConfig | JobConfig, config: CompareConfig, machine: Machine, folder: Path
 ) -> Iterator[Row]:
     """Measures every way of one job, `repeats` times in turn. Raises: UserError, as the job does."""
+    job = with_data(job, folder)
     ways = machine.ways(config.processes)
     able = [way for way, reason in ways if not reason]
     reference = folder / "reference.safetensors"
