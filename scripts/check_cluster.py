@@ -7,7 +7,7 @@
 Launchers wait long for a machine that is missing before they start anything: see docs/cluster-check.md.
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
 
 

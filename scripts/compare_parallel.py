@@ -7,7 +7,7 @@
 What the columns mean is in docs/compare.md.
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import CompareConfig
 
 

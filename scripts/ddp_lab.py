@@ -6,7 +6,7 @@
 Each row is explained in docs/ddp-lab.md.
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import LabConfig
 
 

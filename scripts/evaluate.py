@@ -4,12 +4,12 @@ python scripts/evaluate.py runs/stdlib
 torchrun --nproc_per_node 8 scripts/evaluate.py runs/gpt2_124m --mixed_precision bf16
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import EvaluateConfig
 
 
 def main(config: EvaluateConfig) -> int:
-    from gpt2_ddp.evaluate import run
+    from gpt2_ddp.model.evaluate import run
 
     return run(config)
 

@@ -6,12 +6,12 @@
 The samples go to standard output, the speed to standard error.
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import GenerateConfig
 
 
 def main(config: GenerateConfig) -> int:
-    from gpt2_ddp.generate import run
+    from gpt2_ddp.model.generate import run
 
     return run(config)
 

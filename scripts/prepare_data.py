@@ -8,7 +8,7 @@
 The same command given again finds the data prepared; a command that was interrupted starts over.
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import PrepareConfig
 
 

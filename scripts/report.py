@@ -4,7 +4,7 @@ python scripts/report.py                                                      # 
 python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # overlaid, with what differs
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import ReportConfig
 
 

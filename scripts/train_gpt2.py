@@ -9,14 +9,14 @@ The same command given again goes on where the run stopped.
 
 from pathlib import Path
 
-from gpt2_ddp.cli import is_main_process, run_command
+from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.training import TrainingConfig
 
 
 def main(config: TrainingConfig) -> int:
-    from gpt2_ddp.launch import exit_code
+    from gpt2_ddp.processes.launch import exit_code
     from gpt2_ddp.reports.report import write_report
-    from gpt2_ddp.train import train
+    from gpt2_ddp.run.loop import train
 
     outcome = train(config)
     if outcome == "completed" and is_main_process():

@@ -7,13 +7,13 @@
 The same command given again goes on where the run stopped.
 """
 
-from gpt2_ddp.cli import is_main_process, run_command
+from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.jobs import TransformerConfig
-from gpt2_ddp.spawn import run_processes
+from gpt2_ddp.processes.spawn import run_processes
 
 
 def train(config: TransformerConfig) -> str:
-    from gpt2_ddp.jobs.tasks import run_job
+    from gpt2_ddp.tasks.jobs import run_job
 
     result = run_job(config)
     if result.outcome == "completed" and is_main_process():
@@ -23,7 +23,7 @@ def train(config: TransformerConfig) -> str:
 
 def main(config: TransformerConfig) -> int:
     outcome = run_processes(train, config.launch.processes, config)
-    from gpt2_ddp.launch import exit_code
+    from gpt2_ddp.processes.launch import exit_code
 
     return exit_code(outcome)
 

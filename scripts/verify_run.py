@@ -6,12 +6,12 @@
 Exits with 0 when everything is as it should be, with 1 when it is not.
 """
 
-from gpt2_ddp.cli import run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import VerifyConfig
 
 
 def main(config: VerifyConfig) -> int:
-    from gpt2_ddp.verify import verify_run
+    from gpt2_ddp.reports.verify import verify_run
 
     return verify_run(config)
 

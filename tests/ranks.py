@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "accelerate", "gpt2_ddp.train"])
+CONTEXT.set_forkserver_preload(["torch", "accelerate", "gpt2_ddp.run.loop"])
 
 
 def free_port() -> int:

@@ -60,14 +60,14 @@ def job_config(kind: str, output_dir: Path, changes: dict[str, Any] | None = Non
 
 
 def run_small_job(config: JobConfig):
-    from gpt2_ddp.jobs.tasks import run_job
+    from gpt2_ddp.tasks.jobs import run_job
 
     return run_job(config)
 
 
 def signalled_job(config: JobConfig, step: int, number: int) -> str:
     """Trains, and has the last rank's own process signalled in the middle of step `step`."""
-    from gpt2_ddp.jobs import supervised
+    from gpt2_ddp.tasks import supervised
 
     train_step = supervised.train_step
 

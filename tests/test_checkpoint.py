@@ -11,7 +11,11 @@ import pytest
 import torch
 from ranks import start_ranks
 
-from gpt2_ddp.checkpoint import (
+from gpt2_ddp.config.training import ModelConfig, OptimConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.run.checkpoint import (
     CheckpointFolder,
     Damaged,
     find_checkpoint,
@@ -20,10 +24,6 @@ from gpt2_ddp.checkpoint import (
     load_weights,
     verify,
 )
-from gpt2_ddp.config.training import ModelConfig, OptimConfig
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.model import GPT
-from gpt2_ddp.optim import build_optimizer
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 

@@ -64,7 +64,7 @@ def test_only_the_timed_steps_count(tmp_path, corpus):
 
 
 def timed_by_hand(config, weights) -> Run:
-    from gpt2_ddp import train
+    from gpt2_ddp.run import loop as train
 
     train_step, taken = train.train_step, []
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt2_ddp.cli import dump, load
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError

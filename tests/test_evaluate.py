@@ -10,8 +10,8 @@ from ranks import run_ranks
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.evaluate import Evaluation
-from gpt2_ddp.model import GPT
+from gpt2_ddp.model.evaluate import Evaluation
+from gpt2_ddp.model.gpt import GPT
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 
@@ -23,8 +23,8 @@ def model() -> GPT:
 
 def score(corpus, batch_size: int, tokens: int | None = None, limit: int | None = None) -> tuple[float, int, int]:
     """Evaluates on this rank; `limit` cuts the stream's length, for splits with fewer batches than ranks."""
-    from gpt2_ddp.evaluate import evaluate
-    from gpt2_ddp.launch import build_accelerator
+    from gpt2_ddp.model.evaluate import evaluate
+    from gpt2_ddp.processes.launch import build_accelerator
 
     class Cut(TokenStream):
         def __len__(self) -> int:
@@ -74,7 +74,7 @@ def test_ranks_without_batches_do_not_hang(corpus, limit):
 
 
 def test_a_part_is_spread_over_the_split(corpus):
-    from gpt2_ddp.evaluate import _chosen_windows
+    from gpt2_ddp.model.evaluate import _chosen_windows
 
     assert _chosen_windows(1000 * 10 + 1, 10, 100).tolist() == [0, 100, 200, 300, 400, 500, 600, 700, 800, 900]
     assert _chosen_windows(25, 10, None).tolist() == [0, 1, 2]

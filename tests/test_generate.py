@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from gpt2_ddp.checkpoint import CheckpointFolder
-from gpt2_ddp.cli import dump
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer, train_bpe
-from gpt2_ddp.generate import BATCH_ROWS, generate, next_logits, run, sample, sample_text
-from gpt2_ddp.model import GPT, KVCache
+from gpt2_ddp.model.generate import BATCH_ROWS, generate, next_logits, run, sample, sample_text
+from gpt2_ddp.model.gpt import GPT, KVCache
+from gpt2_ddp.run.checkpoint import CheckpointFolder
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ from cifar import pictures, write_cifar, write_class_folders, write_parquet
 
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.jobs.images import crop_and_flip, normalise, read_images
+from gpt2_ddp.tasks.images import crop_and_flip, normalise, read_images
 
 
 def data(folder, name: str = "cifar100") -> ClassifierDataConfig:

@@ -72,7 +72,7 @@ def mutations() -> dict:
 
 
 def measure_broken() -> dict[str, dict]:
-    from gpt2_ddp.launch import build_accelerator
+    from gpt2_ddp.processes.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     found = {}

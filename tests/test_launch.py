@@ -14,7 +14,7 @@ import yaml
 from conftest import training_config
 from ranks import free_port
 
-from gpt2_ddp.cli import dump
+from gpt2_ddp.config.cli import dump
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -227,7 +227,7 @@ def test_a_second_trainer_in_the_folder_is_refused(config_file):
 def test_one_process_under_a_launcher_uses_all_cores(config_file):
     """`accelerate launch` sets OMP_NUM_THREADS=1 for everybody."""
     code = (
-        "import torch; from gpt2_ddp.launch import build_accelerator; build_accelerator('cpu', 'no');"
+        "import torch; from gpt2_ddp.processes.launch import build_accelerator; build_accelerator('cpu', 'no');"
         "print('threads', torch.get_num_threads())"
     )
     script = Path(config_file).with_name("threads.py")

@@ -153,7 +153,7 @@ def big_corpus(folder: Path, tokens: int, vocab_size: int = 512) -> Path:
 
 def loading(folder: Path, n_batches: int, batch_size: int, block_size: int, workers: int) -> dict[str, float]:
     """Takes batches as a training does; returns microseconds of this thread per batch, and the seek to a far step."""
-    from gpt2_ddp.launch import build_accelerator
+    from gpt2_ddp.processes.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     stream = TokenStream(folder, read_manifest(folder), "train")
@@ -188,7 +188,7 @@ def test_loading_costs_little(corpus, tmp_path):
 
 
 def resident_bytes_of_a_training(config: TrainingConfig) -> int:
-    from gpt2_ddp.train import train
+    from gpt2_ddp.run.loop import train
 
     train(config)
     return psutil.Process().memory_info().rss
@@ -211,7 +211,7 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
 
 
 def delivered(folder: Path, workers: int) -> list[list[int]]:
-    from gpt2_ddp.launch import build_accelerator
+    from gpt2_ddp.processes.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     stream = TokenStream(folder, read_manifest(folder), "train")

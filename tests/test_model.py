@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model import GPT, VOCAB_MULTIPLE
+from gpt2_ddp.model.gpt import GPT, VOCAB_MULTIPLE
 
 TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 SIZES = {

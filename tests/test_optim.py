@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
-from gpt2_ddp.model import GPT
-from gpt2_ddp.optim import build_optimizer, lr_at, skip_if_not_finite
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.optim import build_optimizer, lr_at, skip_if_not_finite
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpt2_ddp.cli import load
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import encode, sources
 from gpt2_ddp.data.prepare import default_output, prepare

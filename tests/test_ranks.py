@@ -5,7 +5,7 @@ import torch
 from ranks import RankError, run_ranks
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.ranks import seed_step
+from gpt2_ddp.processes.ranks import seed_step
 
 
 def drawn(seed: int, step: int, rank: int) -> list[float]:
@@ -31,8 +31,8 @@ def test_seeding_leaves_nothing_behind():
 
 
 def one_rank_fails(failing: int) -> str:
-    from gpt2_ddp.launch import build_accelerator
-    from gpt2_ddp.ranks import on_every_rank, on_main
+    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.processes.ranks import on_every_rank, on_main
 
     accelerator = build_accelerator("cpu", "no")
     assert on_main(accelerator, lambda: accelerator.process_index) == 0
@@ -56,8 +56,8 @@ def test_a_mistake_found_by_one_rank_is_raised_on_all():
 def other_configuration() -> None:
     import os
 
-    from gpt2_ddp.launch import build_accelerator
-    from gpt2_ddp.ranks import check_ranks_agree
+    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.processes.ranks import check_ranks_agree
 
     build_accelerator("cpu", "no")
     check_ranks_agree(f"seed: {os.environ['RANK']}", "data", "folder", "hash")

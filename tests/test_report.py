@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from gpt2_ddp.cli import dump
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.errors import UserError

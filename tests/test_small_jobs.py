@@ -10,7 +10,7 @@ from cifar import pictures, png, write_cifar
 from small_jobs import rows
 from test_launch import ROOT, environment
 
-from gpt2_ddp.cli import dump, load
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
 
 PRESETS = {

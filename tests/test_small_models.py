@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpt2_ddp.jobs.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
+from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
 
 
 def count(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ from small_jobs import rows
 from test_launch import ACCELERATE, ROOT, TORCHRUN, environment, launch
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.spawn import run_processes, start_processes
+from gpt2_ddp.processes.spawn import run_processes, start_processes
 
 
 def who_am_i(word: str) -> list[str]:
@@ -65,7 +65,7 @@ def test_a_mistake_comes_back_as_one():
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):
     """The other rank would sleep for ten minutes, like one that waits in a collective."""
-    monkeypatch.setattr("gpt2_ddp.spawn.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("gpt2_ddp.processes.spawn.GRACE_SECONDS", 0.5)
     with pytest.raises(SystemExit) as end:
         run_processes(fail, 2, rank, how)
     assert end.value.code == 1

@@ -18,7 +18,7 @@ import torch
 from conftest import training_config
 from ranks import run_ranks
 
-from gpt2_ddp.cli import dump
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import Manifest, ShardWriter, write_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -40,9 +40,9 @@ def interleaved(steps: dict[str, Callable[[], None]], repeats: int, warmup: int)
 
 def compare_steps(config: TrainingConfig, repeats: int, warmup: int) -> dict[str, list[float]]:
     """Our step, and the same step in plain PyTorch with the default and with the fused AdamW."""
-    from gpt2_ddp import train
-    from gpt2_ddp.build import build
-    from gpt2_ddp.model import GPT
+    from gpt2_ddp.model.gpt import GPT
+    from gpt2_ddp.run import loop as train
+    from gpt2_ddp.tasks.pretraining import build
 
     training = build(config)
     stream, block_size = training.dataset.stream, config.model.block_size

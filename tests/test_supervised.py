@@ -11,7 +11,7 @@ from ranks import RankError, run_ranks, start_ranks
 from small_jobs import job_config, killed_job, newest_checkpoint, rows, run_small_job, same, signalled_job, weights
 
 from gpt2_ddp.data.loader import Order
-from gpt2_ddp.jobs.samples import Plan, Samples, score_samples
+from gpt2_ddp.tasks.samples import Plan, Samples, score_samples
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +117,7 @@ def reduced_bytes(config) -> tuple[int, int]:
     """Trains; (bytes that DDP all-reduced after the buckets were settled, bytes of the model)."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from gpt2_ddp.jobs import supervised
+    from gpt2_ddp.tasks import supervised
 
     settle, counted, models = supervised.settle_buckets, [], []
 
@@ -150,7 +150,7 @@ SETS = ((1, 4), (2, 1), (5, 4), (7, 2), (37, 8), (48, 8))
 
 
 def score_everything() -> list[tuple[dict[str, float], int]]:
-    from gpt2_ddp.launch import build_accelerator
+    from gpt2_ddp.processes.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     found = []
@@ -196,8 +196,8 @@ def test_accuracy_is_the_same_on_1_2_and_3_processes(tmp_path, cifar):
 
 
 def evaluate_checkpoint(config) -> dict[str, float]:
-    from gpt2_ddp.jobs.build import build_fitting
-    from gpt2_ddp.jobs.tasks import make_job
+    from gpt2_ddp.tasks.jobs import make_job
+    from gpt2_ddp.tasks.jobs_build import build_fitting
 
     return build_fitting(config, make_job).evaluate()
 
@@ -290,7 +290,7 @@ def test_a_bad_gradient_is_skipped_by_all(tmp_path):
 
 
 def bad_gradient_job(config, bad_step: int) -> None:
-    from gpt2_ddp.jobs import supervised
+    from gpt2_ddp.tasks import supervised
 
     train_step = supervised.train_step
 

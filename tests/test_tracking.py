@@ -14,8 +14,8 @@ from ranks import run_ranks, start_ranks
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run_folder import RunFolder
-from gpt2_ddp.tracking import Throughput, peak_flops
+from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.tracking import Throughput, peak_flops
 
 
 def test_throughput_counts_training_alone():
@@ -69,7 +69,7 @@ def _hold_the_lock(config: TrainingConfig) -> None:
 
 def _train(config: TrainingConfig, home: Path) -> str:
     os.environ.update(HOME=str(home), WANDB_DIR=str(home), TRACKIO_DIR=str(home / "trackio"))
-    from gpt2_ddp.train import train
+    from gpt2_ddp.run.loop import train
 
     return train(config)
 
@@ -145,7 +145,7 @@ def test_a_crash_is_recorded_and_the_same_command_goes_on(corpus, tmp_path):
 
 
 def _crash_at_step_8(config: TrainingConfig) -> None:
-    from gpt2_ddp import train as module
+    from gpt2_ddp.run import loop as module
 
     step = module.train_step
 

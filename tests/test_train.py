@@ -16,11 +16,11 @@ from ranks import RankError, run_ranks, start_ranks
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2_ddp.cli import load
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import TokenStream, read_manifest
-from gpt2_ddp.model import GPT
-from gpt2_ddp.optim import lr_at
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.optim import lr_at
 
 
 def rows(run: Path) -> list[dict]:
@@ -32,7 +32,7 @@ def losses(run: Path) -> list[float]:
 
 
 def run_training(config: TrainingConfig) -> str:
-    from gpt2_ddp.train import train
+    from gpt2_ddp.run.loop import train
 
     return train(config)
 
@@ -83,7 +83,7 @@ def count_reduced_bytes(config: TrainingConfig) -> tuple[int, int, int]:
     """Trains, and counts the bytes that DDP hands to its all-reduce: (first synchronisation, all later ones, model)."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from gpt2_ddp import train as module
+    from gpt2_ddp.run import loop as module
 
     counted = []
     settle = module.settle_buckets
@@ -127,7 +127,7 @@ def test_processes_times_accumulation(corpus, tmp_path):
 
 def stopping_training(config: TrainingConfig, stop_at: int, number: int) -> str:
     """Trains, and has this rank's own process signalled in the middle of step `stop_at`."""
-    from gpt2_ddp import train as module
+    from gpt2_ddp.run import loop as module
 
     step = module.train_step
 
@@ -204,7 +204,7 @@ class CountSyncs(TorchDispatchMode):
 
 
 def steps_and_syncs(config: TrainingConfig) -> list[int]:
-    from gpt2_ddp import train as module
+    from gpt2_ddp.run import loop as module
 
     step, counts = module.train_step, []
 
@@ -227,7 +227,7 @@ def test_no_host_sync_inside_a_step(corpus, tmp_path, world):
 
 
 def train_with_a_bad_gradient(config: TrainingConfig, bad_step: int) -> str:
-    from gpt2_ddp import train as module
+    from gpt2_ddp.run import loop as module
 
     step = module.train_step
 

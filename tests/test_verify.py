@@ -8,17 +8,17 @@ import pytest
 from conftest import training_config
 from ranks import run_ranks
 
-from gpt2_ddp.checkpoint import MANIFEST, MODEL, STATE
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import MANIFEST as DATA_MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.verify import verify_run
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, STATE
 
 
 def run_training(config: TrainingConfig) -> str:
-    from gpt2_ddp.train import train
+    from gpt2_ddp.run.loop import train
 
     return train(config)
 

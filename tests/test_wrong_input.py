@@ -18,7 +18,7 @@ import pytest
 from conftest import training_config
 from ranks import run_ranks, start_ranks
 
-from gpt2_ddp.cli import dump
+from gpt2_ddp.config.cli import dump
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 

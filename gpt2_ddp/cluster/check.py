@@ -19,7 +19,7 @@ from gpt2_ddp.cluster.roll_call import Facts, Place, arrive, connect, gather_fac
 from gpt2_ddp.cluster.watch import Watch
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.launch import USE_TORCHRUN, build_accelerator, pick_device
+from gpt2_ddp.processes.launch import USE_TORCHRUN, build_accelerator, pick_device
 
 WARM_UP = 3
 """All-reduces of a size before it is timed: the first opens connections."""

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.launch import USE_TORCHRUN
+from gpt2_ddp.processes.launch import USE_TORCHRUN
 
 AFTERMATH = 5.0
 """Seconds that other ranks wait longer than rank 0, for what it found."""

@@ -16,9 +16,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.cli import load
 from gpt2_ddp.compare.run import Run, measure
 from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown, draw
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import (
     ClassifierConfig,
     CompareConfig,
@@ -33,8 +33,8 @@ from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.shards import MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.launch import pick_device
-from gpt2_ddp.spawn import start_processes
+from gpt2_ddp.processes.launch import pick_device
+from gpt2_ddp.processes.spawn import start_processes
 
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
     "regression": (RegressionConfig, "configs/regression.yaml"),

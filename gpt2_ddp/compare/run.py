@@ -14,18 +14,18 @@ from accelerate.utils import gather_object
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gpt2_ddp import train
-from gpt2_ddp.build import build
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import loader
-from gpt2_ddp.ddp import settle_buckets
-from gpt2_ddp.jobs import samples, supervised
-from gpt2_ddp.jobs.build import build_fitting
-from gpt2_ddp.jobs.tasks import make_job
-from gpt2_ddp.model import GPT
-from gpt2_ddp.optim import lr_at
-from gpt2_ddp.ranks import seed_step
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.optim import lr_at
+from gpt2_ddp.processes.ddp import settle_buckets
+from gpt2_ddp.processes.ranks import seed_step
+from gpt2_ddp.run import loop as train
+from gpt2_ddp.tasks import samples, supervised
+from gpt2_ddp.tasks.jobs import make_job
+from gpt2_ddp.tasks.jobs_build import build_fitting
+from gpt2_ddp.tasks.pretraining import build
 
 WARM_UP = 3
 """Steps before the clock starts; they train like all others."""

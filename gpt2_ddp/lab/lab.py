@@ -140,7 +140,7 @@ def _measure(
 
 def _start_ranks() -> list[tuple[BaseProcess, Connection]]:
     context = multiprocessing.get_context("forkserver")  # a fork of this process could deadlock in torch's threads
-    context.set_forkserver_preload(["gpt2_ddp.lab.lab", "gpt2_ddp.launch"])
+    context.set_forkserver_preload(["gpt2_ddp.lab.lab", "gpt2_ddp.processes.launch"])
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -165,7 +165,7 @@ def _rank(rank: int, port: int, pipe: Connection) -> None:
     """One process: measures what it is told to, until its pipe closes."""
     import torch
 
-    from gpt2_ddp.launch import build_accelerator
+    from gpt2_ddp.processes.launch import build_accelerator
 
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]

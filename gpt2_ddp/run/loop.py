@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2_ddp import ddp
-from gpt2_ddp.build import Training, build
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.loader import next_digest, train_batches
-from gpt2_ddp.evaluate import Evaluation, evaluate
-from gpt2_ddp.generate import sample_text
-from gpt2_ddp.optim import lr_at, skip_if_not_finite
-from gpt2_ddp.ranks import seed_step
-from gpt2_ddp.session import Outcome, session
-from gpt2_ddp.stop import StopRequest
-from gpt2_ddp.tracking import Metrics, Throughput, peak_flops, profile
+from gpt2_ddp.model.evaluate import Evaluation, evaluate
+from gpt2_ddp.model.generate import sample_text
+from gpt2_ddp.model.optim import lr_at, skip_if_not_finite
+from gpt2_ddp.processes import ddp
+from gpt2_ddp.processes.ranks import seed_step
+from gpt2_ddp.run.session import Outcome, session
+from gpt2_ddp.run.stop import StopRequest
+from gpt2_ddp.run.tracking import Metrics, Throughput, peak_flops, profile
+from gpt2_ddp.tasks.pretraining import Training, build
 
 
 def train(config: TrainingConfig) -> Outcome:

@@ -17,7 +17,7 @@ from gpt2_ddp.errors import UserError
 
 C = TypeVar("C", bound=Command)
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[2]
 
 
 def run_command(command: type[C], main: Callable[[C], int | None], default: str | None = None) -> NoReturn:

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2_ddp.checkpoint import find_checkpoint, load_model
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
-from gpt2_ddp.launch import pick_device
-from gpt2_ddp.model import GPT, KVCache
+from gpt2_ddp.model.gpt import GPT, KVCache
+from gpt2_ddp.processes.launch import pick_device
+from gpt2_ddp.run.checkpoint import find_checkpoint, load_model
 
 BATCH_ROWS = 32
 """Rows decoded at once, at most: bounds the cache's memory (75 MB a row for GPT-2 124M at its full context)."""

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run_folder import RunFolder
+from gpt2_ddp.run.folder import RunFolder
 
 PEAK_FLOPS = {  # dense bf16 FLOP/s, from NVIDIA's data sheets; the first name that the device's contains counts
     "B200": 2250e12,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.jobs.samples import Samples
-from gpt2_ddp.ranks import on_every_rank
+from gpt2_ddp.processes.ranks import on_every_rank
+from gpt2_ddp.tasks.samples import Samples
 
 CLASSES = {"cifar10": 10, "cifar100": 100}
 IMAGE_COLUMNS = ("img", "image")

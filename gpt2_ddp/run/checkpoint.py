@@ -22,7 +22,7 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file, write_atomically
-from gpt2_ddp.model import GPT
+from gpt2_ddp.model.gpt import GPT
 
 MODEL, OPTIMIZER, STATE, CONFIG, MANIFEST = (
     "model.safetensors",

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.data.loader import next_digest
-from gpt2_ddp.ddp import settle_buckets
-from gpt2_ddp.jobs.build import Fitting, Job, build_fitting
-from gpt2_ddp.jobs.samples import train_batches
-from gpt2_ddp.optim import skip_if_not_finite
-from gpt2_ddp.ranks import seed_step
-from gpt2_ddp.session import Outcome, session
-from gpt2_ddp.stop import StopRequest
-from gpt2_ddp.tracking import Metrics, Throughput
+from gpt2_ddp.model.optim import skip_if_not_finite
+from gpt2_ddp.processes.ddp import settle_buckets
+from gpt2_ddp.processes.ranks import seed_step
+from gpt2_ddp.run.session import Outcome, session
+from gpt2_ddp.run.stop import StopRequest
+from gpt2_ddp.run.tracking import Metrics, Throughput
+from gpt2_ddp.tasks.jobs_build import Fitting, Job, build_fitting
+from gpt2_ddp.tasks.samples import train_batches
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from gpt2_ddp.cli import dump
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import RunConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.ranks import on_main
+from gpt2_ddp.processes.ranks import on_main
 
 
 class RunFolder:

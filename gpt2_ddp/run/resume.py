@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint import CONFIG, CheckpointFolder, load_optimizer, load_weights
-from gpt2_ddp.optim import broadcast_optimizer_state
-from gpt2_ddp.ranks import on_main
+from gpt2_ddp.model.optim import broadcast_optimizer_state
+from gpt2_ddp.processes.ranks import on_main
+from gpt2_ddp.run.checkpoint import CONFIG, CheckpointFolder, load_optimizer, load_weights
 
 
 class Progress(NamedTuple):

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.checkpoint import STATE, Damaged, list_checkpoints, verify
-from gpt2_ddp.cli import load
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.loader import FIRST_DIGEST, Order, count_windows, next_digest
 from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.run.checkpoint import STATE, Damaged, list_checkpoints, verify
 
 SHOWN = 5
 """Defects of one kind that are printed; more of them are counted."""

@@ -10,18 +10,18 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gpt2_ddp.checkpoint import CheckpointFolder
-from gpt2_ddp.cli import dump
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.data.loader import FIRST_DIGEST, Order
-from gpt2_ddp.ddp import share_buffers
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.jobs.samples import Plan, Samples, score_samples
-from gpt2_ddp.launch import start_run
-from gpt2_ddp.ranks import check_ranks_agree, on_main
-from gpt2_ddp.resume import Progress, find_progress, restore_optimizer, restore_weights
-from gpt2_ddp.run_folder import RunFolder, differences, open_run
-from gpt2_ddp.tracking import new_run_id
+from gpt2_ddp.processes.ddp import share_buffers
+from gpt2_ddp.processes.launch import start_run
+from gpt2_ddp.processes.ranks import check_ranks_agree, on_main
+from gpt2_ddp.run.checkpoint import CheckpointFolder
+from gpt2_ddp.run.folder import RunFolder, differences, open_run
+from gpt2_ddp.run.resume import Progress, find_progress, restore_optimizer, restore_weights
+from gpt2_ddp.run.tracking import new_run_id
+from gpt2_ddp.tasks.samples import Plan, Samples, score_samples
 
 
 @dataclass(frozen=True)

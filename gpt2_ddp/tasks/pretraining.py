@@ -13,8 +13,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint import CheckpointFolder, find_checkpoint, load_weights
-from gpt2_ddp.cli import dump, load
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
@@ -22,13 +21,14 @@ from gpt2_ddp.data.prepare import default_output, prepare
 from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.launch import start_run
-from gpt2_ddp.model import GPT
-from gpt2_ddp.optim import build_optimizer
-from gpt2_ddp.ranks import check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.resume import Progress, find_progress, restore_optimizer, restore_weights
-from gpt2_ddp.run_folder import RunFolder, check_resumable, open_run
-from gpt2_ddp.tracking import new_run_id
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.processes.launch import start_run
+from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.run.checkpoint import CheckpointFolder, find_checkpoint, load_weights
+from gpt2_ddp.run.folder import RunFolder, check_resumable, open_run
+from gpt2_ddp.run.resume import Progress, find_progress, restore_optimizer, restore_weights
+from gpt2_ddp.run.tracking import new_run_id
 
 PREPARATION = timedelta(days=7)
 """How long the other ranks wait while data are prepared on first use."""

@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.jobs.build import Job
-from gpt2_ddp.jobs.images import CLASSES, crop_and_flip, load_images, normalise
-from gpt2_ddp.jobs.samples import Samples
-from gpt2_ddp.jobs.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
-from gpt2_ddp.jobs.supervised import JobResult, fit
+from gpt2_ddp.tasks.images import CLASSES, crop_and_flip, load_images, normalise
+from gpt2_ddp.tasks.jobs_build import Job
+from gpt2_ddp.tasks.samples import Samples
+from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
+from gpt2_ddp.tasks.supervised import JobResult, fit
 
 
 def run_job(config: JobConfig, data_parallel: bool = False) -> JobResult:

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run_folder import RunFolder
-from gpt2_ddp.stop import StopRequest
-from gpt2_ddp.tracking import Metrics, start_tracker
+from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.stop import StopRequest
+from gpt2_ddp.run.tracking import Metrics, start_tracker
 
 Outcome = Literal["completed", "stopped"]
 """How a run ended that did not fail; `stopped` is early, on request, with a checkpoint saved."""

@@ -113,9 +113,9 @@ def _batch(stream: TokenStream, windows: np.ndarray, block_size: int, batch_size
 
 def run(config: EvaluateConfig) -> int:
     """evaluate.py: scores a checkpoint and prints loss, perplexity and bits per byte."""
-    from gpt2_ddp.checkpoint import find_checkpoint, load_model
-    from gpt2_ddp.launch import build_accelerator
-    from gpt2_ddp.ranks import on_every_rank
+    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.processes.ranks import on_every_rank
+    from gpt2_ddp.run.checkpoint import find_checkpoint, load_model
 
     accelerator = build_accelerator(config.device, config.mixed_precision)
 

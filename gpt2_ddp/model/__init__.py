@@ -1,0 +1,1 @@
+"""What is trained: the model, its optimizer, and what is done with them: evaluating, generating."""

@@ -1,0 +1,1 @@
+"""A training run: the loop, and what is kept of it."""
