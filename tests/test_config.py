@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
@@ -123,6 +124,27 @@ def test_values_of_every_kind():
     assert (generate.prompts, generate.top_k) == (("def f(", "a, b"), None)
 
 
+def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(write):
+    for argv in ([], ["--tracking.project", "x"], ["--config", write("tracking: {project: x}")]):
+        assert load(ClassifierConfig, argv).tracking.log_every == 50
+    assert load(ClassifierConfig, ["--config", write("tracking: {log_every: 5}")]).tracking.log_every == 5
+    assert "steps between rows of metrics.jsonl (default: 50)" in " ".join(
+        script("scripts/train_classifier.py", "--help").stdout.split()
+    )
+    (message,) = mistakes("--tracking.log_every", "0", command=ClassifierConfig)
+    assert message.endswith("the default is 50")
+
+
+def test_a_section_without_keys_sets_nothing(write):
+    assert train("--config", write("model:\n  # n_layer: 3\n")).model.n_layer == 12
+
+
+def test_lists_and_negative_numbers_on_the_command_line():
+    assert load(ClassifierConfig, ["--model.hidden", "[]"]).model.hidden == ()
+    assert load(ClassifierConfig, ["--model.hidden", "[30, 20]"]).model.hidden == (30, 20)
+    assert mistakes(*STEPS, "--optim.lr", "-1e-3")[0].startswith("optim.lr = -1e-3: should be greater than 0")
+
+
 # Mistakes
 
 
@@ -186,7 +208,13 @@ def test_a_mistake_names_field_value_and_cure(argv, field, cure):
 
 @pytest.mark.parametrize(
     "text",
-    ["train: {steps: true}", "optim: {lr: true, min_lr: 0}", "eval: {tokens: false}", "train: {max_minutes: true}"],
+    [
+        "optim: {betas: [false, false]}",
+        "train: {steps: true}",
+        "optim: {lr: true, min_lr: 0}",
+        "eval: {tokens: false}",
+        "train: {max_minutes: true}",
+    ],
 )
 def test_booleans_are_not_numbers(write, text):
     (message,) = mistakes(*([] if "steps" in text else STEPS), "--config", write(text))
@@ -229,7 +257,47 @@ def test_files_that_are_not_sections_of_keys(write, text):
     assert len(mistakes(*STEPS, "--config", write(text))) == 1
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [
+        (BOMB, "repeated with *"),
+        (BOMB.replace("[", "{<<: [").replace("]", "]}"), "repeated with *"),
+        ("model: &a {n_layer: *a}", "repeated with *"),
+        ("seed: " + "[" * 2000 + "]" * 2000, "nested too deeply"),
+        ("".join(" " * i + "a:\n" for i in range(1000)), "nested too deeply"),
+        ("seed: 1\nseed: 2", "the key seed stands there twice"),
+        ("model: {n_layer: 1}\nmodel: {n_head: 2}", "the key model stands there twice"),
+        ("seed: 1\n---\nseed: 2", "single document"),
+        ("run_name: 2026-99-99", "cannot be read as timestamp"),
+        ("seed: !!int x", "cannot be read as int"),
+        ("seed: 0x" + "f" * 5000, "cannot be read as int"),
+        ("train: {compile: !!bool x}", "cannot be read as bool"),
+        ("? [1, 2]\n: 3", "unhashable key"),
+        ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
+        ("model: !!map [1]", "expected a mapping node"),
+        ("1: 2", "1: there is no such key"),
+        ("model: {2: 3}", "model.2: there is no such key"),
+        ("optim.lr: 0.1", "write `optim: {lr: ...}`"),
+    ],
+    ids=range(18),
+)
+def test_files_that_no_one_should_write(write, text, cure):
+    (message,) = mistakes(*STEPS, "--config", write(text))
+    assert cure in message
+
+
+def test_a_single_value_can_be_repeated_in_a_file(write):
+    config = load(TrainingConfig, ["--config", write("train: {steps: &n 900}\noptim: {decay_steps: *n}")])
+    assert (config.train.steps, config.optim.decay_steps) == (900, 900)
+
+
 def test_files_that_cannot_be_read(tmp_path):
+    assert "Is a directory" in mistakes("--config", str(tmp_path))[0]
+    assert "File name too long" in mistakes("--config", "a" * 5000)[0]
+    assert "not a file's name" in mistakes("--config", "a\0b")[0]
     assert "missing.yaml" in mistakes("--config", "missing.yaml")[0]
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00\x81")

@@ -1,7 +1,7 @@
 """What every configuration is made of: frozen, typed sections that report all of their mistakes."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
@@ -18,8 +18,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_booleans_as_numbers(cls, value: object, info: ValidationInfo) -> object:
-        field = cls.model_fields[info.field_name or ""]
-        if isinstance(value, bool) and field.annotation in (int, float, int | None, float | None):
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        items = value if isinstance(value, list | tuple) else [value]
+        if {int, float} & {annotation, *get_args(annotation)} and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")
         return value
 

@@ -1,8 +1,10 @@
 """Command lines: defaults < YAML files, left to right < dotted flags. pydantic validates, argparse writes `--help`."""
 
 import argparse
+import copy
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from yaml.constructor import ConstructorError
 
 from gpt2_ddp.config.base import Command
 from gpt2_ddp.errors import UserError
@@ -66,7 +69,7 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
         flags.setdefault(command.positional, words)
     mistakes = [_unknown_word(word, list(known)) for word in _without_values(unknown)]
 
-    values: dict[str, Any] = {}
+    values = {name: default.model_dump(exclude_unset=True) for name, default in _sections(command).items()}
     files = arguments.config or ([default] if default else [])
     for file in files:
         _merge(values, _read_yaml(file))
@@ -76,7 +79,7 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
     try:
         config = command.model_validate(values)
     except ValidationError as error:
-        mistakes += [_mistake(command, details) for details in error.errors()]
+        mistakes += dict.fromkeys(_mistake(command, details) for details in error.errors())
     except UserError as error:
         mistakes += error.mistakes
     if mistakes or config is None:
@@ -93,6 +96,10 @@ def dump(config: Command) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
+
     def error(self, message: str) -> NoReturn:
         raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists every flag")
 
@@ -124,14 +131,22 @@ def _parser(command: type[Command], default: str | None) -> _Parser:
     return parser
 
 
-def _leaves(model: type[BaseModel], prefix: str = "") -> list[tuple[str, FieldInfo]]:
-    """Every setting below `model` with its dotted name."""
+def _sections(model: type[BaseModel]) -> dict[str, BaseModel]:
+    """The sections of `model` with what it sets in them, which may differ from their own defaults."""
+    return {name: field.default for name, field in model.model_fields.items() if isinstance(field.default, BaseModel)}
+
+
+def _leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None = None) -> list[tuple[str, FieldInfo]]:
+    """Every setting below `model` with its dotted name, and with the default that it has in `section`."""
     found = []
+    sections = _sections(model)
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += _leaves(field.annotation, f"{prefix}{name}.")
+        if name in sections:
+            found += _leaves(type(sections[name]), f"{prefix}{name}.", getattr(section, name, sections[name]))
         else:
-            found.append((prefix + name, field))
+            leaf = copy.copy(field)
+            leaf.default = getattr(section, name, field.default)
+            found.append((prefix + name, leaf))
     return found
 
 
@@ -144,25 +159,60 @@ def _metavar(field: FieldInfo) -> str:
 
 def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
     if isinstance(text, list):
-        items = text[0].strip("[]").split(",") if len(text) == 1 and get_args(field.annotation)[0] is not str else text
-        return [item.strip() for item in items] if items is not text else text
+        if len(text) > 1 or get_args(field.annotation)[0] is str:
+            return text
+        inside = text[0].strip("[] ")
+        return [item.strip() for item in inside.split(",")] if inside else []
     if text.lower() in ("null", "none") and type(None) in get_args(field.annotation):
         return None
     return text
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values, each written once: no file is larger in memory than on disk, and no key hides another."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        node = super().compose_node(parent, index)
+        if alias and not isinstance(node, yaml.ScalarNode):
+            raise ConstructorError(None, None, "only single values can be repeated with *", alias.start_mark)
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if str(key.value) in seen:
+                raise ConstructorError(None, None, f"the key {key.value} stands there twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                str(value)  # not of too many digits to be shown
+        except (ValueError, LookupError, AttributeError) as error:  # such as the date 2020-99-99
+            kind = node.tag.rpartition(":")[2]
+            raise ConstructorError(None, None, f"cannot be read as {kind}", node.start_mark) from error
+        return value
+
+
 def _read_yaml(file: str) -> dict[str, Any]:
     path = Path(file)
-    if not path.exists() and (PROJECT / file).exists():  # `configs/...` from any folder
-        path = PROJECT / file
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not path.exists() and (PROJECT / file).exists():  # `configs/...` from any folder
+            path = PROJECT / file
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except RecursionError as error:
+        raise UserError("--config", file, "is nested too deeply; write sections and keys") from error
     except OSError as error:
         raise UserError("--config", file, f"cannot be read ({error.strerror}); name an existing YAML file") from error
     except UnicodeDecodeError as error:
         raise UserError("--config", file, "is not a text file; name a YAML file") from error
     except yaml.YAMLError as error:
         raise UserError("--config", file, f"is not valid YAML: {error}") from error
+    except ValueError as error:
+        raise UserError("--config", file, f"is not a file's name ({error}); name an existing YAML file") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -180,9 +230,7 @@ def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
 
 def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
     for section in path[:-1]:
-        if values.get(section) is None:
-            values[section] = {}
-        values = values[section]
+        values = values.setdefault(section, {})
         if not isinstance(values, dict):
             return  # a file gave a single value for the section: validation says so
     values[path[-1]] = value
@@ -210,12 +258,16 @@ def _nearest(name: str, known: list[str], prefix: str = "") -> str:
 
 def _mistake(command: type[Command], details: Any) -> str:
     """Words one of pydantic's errors as `field = value: what is wrong; cure`."""
-    names = [part for part in details["loc"] if isinstance(part, str)]
-    name = ".".join(names)
+    name = ".".join(part for part in details["loc"] if isinstance(part, str))
     known = dict(_leaves(command))
+    if details["type"] == "invalid_key":  # a number, null or a date
+        return f"{'.'.join(map(str, [*details['loc'][:-1], details['input']]))}: there is no such key; --help lists all"
     if details["type"] == "extra_forbidden":
-        sections = [name for name, field in command.model_fields.items() if name not in known]
-        return f"{name} = {details['input']}: there is no such key{_nearest(name, [*known, *sections])}"
+        if name in known:  # `optim.lr: 1` in a file
+            cure = "; write `{}: {{{}: ...}}`".format(*name.split("."))
+        else:
+            cure = _nearest(name, [*known, *_sections(command)])
+        return f"{name} = {details['input']}: there is no such key{cure}"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if details["type"] == "model_type":
         return f"{name} = {details['input']}: should be a section of keys, like `{name}: {{key: value}}`"
