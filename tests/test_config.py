@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.cli import complete, dump, load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -143,6 +143,37 @@ def test_lists_and_negative_numbers_on_the_command_line():
     assert load(ClassifierConfig, ["--model.hidden", "[]"]).model.hidden == ()
     assert load(ClassifierConfig, ["--model.hidden", "[30, 20]"]).model.hidden == (30, 20)
     assert mistakes(*STEPS, "--optim.lr", "-1e-3")[0].startswith("optim.lr = -1e-3: should be greater than 0")
+
+
+# Saved configurations
+
+
+def test_complete_leaves_todays_dump_as_it_is():
+    saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--optim.betas", "0.8", "0.9", "--data.prepare", "x")))
+    assert complete(TrainingConfig, saved) == (saved, [])
+
+
+def test_complete_fills_in_what_has_come_since():
+    saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--tracking.project", "x")))
+    today = yaml.safe_load(dump(train("--optim.lr", "1e-3")))
+    del saved["optim"]["eps"], saved["optim"]["betas"], saved["tracking"], saved["seed"]
+    values, gone = complete(TrainingConfig, saved)
+    assert (values, gone) == (today, [])
+    assert values["optim"]["eps"] == 1e-8
+    assert complete(ClassifierConfig, {"tracking": {"project": "x"}})[0]["tracking"]["log_every"] == 50
+    assert complete(ClassifierConfig, {})[0]["tracking"]["log_every"] == 50
+
+
+def test_complete_leaves_out_and_lists_what_is_there_no_more():
+    saved = yaml.safe_load(dump(train()))
+    old = {**saved, "optim": {**saved["optim"], "nesterov": True}, "legacy": {"a": 1}, "debug": 0, "eval": None}
+    old["seed"] = {"data": 1}
+    assert complete(TrainingConfig, old) == (saved, ["seed", "optim.nesterov", "eval", "legacy", "debug"])
+
+
+def test_complete_checks_no_values():
+    values, gone = complete(TrainingConfig, {"optim": {"lr": -1, "betas": "x"}, "model": {"n_embd": 100}})
+    assert (values["optim"]["lr"], values["optim"]["betas"], values["model"]["n_embd"], gone) == (-1, "x", 100, [])
 
 
 # Mistakes

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
@@ -93,6 +93,33 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
 def dump(config: Command) -> str:
     """The configuration as YAML that `--config` takes back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def complete(command: type[C], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A saved configuration, by any release, in today's fields; nothing is validated.
+
+    Args:
+        command: the class of the configuration.
+        saved: what `dump` wrote, read back.
+
+    Returns:
+        Every field as `dump` writes it, those that have come since with their defaults; and the dotted names of what
+        is there no more, which is left out. A section that is gone counts as one.
+    """
+    values = command.model_construct().model_dump(mode="json")
+    return values, _fill(values, saved)
+
+
+def _fill(values: dict[str, Any], saved: Mapping[str, Any], prefix: str = "") -> list[str]:
+    gone = []
+    for name, value in saved.items():
+        if name not in values or isinstance(values[name], dict) != isinstance(value, Mapping):
+            gone.append(f"{prefix}{name}")
+        elif isinstance(value, Mapping):
+            gone += _fill(values[name], value, f"{prefix}{name}.")
+        else:
+            values[name] = value
+    return gone
 
 
 class _Parser(argparse.ArgumentParser):
