@@ -8,13 +8,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 from conftest import training_config
 from ranks import free_port
 
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.processes.cores import usable_cores
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -167,6 +170,72 @@ def test_accumulation_in_the_environment_changes_nothing(config_file, one_proces
     assert [json.loads(row).get("loss") for row in one] == [json.loads(row).get("loss") for row in other]
 
 
+LAUNCHES = [
+    ("accelerate launch --num_processes 3 train.py --config x --num_processes 8", 3),
+    ("accelerate launch --num-processes=3 -m scripts.train --config x", 3),
+    ("accelerate launch -m scripts.train --config x --num_processes 8 --config_file y", 1),
+    ("python -m accelerate.commands.launch --module --cpu --num_processes 2 scripts.train --config x", 2),
+    ("accelerate launch --no_python --num_processes 2 bash train.sh launch", 2),
+    ("python -m accelerate.commands.accelerate_cli launch --num_machines 2 --num_processes 4 train.py", 4),
+    ("accelerate-launch --num_processes 2 train.py", 2),
+    ("python tool.py launch --config x --num_processes 2", 1),
+    ("python train.py --config x --num_processes 2", 1),
+]
+
+
+def launched_by(monkeypatch, command: str) -> None:
+    """As if the parent process were this command."""
+    parent = SimpleNamespace(cmdline=lambda: ["python", *command.split()])
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+
+
+@pytest.mark.parametrize(("command", "processes"), LAUNCHES)
+def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, command, processes):
+    from gpt2_ddp.processes.launch import processes_asked_for, under_launcher  # slow to import for all who import this
+
+    launched_by(monkeypatch, command)
+    assert processes_asked_for() == processes
+    assert under_launcher() == (command not in [LAUNCHES[-1][0], LAUNCHES[-2][0]])
+
+
+@pytest.mark.parametrize(
+    ("text", "processes"),
+    [("", 1), ("# nothing\n", 1), ("[1, 2]", 1), ("num_processes: null", 1), ("num_processes: 4", 4), ("{}", 1)],
+)
+def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text, processes):
+    from gpt2_ddp.processes.launch import processes_asked_for
+
+    file = tmp_path / "default_config.yaml"
+    file.write_text(text)
+    launched_by(monkeypatch, f"accelerate launch --config_file {file} train.py")
+    assert processes_asked_for() == processes
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_yaml_config_file", str(file))
+    launched_by(monkeypatch, "accelerate launch --cpu train.py")
+    assert processes_asked_for() == processes
+
+
+@pytest.mark.slow
+def test_a_script_launched_as_a_module(config_file):
+    found = launch([*ACCELERATE, "-m", "scripts.train_gpt2", *train_command(config_file, "module")[1:]])
+    assert found.returncode == 0, found.stderr
+    assert digest(config_file, "module")[1] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["", "two"])
+def test_variables_of_a_launcher_that_are_no_numbers(config_file, value):
+    env = dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), value)
+    found = launch([sys.executable, *train_command(config_file, "run")], **env)
+    if value:
+        assert found.returncode == 2
+        assert [line for line in found.stderr.splitlines() if "WORLD_SIZE = two: should be a number" in line]
+        assert found.stderr.count("error:") == 1
+    else:
+        assert found.returncode == 0, found.stderr
+        assert digest(config_file, "run")[1] == 1
+
+
 def start_long_run(launcher: list[str], config_file: str, **env: str) -> subprocess.Popen:
     """Starts a run that would take for ever and waits for its third row."""
     command = [*launcher, *train_command(config_file, "long"), "--train.steps", "1000000", "--checkpoint.every", "9999"]
@@ -232,7 +301,7 @@ def test_one_process_under_a_launcher_uses_all_cores(config_file):
     )
     script = Path(config_file).with_name("threads.py")
     script.write_text(code)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     port = str(free_port())
     for launcher, env, expected in (
         ([sys.executable], {}, cores),

@@ -19,6 +19,7 @@ from gpt2_ddp.cluster.roll_call import Facts, Place, arrive, connect, gather_fac
 from gpt2_ddp.cluster.watch import Watch
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.environment import world_size
 from gpt2_ddp.processes.launch import USE_TORCHRUN, build_accelerator, pick_device
 
 WARM_UP = 3
@@ -32,7 +33,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         UserError: for ranks that do not arrive, differ in versions, or sum wrongly. A rank that dies or hangs later
             ends all processes with an `error:` line and exit code 2 (see Watch).
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if world_size() == 1:
         accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
         alone = Place(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
         facts = gather_facts(alone, accelerator.device)

@@ -33,6 +33,8 @@ from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.shards import MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
+from gpt2_ddp.processes.cores import usable_cores
+from gpt2_ddp.processes.environment import world_size
 from gpt2_ddp.processes.launch import pick_device
 from gpt2_ddp.processes.spawn import start_processes
 
@@ -57,7 +59,7 @@ class Machine:
     """What the runs have: `gpus` is 0 where they run on the CPU, `cores` are physical ones that may be used."""
 
     gpus: int
-    cores: float
+    cores: int
     device: str
 
     def ways(self, processes: tuple[int, ...]) -> list[tuple[Way, str]]:
@@ -79,9 +81,9 @@ def compare(config: CompareConfig) -> list[Row]:
     Raises:
         UserError: for whatever the user has to mend.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if world_size() > 1:
         cure = "the comparison starts its own processes: `python scripts/compare_parallel.py`, without a launcher"
-        raise UserError("processes", os.environ["WORLD_SIZE"], cure)
+        raise UserError("processes", world_size(), cure)
     machine = find_machine(config.device)
     output = Path(config.output)
     try:
@@ -112,8 +114,7 @@ def compare(config: CompareConfig) -> list[Row]:
 def find_machine(device: str) -> Machine:
     """What there is to run on. Raises: UserError when the device is not there."""
     kind = pick_device(device).type
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    cores = min(usable, psutil.cpu_count(logical=False) or usable, _cpu_quota())
+    cores = usable_cores()
     return Machine(torch.cuda.device_count(), cores, "cuda") if kind == "cuda" else Machine(0, cores, "cpu")
 
 
@@ -241,10 +242,3 @@ def _steps(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, si
     """How many steps take one process about `seconds`."""
     trial = _run(f"{name}-trial", job, config, single, TRIAL, folder / "trial.safetensors")
     return min(max(round(config.seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
-
-
-def _cpu_quota() -> float:
-    """Cores' worth of time that a container may use (cgroup v2), infinite without a limit."""
-    file = Path("/sys/fs/cgroup/cpu.max")
-    quota, _, period = file.read_text().partition(" ") if file.exists() else ("max", "", "")
-    return float("inf") if quota.strip() == "max" else int(quota) / int(period)

@@ -50,8 +50,9 @@ def _leave_process_group() -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, or the only process; known before torch is imported."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is rank 0, or the only process, or one whose RANK is no number; known before torch is imported."""
+    rank = os.environ.get("RANK", "")
+    return not rank.isdigit() or int(rank) == 0
 
 
 def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C:

@@ -2,10 +2,8 @@
 
 import hashlib
 import multiprocessing
-import os
 import signal
 import tempfile
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +20,8 @@ from gpt2_ddp.data.shards import Shard, ShardWriter
 from gpt2_ddp.data.sources import Piece, has_documents, read_pieces
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.cores import usable_cores
+from gpt2_ddp.processes.parent import end_with_parent
 
 CHUNK = 2**20
 """Characters that a process encodes at a time."""
@@ -80,7 +80,7 @@ def _divide(spool: IO[bytes], writers: dict[str, ShardWriter], fraction: float) 
 
 def _encode_source(config: PrepareConfig, tokenizer: str, fraction: float) -> Iterator[dict[str, np.ndarray]]:
     """Tokens of the source's chunks in their order, by split."""
-    workers = config.workers or _cores()
+    workers = config.workers or usable_cores(hyperthreads=True)
     with tqdm(desc="encoding", unit=" tokens", unit_scale=True, disable=None) as progress:
         for encoded in _map_in_order(partial(_encode_chunk, tokenizer), _chunks(config, fraction), workers):
             progress.update(sum(map(len, encoded.values())))
@@ -141,15 +141,4 @@ def _map_in_order(
 def _follow_parent() -> None:
     """Leaves Ctrl-C to the parent process, and ends with it when it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    end_with_parent(signal.SIGKILL)

@@ -1,15 +1,12 @@
-"""How a process comes up: one Accelerator for every script, its device and threads, signals, what ranks agree on."""
+"""The Accelerator of every script, on the device, processes and threads that the user asked for, or else an error."""
 
 import argparse
-import ctypes
 import os
 import signal
-import sys
 import warnings
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
 
 import psutil
 import torch
@@ -25,8 +22,9 @@ from accelerate.utils import (
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-
-T = TypeVar("T")
+from gpt2_ddp.processes.cores import usable_cores
+from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.parent import end_with_parent
 
 STOPPED = 75
 """Exit code of a run that stopped early on request with a checkpoint saved (EX_TEMPFAIL: the same command goes on)."""
@@ -83,10 +81,10 @@ def build_accelerator(
         timeout: how long a collective waits for the other ranks.
 
     Raises:
-        UserError: fewer processes than asked for; a device, a precision or a plugin that cannot be had.
+        UserError: fewer processes than asked for; a device, a precision or a plugin that cannot be had; a launcher's
+            variable that is no number.
     """
-    asked = processes_asked_for()
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started, asked = world_size(), processes_asked_for()
     if started < asked:
         cure = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
         raise UserError("processes", asked, cure)
@@ -94,7 +92,8 @@ def build_accelerator(
     _check_backend(target, backend)
     _check_plugins()
     precision = _pick_precision(mixed_precision, target, section)
-    _die_with_launcher()
+    if under_launcher():  # `accelerate launch` of one process dies of a SIGTERM without passing it on
+        end_with_parent(signal.SIGTERM)
     if target.type == "cpu":
         set_cpu_threads()
     # torch 2.13 has a new name for this setting, 2.11 only the old one
@@ -151,9 +150,12 @@ def exit_code(outcome: str) -> int:
 
 
 def processes_asked_for() -> int:
-    """How many processes the user's launcher was told to start in all, as far as can be known; at least 1."""
+    """How many processes the user's launcher was told to start in all, as far as can be known; at least 1.
+
+    Raises: UserError for a launcher's variable that is no number.
+    """
     env = os.environ
-    asked = [int(env.get(name, "1")) for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
+    asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
     per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
     asked.append(int(env.get("PET_NNODES", "1").split(":")[0]) * (int(per_node) if per_node.isdigit() else 1))
     launch = _accelerate_arguments()
@@ -164,20 +166,15 @@ def processes_asked_for() -> int:
 
 def _accelerate_arguments() -> argparse.Namespace | None:
     """The arguments of the `accelerate launch` that is this process's parent, or None."""
-    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
-        return None
-    parent = psutil.Process().parent()
+    parent = psutil.Process().parent() if "ACCELERATE_MIXED_PRECISION" in os.environ else None
     words = parent.cmdline() if parent else []
     endings = ("accelerate-launch", "accelerate.commands.launch", "commands/launch.py")
-    launched = [i for i, word in enumerate(words) if word == "launch" or word.endswith(endings)]
-    if not launched:
-        return None
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("--num_processes", "--num-processes", type=int)
-    parser.add_argument("--config_file", "--config-file")
-    parser.add_argument("--num_cpu_threads_per_process", "--num-cpu-threads-per-process")
-    script = next((i for i, word in enumerate(words) if i > launched[0] and word == sys.argv[0]), len(words))
-    return parser.parse_known_args(words[launched[0] + 1 : script])[0]
+    for last, word in enumerate(words):
+        if word.endswith(endings) or (word == "launch" and "accelerate" in Path(words[last - 1]).name):
+            from accelerate.commands.launch import launch_command_parser
+
+            return launch_command_parser().parse_args(words[last + 1 :])  # it alone knows where the script's own begin
+    return None
 
 
 def _configured_processes(config_file: str | None) -> int:
@@ -187,7 +184,8 @@ def _configured_processes(config_file: str | None) -> int:
     for file in files:
         if Path(file).is_file():
             values = yaml.safe_load(Path(file).read_text())  # JSON is YAML
-            return int(values.get("num_processes") or 1)
+            count = values.get("num_processes") if isinstance(values, dict) else None
+            return count if isinstance(count, int) else 1
     return 1
 
 
@@ -221,13 +219,6 @@ def _check_plugins() -> None:
         raise UserError("ACCELERATE_DYNAMO_BACKEND", backend, cure)
 
 
-def _die_with_launcher() -> None:
-    """`accelerate launch` of one process dies of a SIGTERM without passing it on: have the kernel do it (Linux)."""
-    if sys.platform == "linux" and under_launcher():
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def set_cpu_threads() -> None:
     """Shares the cores among this machine's processes, unless the user chose: launchers set OMP_NUM_THREADS to 1."""
     launch, parent = _accelerate_arguments(), psutil.Process().parent()
@@ -236,8 +227,6 @@ def set_cpu_threads() -> None:
     except psutil.Error:
         chosen = False
     if not chosen and not (launch and launch.num_cpu_threads_per_process):
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        cores = min(usable, psutil.cpu_count(logical=False) or usable)  # hyperthreads do not help matrix products
-        threads = max(cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        threads = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose once more

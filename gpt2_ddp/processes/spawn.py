@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,6 +15,9 @@ from types import FrameType
 from typing import TypeVar
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.cores import usable_cores
+from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.parent import end_with_parent
 
 T = TypeVar("T")
 
@@ -37,9 +39,10 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
         What the main rank's call returned.
 
     Raises:
-        UserError: the main rank's, when it raised one.
+        UserError: the main rank's, when it raised one; a launcher's variable that is no number.
         SystemExit: 1, when a rank crashed; its traceback is on stderr.
     """
+    world_size()  # unsets an empty RANK
     if processes in (None, 1) or "RANK" in os.environ:
         return function(*args)
     return start_processes(function, processes, *args)
@@ -50,16 +53,11 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
 
     Otherwise like `run_processes`.
     """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    port = _free_port()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
     ranks: list[BaseProcess] = []
     with _forwarded_signals(ranks):
-        for rank in range(processes):
-            with _environment(rank, processes, port):
-                process = context.Process(target=_run_rank, args=(rank, sender, function, args), name=f"rank {rank}")
-                process.start()
-            ranks.append(process)
+        for rank in start_ranks(_run_rank, [(sender, function, args)] * processes):
+            ranks.append(rank)
         sender.close()
         answer = _wait(ranks, receiver)
     if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
@@ -72,21 +70,32 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     return result  # pyright: ignore[reportReturnType]
 
 
-def _run_rank(rank: int, sender: Connection, function: Callable[..., T], args: tuple[object, ...]) -> None:
-    os.setpgrp()  # a Ctrl-C of the terminal reaches the parent alone, which passes it on: once, not twice
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[object, ...]]) -> Iterator[BaseProcess]:
+    """Starts `function(*arguments[rank])` on each rank of a new world, in a fresh process that ends with this one.
 
-    def end_with_parent() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
+    A process that is alone gets no rank. A Ctrl-C of the terminal reaches this process only.
+    """
+    context, port = multiprocessing.get_context("spawn"), _free_port()
+    for rank, own in enumerate(arguments):
+        process = context.Process(target=_call, args=(function, own), name=f"rank {rank}")
+        with _environment(rank, len(arguments), port):
+            process.start()
+        yield process
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+
+def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
+    end_with_parent(signal.SIGTERM)
+    function(*arguments)
+
+
+def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object, ...]) -> None:
+    main = os.environ.get("RANK", "0") == "0"
     try:
         answer: tuple[T | None, UserError | None] = (function(*args), None)
     except UserError as error:
         answer = (None, error)
-    if rank == 0:
+    if main:
         sender.send(answer)
     sender.close()
     if answer[1] is not None:
@@ -119,7 +128,7 @@ def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserE
 def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
     """What torchrun tells a rank, for the process that is started inside."""
     before = dict(os.environ)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(_cores() // processes, 1)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     if processes > 1:
         os.environ |= {
             "RANK": str(rank),
@@ -152,10 +161,6 @@ def _forwarded_signals(ranks: list[BaseProcess]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _free_port() -> int:

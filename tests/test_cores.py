@@ -1,0 +1,93 @@
+"""The count of usable cores, on machines made of files."""
+
+import os
+
+import psutil
+import pytest
+import torch
+
+from gpt2_ddp.compare.compare import find_machine
+from gpt2_ddp.processes import cores
+from gpt2_ddp.processes.cores import usable_cores
+from gpt2_ddp.processes.launch import set_cpu_threads
+from gpt2_ddp.processes.spawn import start_processes
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine of eight cores with two hyperthreads each, all of which may be used; writes further files."""
+    monkeypatch.setattr(cores, "ROOT", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 16 if logical else 8)
+
+    def write(file: str, text: str) -> None:
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+    for thread in range(16):
+        write(f"sys/devices/system/cpu/cpu{thread}/topology/core_cpus_list", f"{thread % 8},{thread % 8 + 8}")
+    return write
+
+
+def test_physical_cores_and_hyperthreads(machine):
+    assert usable_cores() == 8
+    assert usable_cores(hyperthreads=True) == 16
+
+
+@pytest.mark.parametrize(("mask", "expected"), [({3}, 1), ({0, 1, 2}, 3), ({0, 8, 1, 9}, 2), (set(range(12)), 8)])
+def test_the_affinity_mask_counts(machine, monkeypatch, mask, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mask)
+    assert usable_cores() == expected
+    assert usable_cores(hyperthreads=True) == len(mask)
+
+
+def test_without_topology_the_systems_count_of_physical_cores_holds(tmp_path, monkeypatch, machine):
+    monkeypatch.setattr(cores, "ROOT", tmp_path / "empty")
+    assert usable_cores() == 8
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: None)
+    assert usable_cores() == 16
+
+
+V1 = "11:memory:/job\n4:cpu,cpuacct:/job\n1:name=systemd:/job\n0::/"
+GROUPS = {
+    "v2, a container's own": ("0::/", {"cpu.max": "300000 100000"}, 3),
+    "v2, without a limit": ("0::/", {"cpu.max": "max 100000"}, 8),
+    "v2, its own group": ("0::/user/job", {"user/job/cpu.max": "100000 100000", "user/cpu.max": "max 100000"}, 1),
+    "v2, the group above": ("0::/user/job", {"user/job/cpu.max": "500000 100000", "user/cpu.max": "400000 100000"}, 4),
+    "v2, a fraction": ("0::/", {"cpu.max": "250000 100000"}, 2),
+    "v2, less than one": ("0::/", {"cpu.max": "20000 100000"}, 1),
+    "v2, more than there are": ("0::/", {"cpu.max": "6400000 100000"}, 8),
+    "v1": (V1, {"cpu/job/cpu.cfs_quota_us": "100000", "cpu/job/cpu.cfs_period_us": "50000"}, 2),
+    "v1, without a limit": (V1, {"cpu/job/cpu.cfs_quota_us": "-1", "cpu/job/cpu.cfs_period_us": "100000"}, 8),
+    "v1, a container's own": (V1, {"cpu/cpu.cfs_quota_us": "500000", "cpu/cpu.cfs_period_us": "100000"}, 5),
+    "no control groups": ("", {}, 8),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_quota_counts(machine, name):
+    groups, files, expected = GROUPS[name]
+    machine("proc/self/cgroup", groups)
+    for file, text in files.items():
+        machine(f"sys/fs/cgroup/{file}", text)
+    assert usable_cores() == expected
+    assert find_machine("cpu").cores == expected
+
+
+@pytest.mark.parametrize(
+    ("quota", "processes", "threads"), [("max", 1, 8), ("max", 2, 4), ("100000", 1, 1), ("100000", 2, 1)]
+)
+def test_threads_are_the_processes_shares(machine, monkeypatch, quota, processes, threads):
+    """Of threads beyond a quota the kernel stops all for the rest of each period."""
+    machine("proc/self/cgroup", "0::/")
+    machine("sys/fs/cgroup/cpu.max", f"{quota} 100000")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert start_processes(os.getenv, processes, "OMP_NUM_THREADS") == str(threads)
+    chosen = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that what is set below is undone
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    set_cpu_threads()
+    assert chosen == [threads]

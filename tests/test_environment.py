@@ -1,0 +1,84 @@
+"""What launchers leave in the environment: numbers, nothing, or nonsense."""
+
+import os
+
+import pytest
+from ranks import free_port, run_ranks
+
+from gpt2_ddp.config.cli import is_main_process, run_command
+from gpt2_ddp.config.tools import CheckClusterConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.spawn import run_processes
+
+NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+NAMES += ("OMPI_COMM_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in NAMES:
+        monkeypatch.setenv(name, "")  # so that what a test leaves behind is undone
+        monkeypatch.delenv(name)
+
+
+def test_numbers(monkeypatch):
+    assert world_size() == 1
+    values = ("8", " 4", "0", "3", str(free_port()), "8", "8", "1:2", "gpu")
+    for name, value in zip(NAMES, values, strict=True):
+        monkeypatch.setenv(name, value)
+    assert world_size() == 8
+    assert os.environ["PET_NNODES"] == "1:2"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", ["", " ", "-1"])
+def test_empty_is_unset(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert world_size() == 1
+    assert name not in os.environ
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", ["two", "-2", "1.5", "$N", "²"])
+def test_what_is_no_number_is_named(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{name} = ") as error:
+        world_size()
+    assert value in str(error.value)
+    assert f"`unset {name}`" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE", "PET_NNODES"])
+def test_no_processes_at_all_are_a_mistake(monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match=f"{name} = 0: should be a number of processes or nodes, 1 or more"):
+        world_size()
+
+
+def test_an_empty_rank_is_no_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "")
+    assert is_main_process()
+    assert run_processes(os.getpid, 2) != os.getpid()
+
+
+def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setattr("sys.argv", ["check_cluster.py"])
+    from gpt2_ddp.cluster.check import check_cluster
+
+    with pytest.raises(SystemExit) as end:
+        run_command(CheckClusterConfig, check_cluster)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: RANK = first: should be a rank or port, 0 or more; ")
+
+
+def connected(values: dict[str, str]) -> int:
+    os.environ.update(values)
+    from gpt2_ddp.processes.launch import build_accelerator
+
+    return build_accelerator("cpu", "no").num_processes
+
+
+def test_an_accelerator_with_empty_variables():
+    assert run_ranks(connected, 1, dict.fromkeys(NAMES, "")) == [1]
