@@ -2,7 +2,10 @@
 
 import functools
 import json
+import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -103,6 +106,37 @@ def test_a_failing_experiment_does_not_stop_the_next():
     assert rows[0].measured.startswith("rank 0 failed: UserError")
 
 
+@pytest.mark.slow
+def test_experiments_that_die_or_hang_are_reported_and_the_next_begins_afresh(monkeypatch):
+    rows = run_experiments([BY_NAME["set_epoch"]] * 5, seed=0)
+    assert next(rows).holds
+    for number, message in ((signal.SIGKILL, "rank [01] (died|failed)"), (signal.SIGSTOP, "rank . did not end within")):
+        os.kill(ranks_of_the_lab()["rank 1"], number)
+        if number == signal.SIGSTOP:
+            monkeypatch.setattr("gpt2_ddp.lab.lab.BOUND", 2.0)
+        row = next(rows)
+        assert not row.holds
+        assert re.match(message, row.measured)
+        assert not ranks_of_the_lab()
+        monkeypatch.undo()
+        assert next(rows).holds
+    rows.close()
+    assert not ranks_of_the_lab()
+
+
+def ranks_of_the_lab() -> dict[str, int | None]:
+    return {child.name: child.pid for child in multiprocessing.active_children() if child.name.startswith("rank ")}
+
+
+@pytest.mark.slow
+def test_a_table_that_nobody_reads_ends_the_ranks_too():
+    command = [sys.executable, "scripts/ddp_lab.py", "--only", "set_epoch"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) != 0
+
+
 def test_the_command(tmp_path):
     output = str(tmp_path / "lab.json")
     command = [sys.executable, "scripts/ddp_lab.py", "--only", "set_epoch", "rank_0s_loss", "--output", output]
@@ -115,7 +149,7 @@ def test_the_command(tmp_path):
 
 
 def test_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: iter([failed_row()]))
+    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: (row for row in [failed_row()]))
     assert run_lab(LabConfig()) == 1
     assert "FAILS" in capsys.readouterr().out
 

@@ -3,9 +3,9 @@
 import json
 import multiprocessing
 import os
-import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -16,6 +16,8 @@ from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab import data, gradients, loop
 from gpt2_ddp.lab.experiment import Experiment
+from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.spawn import start_ranks
 
 EXPERIMENTS = (
     gradients.mean_of_gradients,
@@ -60,13 +62,14 @@ def run_lab(config: LabConfig) -> int:
     Raises:
         UserError: an unknown experiment, or a launcher that started several of this command.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if world_size() > 1:
         cure = "the lab starts its own two processes: `python scripts/ddp_lab.py`, without a launcher"
-        raise UserError("processes", os.environ["WORLD_SIZE"], cure)
+        raise UserError("processes", world_size(), cure)
     rows = []
-    for row in run_experiments(choose(config.only), config.seed):
-        rows.append(row)
-        print(f"{'holds' if row.holds else 'FAILS'}  {row.experiment.claim}\n       {row.measured}", flush=True)
+    with closing(run_experiments(choose(config.only), config.seed)) as measured:  # or its ranks outlive a failing print
+        for row in measured:
+            rows.append(row)
+            print(f"{'holds' if row.holds else 'FAILS'}  {row.experiment.claim}\n       {row.measured}", flush=True)
     print(f"\n{as_markdown(rows)}")
     if config.output:
         text = as_json(rows) if config.output.endswith(".json") else as_markdown(rows)
@@ -83,7 +86,7 @@ def choose(names: tuple[str, ...]) -> list[Experiment]:
     return [known[name] for name in names] or list(EXPERIMENTS)
 
 
-def run_experiments(experiments: list[Experiment], seed: int) -> Iterator[Row]:
+def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
     """Runs them one after the other in one world of two processes; a fresh one after an experiment that broke it."""
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
@@ -139,19 +142,12 @@ def _measure(
 
 
 def _start_ranks() -> list[tuple[BaseProcess, Connection]]:
-    context = multiprocessing.get_context("forkserver")  # a fork of this process could deadlock in torch's threads
-    context.set_forkserver_preload(["gpt2_ddp.lab.lab", "gpt2_ddp.processes.launch"])
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    ranks = []
-    for rank in range(PROCESSES):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, port, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        ranks.append((process, ours))
-    return ranks
+    pipes = [multiprocessing.Pipe() for _ in range(PROCESSES)]
+    ranks = start_ranks(_answer, [(theirs,) for _, theirs in pipes])
+    started = [(rank, ours) for rank, (ours, _) in zip(ranks, pipes, strict=True)]
+    for _, theirs in pipes:
+        theirs.close()  # so that the end of a rank is the end of its pipe
+    return started
 
 
 def _end_ranks(ranks: list[tuple[BaseProcess, Connection]]) -> None:
@@ -161,17 +157,14 @@ def _end_ranks(ranks: list[tuple[BaseProcess, Connection]]) -> None:
         process.join()
 
 
-def _rank(rank: int, port: int, pipe: Connection) -> None:
-    """One process: measures what it is told to, until its pipe closes."""
+def _answer(pipe: Connection) -> None:
+    """One rank: measures what it is told to, until its pipe closes."""
     import torch
 
     from gpt2_ddp.processes.launch import build_accelerator
 
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
-    where |= {"WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in where.items()})
     accelerator = build_accelerator("cpu", "no")
     torch.set_num_threads(1)
     while True:
