@@ -20,6 +20,8 @@ from test_launch import ACCELERATE, ROOT, TORCHRUN, environment
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
 BOUND = 3.0
 """Seconds that the ranks are told to wait; they add five for what others find, and the machine may be busy."""
+PATIENT = ["--timeout_seconds", "60"]
+"""Where nobody is missing, so that no rank has to wait for so long."""
 
 
 class Ranks:
@@ -85,7 +87,7 @@ def ranks(tmp_path: Path):
 def test_ranks_that_all_work(ranks, tmp_path, world):
     group = ranks(world)
     for rank in range(world):
-        group.start(rank, "--sizes", "8", "4096", "1048576", "--output", str(tmp_path / "found.json"))
+        group.start(rank, *PATIENT, "--sizes", "8", "4096", "1048576", "--output", str(tmp_path / "found.json"))
     ended = group.ended(60)
     assert [code for code, _ in ended.values()] == [0] * world, ended
     assert "all-reduce" in ended["0"][1]
@@ -156,9 +158,9 @@ def _other_version() -> None:
 
 def test_different_versions_are_named(ranks):
     group = ranks(2)
-    group.start(0)
-    group.start(1, before=_other_version)
-    ended = group.ended(BOUND + 15)
+    group.start(0, *PATIENT)
+    group.start(1, *PATIENT, before=_other_version)
+    ended = group.ended(60)
     assert [code for code, _ in ended.values()] == [2, 2]
     assert "0.34.2 on rank 1" in ended["0"][1]
     assert ended["0"][1].startswith("error: accelerate = ")
@@ -188,9 +190,9 @@ def _wrong_sums() -> None:
 
 def test_wrong_sums_are_an_error(ranks):
     group = ranks(2)
-    group.start(0, "--sizes", "4096")
-    group.start(1, "--sizes", "4096", before=_wrong_sums)
-    ended = group.ended(40)
+    group.start(0, *PATIENT, "--sizes", "4096")
+    group.start(1, *PATIENT, "--sizes", "4096", before=_wrong_sums)
+    ended = group.ended(60)
     assert [code for code, _ in ended.values()] == [2, 2], ended
     assert "error: all-reduce = 4096 bytes on ranks [1]: wrong sums" in ended["0"][1]
 

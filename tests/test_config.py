@@ -1,10 +1,10 @@
 """Configuration and command lines: precedence, mistakes, `--help`, and every shipped preset."""
 
 import itertools
+import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -369,11 +369,13 @@ def test_mistakes_end_a_command_with_one_line_each_and_2():
 
 
 def test_help_is_fast_and_lists_every_field_with_its_default():
-    begun = time.perf_counter()
+    before = os.times()
     done = script("scripts/train_gpt2.py", "--help")
-    seconds = time.perf_counter() - begun
+    after = os.times()
     assert done.returncode == 0
-    assert seconds < 1
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system < 1
+    )  # CPU seconds
     text = " ".join(done.stdout.split())
     for section, values in train().model_dump().items():
         for name in values if isinstance(values, dict) else [""]:

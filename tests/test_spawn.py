@@ -161,10 +161,8 @@ def test_regression_by_every_launcher(tmp_path, way):
 )
 def test_wrong_input_ends_with_2_and_one_line(tmp_path, script, flags, field, processes):
     command = [sys.executable, str(ROOT / "scripts" / script), *flags, "--output_dir", str(tmp_path)]
-    begun = time.monotonic()
     found = launch([*command, "--train.device", "cpu", "--launch.processes", processes], HF_HUB_OFFLINE="1")
     assert found.returncode == 2, found.stderr
     lines = found.stderr.splitlines()
     assert len(lines) == 1, found.stderr
     assert lines[0].startswith(f"error: {field}")
-    assert time.monotonic() - begun < 30

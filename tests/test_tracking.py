@@ -18,18 +18,20 @@ from gpt2_ddp.run.folder import RunFolder
 from gpt2_ddp.run.tracking import Throughput, peak_flops
 
 
-def test_throughput_counts_training_alone():
+def test_throughput_counts_training_alone(monkeypatch):
+    now = 5.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     throughput = Throughput(flops_per_token=100, peak=1e6, device=torch.device("cpu"))
-    time.sleep(0.1)
+    now += 0.25
     with throughput.paused():
-        time.sleep(0.3)
+        now += 3
+    now += 0.25
     throughput.add(1000)
-    rate, mfu = throughput.read()
-    assert 1000 / 0.2 < rate <= 1000 / 0.1
-    assert mfu == pytest.approx(rate * 100 / 1e6)
-    time.sleep(0.05)
+    assert throughput.read() == (2000, 2000 * 100 / 1e6)
+    now += 0.125
     throughput.add(10)
-    assert throughput.read()[0] <= 10 / 0.05  # a reading begins where the last one ended
+    assert throughput.read()[0] == 80  # a reading begins where the last one ended
+    assert throughput.seconds == 0.625
 
 
 def test_mfu_is_not_given_where_the_peak_is_not_known():
