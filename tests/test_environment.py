@@ -40,7 +40,7 @@ def test_empty_is_unset(monkeypatch, name, value):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("value", ["two", "-2", "1.5", "$N", "²"])
+@pytest.mark.parametrize("value", ["two", "-2", "1.5", "$N"])
 def test_what_is_no_number_is_named(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"^{name} = ") as error:

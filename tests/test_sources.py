@@ -167,13 +167,14 @@ def test_hub_dataset(tmp_path, monkeypatch):
     server.server_close()
 
 
-class SilentHub(http.server.BaseHTTPRequestHandler):
-    """Hangs up on everybody."""
+class BusyHub(http.server.BaseHTTPRequestHandler):
+    """Asks everybody to try again."""
 
     asked: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.asked.append(self.path)
+        self.send_error(503)
 
     do_HEAD = do_GET
 
@@ -182,13 +183,13 @@ class SilentHub(http.server.BaseHTTPRequestHandler):
 def test_hub_without_a_network_is_asked_once_at_most(tmp_path, offline, monkeypatch):
     """Again and again would take half a minute."""
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(SilentHub, "asked", [])
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), SilentHub)
+    monkeypatch.setattr(BusyHub, "asked", [])
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BusyHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     result = prepare_with_hub(f"http://127.0.0.1:{server.server_port}", tmp_path)
     server.shutdown()
     server.server_close()
-    assert sum("owner/name" in path for path in SilentHub.asked) == 1 - int(offline)
+    assert sum("owner/name" in path for path in BusyHub.asked) == 1 - int(offline)
     assert result.returncode == 2
     [line] = result.stderr.splitlines()
     assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")

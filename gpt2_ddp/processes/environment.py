@@ -5,13 +5,13 @@ import re
 
 from gpt2_ddp.errors import UserError
 
-_COUNT = r"[1-9]\d*"
+_COUNT = r"[1-9][0-9]*"
 _NUMBERS = {
     "WORLD_SIZE": _COUNT,
     "LOCAL_WORLD_SIZE": _COUNT,
-    "RANK": r"\d+",
-    "LOCAL_RANK": r"\d+",
-    "MASTER_PORT": r"\d+",
+    "RANK": r"[0-9]+",
+    "LOCAL_RANK": r"[0-9]+",
+    "MASTER_PORT": r"[0-9]+",
     "SLURM_STEP_NUM_TASKS": _COUNT,
     "OMPI_COMM_WORLD_SIZE": _COUNT,
     "PET_NNODES": rf"{_COUNT}(:{_COUNT})?",
@@ -33,7 +33,7 @@ def world_size() -> int:
         value = os.environ.get(name, "").strip()
         if value in ("", "-1"):
             os.environ.pop(name, None)
-        elif not re.fullmatch(pattern, value, re.ASCII):
-            kind = "a rank or port, 0 or more" if pattern == r"\d+" else "a number of processes or nodes, 1 or more"
+        elif not re.fullmatch(pattern, value):
+            kind = "a rank or port, 0 or more" if pattern == r"[0-9]+" else "a number of processes or nodes, 1 or more"
             raise UserError(name, value, f"should be {kind}; launchers set it: `unset {name}`, or correct it")
     return int(os.environ.get("WORLD_SIZE", "1"))
