@@ -25,7 +25,7 @@ CHILD = """
         end_with_parent(signal.SIGUSR1)
         open("begun", "w").close()
         print(os.getpid(), flush=True)
-        time.sleep(600)
+        time.sleep(60)
 
     def live_later(file):
         parent = os.getppid()
@@ -54,7 +54,7 @@ PARENT = """
         thread = threading.Thread(target=start)
         thread.start()
         thread.join()
-        time.sleep(600)
+        time.sleep(60)
 """
 
 
