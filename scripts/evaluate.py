@@ -9,9 +9,9 @@ from gpt2_ddp.config.tools import EvaluateConfig
 
 
 def main(config: EvaluateConfig) -> int:
-    from gpt2_ddp.model.evaluate import run
+    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
-    return run(config)
+    return evaluate_checkpoint(config)
 
 
 if __name__ == "__main__":

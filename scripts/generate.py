@@ -11,9 +11,9 @@ from gpt2_ddp.config.tools import GenerateConfig
 
 
 def main(config: GenerateConfig) -> int:
-    from gpt2_ddp.model.generate import run
+    from gpt2_ddp.tasks.checkpoints import generate_text
 
-    return run(config)
+    return generate_text(config)
 
 
 if __name__ == "__main__":

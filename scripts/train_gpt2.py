@@ -7,8 +7,6 @@
 The same command given again goes on where the run stopped.
 """
 
-from pathlib import Path
-
 from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -17,12 +15,12 @@ def main(config: TrainingConfig) -> int:
     from gpt2_ddp.processes.launch import exit_code
     from gpt2_ddp.reports.report import write_report
     from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
 
-    outcome = train(config)
-    if outcome == "completed" and is_main_process():
-        run = Path(config.output_dir) / config.run_name
-        print(f"report: {write_report([run], run)}")
-    return exit_code(outcome)
+    result = train(config, Pretraining)
+    if result.outcome == "completed" and is_main_process():
+        print(f"report: {write_report([result.run], result.run)}")
+    return exit_code(result.outcome)
 
 
 if __name__ == "__main__":

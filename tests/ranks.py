@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "accelerate", "gpt2_ddp.run.loop"])
+CONTEXT.set_forkserver_preload(["torch", "accelerate", "gpt2_ddp.tasks.jobs", "gpt2_ddp.tasks.pretraining"])
 
 
 def free_port() -> int:

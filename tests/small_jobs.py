@@ -67,17 +67,17 @@ def run_small_job(config: JobConfig):
 
 def signalled_job(config: JobConfig, step: int, number: int) -> str:
     """Trains, and has the last rank's own process signalled in the middle of step `step`."""
-    from gpt2_ddp.tasks import supervised
+    from gpt2_ddp.run import loop
 
-    train_step = supervised.train_step
+    train_step = loop.train_step
 
-    def signalling(fitting, *rest):
-        accelerator = fitting.accelerator
-        if fitting.state.step + 1 == step and accelerator.process_index == accelerator.num_processes - 1:
+    def signalling(run):
+        accelerator = run.accelerator
+        if run.step + 1 == step and accelerator.process_index == accelerator.num_processes - 1:
             os.kill(os.getpid(), number)
-        return train_step(fitting, *rest)
+        return train_step(run)
 
-    supervised.train_step = signalling
+    loop.train_step = signalling
     return run_small_job(config).outcome
 
 

@@ -1,29 +1,26 @@
 """Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
 
 import json
+import math
 import os
 import shutil
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from ranks import start_ranks
+import yaml
+from ranks import run_ranks, start_ranks
 
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.run.checkpoint import (
-    CheckpointFolder,
-    Damaged,
-    find_checkpoint,
-    list_checkpoints,
-    load_optimizer,
-    load_weights,
-    verify,
-)
+from gpt2_ddp.run.checkpoint import CheckpointFolder, Damaged, find_checkpoint, list_checkpoints, verify
+from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights, put_moments, put_weights
+from gpt2_ddp.tasks.pretraining import load_weights
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 
@@ -37,28 +34,71 @@ def trained_model() -> tuple[GPT, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None) -> Path:
-    checkpoints = CheckpointFolder(folder, keep_last)
-    return checkpoints.save(*trained_model(), {"step": step, "val_loss": val_loss}, "seed: 1\n")
+def snapshot(state: dict, config: str = "seed: 1\n") -> Snapshot:
+    model, optimizer = trained_model()
+    return Snapshot(state, config, copy_weights(model), copy_moments(model, optimizer))
+
+
+def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None, **state: object) -> Path:
+    return CheckpointFolder(folder, keep_last).save(snapshot({"step": step, "val_loss": val_loss, **state}))
 
 
 def steps(folder: Path) -> list[int]:
     return [int(place.name[5:]) for place in list_checkpoints(folder)]
 
 
-def test_weights_and_optimizer_come_back_bitwise(tmp_path):
+def put_back(folder: Path) -> tuple[dict, dict, bool]:
+    """Writes and reads a checkpoint on rank 0, and gives it to all ranks' models, which were others; what they then
+    hold, and whether each tensor stayed where it was."""
+    from gpt2_ddp.processes.launch import build_accelerator
+
+    accelerator = build_accelerator("cpu", "no")
+    torch.manual_seed(accelerator.process_index)
     model, optimizer = trained_model()
-    place = CheckpointFolder(tmp_path).save(model, optimizer, {"step": 3}, "seed: 1\n")
-    other = GPT(TINY, 100)
-    other_optimizer = build_optimizer(other, OptimConfig())
-    load_weights(place, other)
-    load_optimizer(place, other, other_optimizer)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert optimizer.state[a].keys() == other_optimizer.state[b].keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert all(torch.equal(optimizer.state[a][key], other_optimizer.state[b][key]) for key in optimizer.state[a])
-    assert verify(place)["step"] == 3
+    read = None
+    if accelerator.is_main_process:
+        torch.manual_seed(7)
+        read = verify(CheckpointFolder(folder).save(snapshot({"step": 3}))).read()
+
+    def places() -> list[int]:
+        moments = [optimizer.state[p][kind] for p in model.parameters() for kind in sorted(optimizer.state[p])]
+        return [tensor.data_ptr() for tensor in (*model.parameters(), *moments)]
+
+    before = places()
+    put_weights(accelerator, read.model if read else {}, model)
+    put_moments(accelerator, read.optimizer if read else {}, model, optimizer)
+    held_now = copy_weights(model), copy_moments(model, optimizer)
+    found = ({name: value.numpy() for name, value in tensors.items()} for tensors in held_now)
+    return *found, places() == before
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_and_moments_come_back_bitwise_on_all_ranks(tmp_path, world):
+    torch.manual_seed(7)
+    expected = snapshot({"step": 3})
+    for weights, moments, in_place in run_ranks(put_back, world, tmp_path):
+        assert in_place
+        for found, right in ((weights, expected.model), (moments, expected.optimizer)):
+            assert found.keys() == right.keys()
+            assert all(np.array_equal(found[name], right[name].numpy()) for name in right)
+    assert {name.split(".")[0] for name in expected.optimizer} == {"step", "exp_avg", "exp_avg_sq"}
+    place = tmp_path / "step-00000003"
+    assert verify(place).state["step"] == 3
     assert not any(b"cpickle" in file.read_bytes() or file.suffix in (".pt", ".pkl") for file in place.iterdir())
+
+
+def test_moments_that_are_not_in_the_snapshot_go(tmp_path):
+    """As when a run goes back to its first step."""
+    (left,) = run_ranks(put_back_to_the_start, 1)
+    assert left == 0
+
+
+def put_back_to_the_start() -> int:
+    from gpt2_ddp.processes.launch import build_accelerator
+
+    model, optimizer = trained_model()
+    put_moments(build_accelerator("cpu", "no"), {}, model, optimizer)
+    return len(copy_moments(model, optimizer))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "config.yaml"])
@@ -89,8 +129,8 @@ def test_a_broken_manifest_is_damage(tmp_path, text):
 def test_falls_back_to_the_newest_intact_and_says_why(tmp_path, capsys):
     save(tmp_path, 1), save(tmp_path, 2), save(tmp_path, 3)
     (tmp_path / "step-00000003/model.safetensors").write_bytes(b"x")
-    place, state = CheckpointFolder(tmp_path).newest_intact()
-    assert (place.name, state["step"]) == ("step-00000002", 2)
+    found = CheckpointFolder(tmp_path).newest()
+    assert (found.path.name, found.state["step"]) == ("step-00000002", 2)
     warning = capsys.readouterr().err
     assert "step-00000003/model.safetensors" in warning
     assert "bytes instead of" in warning
@@ -99,19 +139,62 @@ def test_falls_back_to_the_newest_intact_and_says_why(tmp_path, capsys):
 
 
 def test_refuses_to_start_from_scratch_when_none_is_intact(tmp_path):
-    assert CheckpointFolder(tmp_path).newest_intact() is None
+    assert CheckpointFolder(tmp_path).newest() is None
     save(tmp_path, 1)
     (tmp_path / "step-00000001/state.json").unlink()
     for _ in range(2):  # the second time, all that is left is called *.corrupt
         with pytest.raises(UserError, match="none is intact"):
-            CheckpointFolder(tmp_path).newest_intact()
+            CheckpointFolder(tmp_path).newest()
 
 
 def test_keeps_the_newest_and_the_best(tmp_path):
     checkpoints = CheckpointFolder(tmp_path, keep_last=2)
     for step, val_loss in ((1, 3.0), (2, 2.0), (3, None), (4, 2.5), (5, 2.6)):
-        checkpoints.save(*trained_model(), {"step": step, "val_loss": val_loss}, "")
+        checkpoints.save(snapshot({"step": step, "val_loss": val_loss}))
     assert steps(tmp_path) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path, bad):
+    checkpoints = CheckpointFolder(tmp_path, keep_last=1)
+    for step, val_loss in ((1, bad), (2, 2.0), (3, bad), (4, 2.5), (5, bad)):
+        checkpoints.save(snapshot({"step": step, "val_loss": val_loss}))
+    assert steps(tmp_path) == [2, 5]
+
+
+def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
+    """Files, then their folder's manifest, then the name, each fsynced; a crash between leaves a whole checkpoint."""
+    CheckpointFolder(tmp_path, keep_last=1).save(snapshot({"step": 1}))
+    done = []
+    fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
+
+    def note_fsync(descriptor):
+        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        fsync(descriptor)
+
+    def note_rename(path, target):
+        done.append(("rename", path.name))
+        return rename(path, target)
+
+    def note_rmtree(path, **kwargs):
+        done.append(("remove", Path(path).name))
+        rmtree(path, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    monkeypatch.setattr(shutil, "rmtree", note_rmtree)
+    CheckpointFolder(tmp_path, keep_last=1).save(snapshot({"step": 2}))
+    files = ["config.yaml", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert done == [
+        ("remove", ".step-00000002.tmp"),
+        *(("fsync", name) for name in files),
+        ("fsync", ".manifest.json.tmp"),
+        ("fsync", ".step-00000002.tmp"),
+        ("rename", ".step-00000002.tmp"),
+        ("fsync", tmp_path.name),
+        ("rename", "step-00000001"),
+        ("remove", ".step-00000001.removed"),
+    ]
 
 
 def test_a_damaged_one_does_not_count_and_is_not_removed(tmp_path, capsys):
@@ -126,17 +209,16 @@ def test_a_damaged_one_does_not_count_and_is_not_removed(tmp_path, capsys):
 def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     save(tmp_path, 1)
     (tmp_path / ".step-00000002.tmp").mkdir()
-    CheckpointFolder(tmp_path).clean()
+    assert CheckpointFolder(tmp_path).newest().path.name == "step-00000001"
     assert [place.name for place in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def save_for_ever(folder: Path) -> None:
-    model, optimizer = trained_model()
     checkpoints = CheckpointFolder(folder, keep_last=1)
     step = 0
     while True:
         step += 1
-        checkpoints.save(model, optimizer, {"step": step}, "seed: 1\n")
+        checkpoints.save(snapshot({"step": step}))
 
 
 @pytest.mark.parametrize("attempt", range(4))
@@ -150,15 +232,15 @@ def test_killed_while_saving_an_intact_one_is_left(tmp_path, attempt):
     process.join()
     found = list_checkpoints(tmp_path)
     assert found
-    assert all(verify(place)["step"] == int(place.name[5:]) for place in found)
+    assert all(verify(place).state["step"] == int(place.name[5:]) for place in found)
 
 
 def test_find_checkpoint_takes_a_run_or_a_checkpoint(tmp_path):
     first, second = save(tmp_path / "checkpoints", 1), save(tmp_path / "checkpoints", 2)
-    assert find_checkpoint(tmp_path) == second
-    assert find_checkpoint(first) == first
+    assert find_checkpoint(tmp_path).path == second
+    assert find_checkpoint(first).path == first
     (second / "state.json").write_text("{}")
-    assert find_checkpoint(tmp_path) == first
+    assert find_checkpoint(tmp_path).path == first
     with pytest.raises(UserError, match=r"state\.json"):
         find_checkpoint(second)
     shutil.rmtree(first)
@@ -169,10 +251,37 @@ def test_find_checkpoint_takes_a_run_or_a_checkpoint(tmp_path):
 def test_weights_of_another_shape_are_refused(tmp_path):
     place = save(tmp_path, 1)
     with pytest.raises(UserError, match=r"does not fit .*size mismatch"):
-        load_weights(place, GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=4), 100))
+        load_weights(verify(place), GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=4), 100))
 
 
 def test_the_manifest_lists_every_file(tmp_path):
     place = save(tmp_path, 1)
     listed = json.loads((place / "manifest.json").read_text())["files"]
     assert {file.name for file in place.iterdir()} == {*listed, "manifest.json"}
+
+
+def test_peeking_reads_the_small_files_alone(tmp_path):
+    """Damaged weights of the same size are not seen, a damaged state is; nothing is renamed."""
+    save(tmp_path, 1), save(tmp_path, 2)
+    weights = tmp_path / "step-00000002/model.safetensors"
+    weights.write_bytes(bytes(weights.stat().st_size))
+    assert CheckpointFolder(tmp_path).peek().state["step"] == 2
+    (tmp_path / "step-00000002/state.json").write_text("{}")
+    assert CheckpointFolder(tmp_path).peek().state["step"] == 1
+    assert steps(tmp_path) == [1, 2]
+    assert CheckpointFolder(tmp_path / "none").peek() is None
+
+
+@pytest.mark.parametrize(
+    ("state", "config", "kind"),
+    [
+        ({"kind": "something"}, {}, "something"),
+        ({}, {"train": {"global_batch_tokens": 8}, "data": {"path": "x"}}, "gpt2"),
+        ({}, {"data": {"weight": 2.0}}, "regression"),
+        ({}, {"data": {"sequences": 12}}, "transformer"),
+        ({}, {"data": {"name": "clusters"}}, "classifier"),
+    ],
+)
+def test_a_checkpoint_knows_its_kind(tmp_path, state, config, kind):
+    place = CheckpointFolder(tmp_path).save(snapshot({"step": 1, **state}, yaml.safe_dump(config)))
+    assert verify(place).kind == kind

@@ -1,11 +1,11 @@
 """The comparison: every way trains the same, and what the table says is what was measured."""
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from small_jobs import job_config
 from test_launch import ROOT, environment
 
 from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_machine, find_notes, read_job, with_data
-from gpt2_ddp.compare.run import WARM_UP, Run, communication_share, make_trainee, measure, peak_memory
+from gpt2_ddp.compare.run import WARM_UP, Reading, communication_share, measure, peak_memory
 from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown, draw
 from gpt2_ddp.config.jobs import CompareConfig
 from gpt2_ddp.data.shards import read_manifest
@@ -60,20 +60,22 @@ def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
 def test_only_the_timed_steps_count(tmp_path, corpus):
     run = run_ranks(timed_by_hand, 1, tiny("gpt2", corpus, tmp_path), tmp_path / "weights")[0]
     assert run.samples == 4 * 24
-    assert 4 * 0.05 < run.seconds < 1  # a step sleeps 0.05 s, one of the warm-up 1 s
+    assert run.seconds == pytest.approx(4 * 0.05)  # the clock stands still but in steps: 1 s in those of the warm-up
 
 
-def timed_by_hand(config, weights) -> Run:
-    from gpt2_ddp.run import loop as train
+def timed_by_hand(config, weights) -> Reading:
+    from types import SimpleNamespace
 
-    train_step, taken = train.train_step, []
+    from gpt2_ddp.compare import run as module
 
-    def sleepy(*args):
-        taken.append(args)
-        time.sleep(1 if len(taken) <= WARM_UP else 0.05)
-        return train_step(*args)
+    train_step, clock, taken = module.train_step, [0.0], []
 
-    train.train_step = sleepy
+    def slow(run):
+        taken.append(run)
+        clock[0] += 1 if len(taken) <= WARM_UP else 0.05
+        return train_step(run)
+
+    module.train_step, module.time = slow, SimpleNamespace(perf_counter=lambda: clock[0])
     return measure(config, False, 1, 4, weights)
 
 
@@ -114,6 +116,7 @@ def peaks_around_an_allocation() -> tuple[int, int]:
 # Communication
 
 
+@pytest.mark.slow
 def test_share_of_a_known_communication(tmp_path):
     """An all-reduce that takes 40 ms more, and steps that take 40 ms more on one rank, which the other waits for."""
     config = tiny("mlp", tmp_path, tmp_path)
@@ -127,20 +130,29 @@ def test_share_of_a_known_communication(tmp_path):
 def share_with(config, all_reduce: float, last_rank: float) -> float | None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+    from gpt2_ddp.compare import run as module
+    from gpt2_ddp.run.run import Run
+    from gpt2_ddp.tasks.jobs import make_job
+    from gpt2_ddp.tasks.supervised import Supervised
+
+    train_step = module.train_step
+
     def hook(state, bucket):
         time.sleep(all_reduce)
         return allreduce_hook(None, bucket)
 
-    trainee = make_trainee(config, False)
-    trainee.model.register_comm_hook(None, hook)
+    def slow(run):
+        time.sleep(last_rank * run.accelerator.process_index)
+        return train_step(run)
 
-    def step(number: int) -> int:
-        time.sleep(last_rank * trainee.accelerator.process_index)
-        return trainee.step(number)
+    module.train_step = slow
+    run = Run(config, partial(Supervised, make_job))
+    run.build()
+    run.model.register_comm_hook(None, hook)
+    return communication_share(run, 2)
 
-    return communication_share(dataclasses.replace(trainee, step=step), 1, 2)
 
-
+@pytest.mark.slow
 def test_much_arithmetic_communicates_less(tmp_path):
     """4M parameters for 2 samples a step against 43 thousand for 4096."""
     heavy = {"model.hidden": (2000, 2000), "train.global_batch_size": 2, "data.points": 4096}
@@ -158,8 +170,8 @@ def test_much_arithmetic_communicates_less(tmp_path):
 # The table
 
 
-def runs(*seconds: float, communication: float | None = None) -> list[Run]:
-    return [Run(10, 320, s, (300_000_000, 200_000_000), communication, {"val_loss": 1.5}, 7, 1) for s in seconds]
+def runs(*seconds: float, communication: float | None = None) -> list[Reading]:
+    return [Reading(10, 320, s, (300_000_000, 200_000_000), communication, {"val_loss": 1.5}, 7, 1) for s in seconds]
 
 
 @pytest.fixture

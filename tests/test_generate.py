@@ -13,9 +13,11 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer, train_bpe
-from gpt2_ddp.model.generate import BATCH_ROWS, generate, next_logits, run, sample, sample_text
+from gpt2_ddp.model.generate import BATCH_ROWS, generate, next_logits, sample, sample_text
 from gpt2_ddp.model.gpt import GPT, KVCache
 from gpt2_ddp.run.checkpoint import CheckpointFolder
+from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights
+from gpt2_ddp.tasks.checkpoints import generate_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -278,7 +280,8 @@ def checkpoint(tmp_path_factory):
     model = GPT(config.model, vocab_size)
     state = {"step": 1, "tokenizer": "tokenizer.json", "vocab_size": vocab_size}
     optimizer = torch.optim.AdamW(model.parameters())
-    CheckpointFolder(folder / "checkpoints").save(model, optimizer, state, dump(config), extra=(file,))
+    moments = copy_moments(model, optimizer)
+    CheckpointFolder(folder / "checkpoints").save(Snapshot(state, dump(config), copy_weights(model), moments, (file,)))
     return folder
 
 
@@ -286,15 +289,15 @@ def test_run_prints_every_sample(checkpoint, capsys):
     config = GenerateConfig(
         checkpoint=str(checkpoint), prompts=("def main", "return"), num_samples=2, max_new_tokens=12, device="cpu"
     )
-    assert run(config) == 0
+    assert generate_text(config) == 0
     first = capsys.readouterr()
     samples = first.out.split("-" * 80 + "\n")
     assert [sample.split()[0][:3] for sample in samples] == ["def", "def", "ret", "ret"]
     assert len(set(samples)) == 4
     assert " tokens/s on cpu" in first.err
-    run(config)
+    generate_text(config)
     assert capsys.readouterr().out == first.out
-    run(config.model_copy(update={"seed": 1}))
+    generate_text(config.model_copy(update={"seed": 1}))
     assert capsys.readouterr().out != first.out
 
 

@@ -1,13 +1,16 @@
 """The schedule, the parameter groups, and the guard against gradients that are not finite."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import build_optimizer, lr_at, skip_if_not_finite
+from gpt2_ddp.model.optim import StepGuard, build_optimizer, lr_at
+from gpt2_ddp.tasks.supervised import build_job_optimizer
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 
@@ -48,29 +51,81 @@ def test_only_matrices_and_embeddings_decay():
     assert len(decay) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad):
-    model = GPT(TINY, 100)
-    optimizer = build_optimizer(model, OptimConfig())
+def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]:
+    """Those that read `found_inf`, and some that do not."""
+    return {
+        "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        "adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
+        "sgd": lambda parameters: build_job_optimizer(_Holds(parameters), JobOptimConfig(momentum=0.9), 0.1),
+        "plain adamw": lambda parameters: torch.optim.AdamW(parameters, fused=False),
+        "plain sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+        "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
+    }
 
-    def step(poison: bool) -> float:
-        tokens = torch.arange(8).view(2, 4)
-        model(tokens, tokens).backward()
+
+class _Holds(torch.nn.Module):
+    def __init__(self, parameters: list[torch.nn.Parameter]):
+        super().__init__()
+        self.all = torch.nn.ParameterList(parameters)
+
+
+@pytest.mark.parametrize("name", optimizers())
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
+    """Parameters, moments, step counts are as before, in a first step too; then it goes on as if nothing had been."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 8), torch.nn.Linear(6, 8)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    made = [optimizers()[name](list(layer.parameters())) for layer in layers]
+    guards = [StepGuard(optimizer) for optimizer in made]
+
+    def step(which: int, number: int, poison: bool = False) -> float:
+        layer, optimizer = layers[which], made[which]
+        torch.manual_seed(number)
+        (layer(torch.randn(4, 6)) ** 2).sum().backward()
         if poison:
-            model.wte.weight.grad[3, 3] = bad
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        flag = skip_if_not_finite(optimizer, norm)
+            layer.weight.grad[3, 3] = bad
+        norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        flag = guards[which].judge(norm)
         optimizer.step()
+        layer.zero_grad()
+        return flag.item()
+
+    if not first:
+        assert step(0, 1) == step(1, 1) == 0
+    before = [p.detach().clone() for p in layers[1].parameters()]
+    assert step(1, 2, poison=True) == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, layers[1].parameters(), strict=True))
+    for number in (3, 4):
+        assert step(0, number) == step(1, number) == 0
+    for a, b in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+        for kind in made[0].state.get(a, {}):
+            assert torch.equal(made[0].state[a][kind], made[1].state[b][kind]), kind
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd"])
+def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
+    """Each gradient is finite, so the scaler finds nothing; the norm of all of them is not."""
+    layer = torch.nn.Linear(6, 8)
+    optimizer = optimizers()[name](list(layer.parameters()))
+    guard, scaler = StepGuard(optimizer), torch.amp.GradScaler("cpu", init_scale=1.0)
+
+    def step(size: float) -> float:
+        scaler.scale((layer(torch.ones(4, 6)) * size).sum()).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+        assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
+        flag = guard.judge(norm)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         return flag.item()
 
-    def everything():
-        state = [value.clone() for p in model.parameters() for value in optimizer.state[p].values()]
-        return [p.detach().clone() for p in model.parameters()] + state
-
-    assert step(poison=False) == 0
-    before = everything()
-    assert step(poison=True) == 1
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(), strict=True))  # Adam's step count, too
-    assert step(poison=False) == 0
-    assert not any(torch.equal(a, b) for a, b in zip(before, everything(), strict=True) if a.numel() > 8)
+    assert step(1e-3) == 0
+    before = [p.detach().clone() for p in layer.parameters()]
+    assert step(1e30) == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+    assert step(1e-3) == 0
+    assert not any(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))

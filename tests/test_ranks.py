@@ -5,7 +5,7 @@ import torch
 from ranks import RankError, run_ranks
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.ranks import seed_step
+from gpt2_ddp.run.seeds import seed_step
 
 
 def drawn(seed: int, step: int, rank: int) -> list[float]:
@@ -60,9 +60,9 @@ def other_configuration() -> None:
     from gpt2_ddp.processes.ranks import check_ranks_agree
 
     build_accelerator("cpu", "no")
-    check_ranks_agree(f"seed: {os.environ['RANK']}", "data", "folder", "hash")
+    check_ranks_agree("configuration", "", f"seed: {os.environ['RANK']}")
 
 
 def test_ranks_with_other_configurations_are_named():
-    with pytest.raises(RankError, match="rank 1 has another one"):
+    with pytest.raises(RankError, match="rank 1 has another"):
         run_ranks(other_configuration, 2)

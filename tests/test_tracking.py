@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,41 +15,90 @@ from ranks import run_ranks, start_ranks
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.folder import METRICS, RunFolder
 from gpt2_ddp.run.tracking import Throughput, peak_flops
 
 
+class Clock:
+    """In the place of time.perf_counter; it moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def fake_task(unit: str = "tokens", flops_per_unit: int = 100) -> SimpleNamespace:
+    return SimpleNamespace(unit=unit, flops_per_unit=flops_per_unit, feed=SimpleNamespace(waited=3.0))
+
+
+CPU = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
+
+
 def test_throughput_counts_training_alone(monkeypatch):
-    now = 5.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    throughput = Throughput(flops_per_token=100, peak=1e6, device=torch.device("cpu"))
-    now += 0.25
+    clock, task = Clock(monkeypatch), fake_task()
+    throughput = Throughput(task, CPU)
+    clock.now += 1
+    task.feed.waited += 0.25
     with throughput.paused():
-        now += 3
-    now += 0.25
-    throughput.add(1000)
-    assert throughput.read() == (2000, 2000 * 100 / 1e6)
-    now += 0.125
+        clock.now += 30
+    throughput.add(600)
+    clock.now += 1
+    throughput.add(400)
+    assert throughput.read() == {"tokens_per_second": 500.0, "mfu": None, "data_share": 0.125}
+    clock.now += 4  # a reading begins where the last one ended
     throughput.add(10)
-    assert throughput.read()[0] == 80  # a reading begins where the last one ended
-    assert throughput.seconds == 0.625
+    assert throughput.read() == {"tokens_per_second": 2.5, "mfu": None, "data_share": 0.0}
+    clock.now += 4
+    task.feed.waited += 0.75
+    throughput.add(90)
+
+
+def test_throughput_begins_with_a_restart(monkeypatch):
+    """What happened before it is in no reading."""
+    clock, task = Clock(monkeypatch), fake_task("samples", 0)
+    throughput = Throughput(task, CPU)
+    clock.now += 50
+    task.feed.waited += 50
+    throughput.add(7)
+    throughput.restart()
+    clock.now += 2
+    throughput.add(8)
+    assert throughput.read() == {"samples_per_second": 4.0, "data_share": 0.0}
+    clock.now += 2
+
+
+def test_mfu_is_that_of_all_devices(monkeypatch):
+    """1,000 tokens a second of 100 FLOPs each, on two devices of a million."""
+    monkeypatch.setattr("gpt2_ddp.run.tracking.peak_flops", lambda device: 1e6)
+    clock = Clock(monkeypatch)
+    throughput = Throughput(fake_task(), CPU)
+    clock.now += 2
+    throughput.add(2000)
+    assert throughput.read()["mfu"] == pytest.approx(1000 * 100 / 2e6)
 
 
 def test_mfu_is_not_given_where_the_peak_is_not_known():
     assert peak_flops(torch.device("cpu")) is None
-    throughput = Throughput(100, None, torch.device("cpu"))
-    throughput.add(1)
-    assert throughput.read()[1] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H200", 989e12), ("?", None)],
+)
+def test_the_peak_of_a_device_is_found_by_its_name(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda")) == peak
 
 
 def test_metrics_are_cut_back_and_a_torn_line_is_dropped(corpus, tmp_path):
     run = RunFolder(training_config(corpus, tmp_path))
     for step in range(5):
-        run.append_metrics({"step": step})
-    with run.metrics.open("a") as file:
+        run.append(METRICS, {"step": step})
+    metrics = run.path / "metrics.jsonl"
+    with metrics.open("a") as file:
         file.write('{"step": 1, "lo')
     run.cut_metrics(3)
-    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == [0, 1, 2, 3]
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 2, 3]
 
 
 def test_the_lock_is_gone_with_its_process(corpus, tmp_path):
@@ -72,8 +122,9 @@ def _hold_the_lock(config: TrainingConfig) -> None:
 def _train(config: TrainingConfig, home: Path) -> str:
     os.environ.update(HOME=str(home), WANDB_DIR=str(home), TRACKIO_DIR=str(home / "trackio"))
     from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
 
-    return train(config)
+    return train(config, Pretraining).outcome
 
 
 def test_tensorboard_gets_the_rows(corpus, tmp_path):
@@ -147,14 +198,16 @@ def test_a_crash_is_recorded_and_the_same_command_goes_on(corpus, tmp_path):
 
 
 def _crash_at_step_8(config: TrainingConfig) -> None:
-    from gpt2_ddp.run import loop as module
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
 
-    step = module.train_step
+    train_step = loop.train_step
 
-    def train_step(training, *rest):
-        if training.state.step == 7:
+    def crashing(run):
+        if run.step == 7:
             raise RuntimeError("out of order")
-        return step(training, *rest)
+        return train_step(run)
 
-    module.train_step = train_step
-    module.train(config)
+    loop.train_step = crashing
+    train(config, Pretraining)

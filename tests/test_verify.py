@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import training_config
 from ranks import run_ranks
+from small_jobs import job_config
 
+from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import MANIFEST as DATA_MANIFEST
@@ -19,8 +21,9 @@ from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, STATE
 
 def run_training(config: TrainingConfig) -> str:
     from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
 
-    return train(config)
+    return train(config, Pretraining).outcome
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +156,25 @@ def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data = .*/other: other tokens than the run was trained on"):
         verify_run(VerifyConfig(run=str(run), data=str(other)))
     assert verify_run(VerifyConfig(run=str(run), data=str(shutil.copytree(corpus, tmp_path / "moved")))) == 0
+
+
+def train_regression(config: RegressionConfig) -> None:
+    from gpt2_ddp.tasks.jobs import run_job
+
+    run_job(config)
+
+
+def test_a_small_job_is_intact_from_its_first_row_on(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A run of 101 samples in steps of 12; with its last epoch's checkpoint, and before it had any."""
+    run_ranks(train_regression, 1, job_config("regression", tmp_path))
+    run = tmp_path / "run"
+    assert verify_run(VerifyConfig(run=str(run))) == 0
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    change(run / "metrics.jsonl", json.loads(rows[4])["order_digest"], "f" * 64)
+    expect_defect(run, capsys, f"metrics.jsonl, line 5: order_digest of step 4 is {'f' * 12}, not ")
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").write_text("".join(rows[:4]))
+    assert verify_run(VerifyConfig(run=str(run))) == 0
+    (run / "config.yaml").write_text("")
+    with pytest.raises(UserError, match="is empty"):
+        verify_run(VerifyConfig(run=str(run)))

@@ -107,7 +107,7 @@ FLAGS = {
     "fp16 on the CPU": (["--train.mixed_precision", "fp16"], "train.mixed_precision = fp16", "CUDA"),
     "init_from nowhere": (
         ["--train.init_from", "/no/such/place"],
-        "checkpoint = /no/such/place",
+        "train.init_from = /no/such/place",
         "no intact checkpoint",
     ),
     "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "is not a folder"),

@@ -16,7 +16,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.compare.run import Run, measure
+from gpt2_ddp.compare.run import Reading, measure
 from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown, draw
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import (
@@ -132,11 +132,11 @@ def read_job(
     command, default = KINDS[kind]
     job = load(command, ["--config", file or default])
     train: dict[str, object] = {"mixed_precision": config.mixed_precision, "device": machine.device}
+    train["compile"] = False  # nn.DataParallel cannot
     changes: dict[str, object] = {"output_dir": str(folder / "runs"), "fresh": False}
     changes["tracking"] = job.tracking.model_copy(update={"log_with": "none"})
     if isinstance(job, TrainingConfig):
         size, field = job.global_batch_windows, "train.global_batch_tokens / model.block_size"
-        train["compile"] = False  # nn.DataParallel cannot
     else:
         size, field = job.train.global_batch_size, "train.global_batch_size"
         changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
@@ -166,7 +166,7 @@ def compare_job(
     able = [way for way, reason in ways if not reason]
     reference = folder / "reference.safetensors"
     steps = config.steps or _steps(name, job, config, able[0], folder)
-    runs: dict[Way, list[Run]] = {way: [] for way in able}
+    runs: dict[Way, list[Reading]] = {way: [] for way in able}
     differences: dict[Way, list[Difference]] = {way: [] for way in able}
     for repeat in range(config.repeats):
         for way in able:
@@ -229,7 +229,9 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
             yield f"{row.job}: {run.parameters:,} parameters, {samples}, {run.steps} steps timed"
 
 
-def _run(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Way, steps: int, weights: Path) -> Run:
+def _run(
+    name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Way, steps: int, weights: Path
+) -> Reading:
     own: dict[str, object] = {"run_name": name}
     if way.data_parallel:  # each GPU's share of a micro-batch is as large as in the other ways
         size = job.train.micro_batch_size * way.devices

@@ -1,10 +1,11 @@
-"""One measured run of a comparison: what each of its processes does, whichever trainer the job belongs to."""
+"""One measured run of a comparison: what each of its processes does, whatever the task."""
 
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -16,16 +17,11 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data import loader
-from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import lr_at
-from gpt2_ddp.processes.ddp import settle_buckets
-from gpt2_ddp.processes.ranks import seed_step
-from gpt2_ddp.run import loop as train
-from gpt2_ddp.tasks import samples, supervised
+from gpt2_ddp.run.loop import train_step
+from gpt2_ddp.run.run import Run
 from gpt2_ddp.tasks.jobs import make_job
-from gpt2_ddp.tasks.jobs_build import build_fitting
-from gpt2_ddp.tasks.pretraining import build
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.supervised import Supervised
 
 WARM_UP = 3
 """Steps before the clock starts; they train like all others."""
@@ -34,7 +30,7 @@ ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Run:
+class Reading:
     """What a run came to; plain values, so that it travels between processes.
 
     Args:
@@ -59,48 +55,37 @@ class Run:
     threads: int
 
 
-@dataclass(frozen=True)
-class Trainee:
-    """A training that is ready for its first step.
-
-    Args:
-        model: as Accelerate prepared it. plain_model: its parameters by their plain names.
-        step: trains step `number`, 1, 2, 3, ... in turn; returns the samples of all ranks.
-        evaluate: scores of the present parameters.
-    """
-
-    accelerator: Accelerator
-    model: nn.Module
-    plain_model: nn.Module
-    step: Callable[[int], int]
-    evaluate: Callable[[], dict[str, float | int]]
-
-
-def measure(config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path) -> Run:
+def measure(
+    config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path
+) -> Reading:
     """Trains `WARM_UP` and then `steps` steps, timed, on every rank alike.
 
     Args:
-        config: the job's; its number of steps does not matter. Nothing is kept in its run folder.
+        config: the job's; its number of steps does not matter. No checkpoint is kept.
         data_parallel: one process splits each micro-batch among the machine's GPUs.
         weights: safetensors file for the final parameters.
 
     Raises:
         UserError: for whatever the user has to mend.
     """
-    trainee = make_trainee(config, data_parallel)
-    torch.set_num_threads(threads)
-    accelerator, last = trainee.accelerator, WARM_UP + steps
-    time_steps(trainee, range(1, WARM_UP + 1))
-    seconds, n_samples = time_steps(trainee, range(WARM_UP + 1, last + 1))
-    memory = peak_memory(accelerator.device)
-    metrics = trainee.evaluate()
-    parameters = {name: value.detach().cpu() for name, value in trainee.plain_model.named_parameters()}
-    if accelerator.is_main_process:
-        save_file(parameters, weights)
-    share = communication_share(trainee, last + 1, max(steps // (2 * ROUNDS), 1))
-    ranks = gather_object([(seconds, memory, share)])
-    accelerator.end_training()
-    return Run(
+    gpt2 = isinstance(config, TrainingConfig)
+    replicas = ReplicatedGPT if gpt2 else nn.DataParallel
+    with closing(Run(config, Pretraining if gpt2 else partial(Supervised, make_job))) as run:
+        run.build(replicas if data_parallel else lambda model: model)
+        torch.set_num_threads(threads)
+        accelerator = run.accelerator
+        run.settle()
+        time_steps(run, WARM_UP)
+        seconds, n_samples = time_steps(run, steps)
+        memory = peak_memory(accelerator.device)
+        metrics = run.evaluate()
+        parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
+        if accelerator.is_main_process:
+            save_file(parameters, weights)
+        share = communication_share(run, max(steps // (2 * ROUNDS), 1))
+        ranks = gather_object([(seconds, memory, share)])
+        accelerator.end_training()
+    return Reading(
         steps=steps,
         samples=n_samples,
         seconds=max(seconds for seconds, _, _ in ranks),
@@ -112,17 +97,17 @@ def measure(config: TrainingConfig | JobConfig, data_parallel: bool, threads: in
     )
 
 
-def time_steps(trainee: Trainee, numbers: Iterable[int]) -> tuple[float, int]:
+def time_steps(run: Run, steps: int) -> tuple[float, int]:
     """Trains steps, which all ranks begin together; returns this rank's seconds and the samples of all ranks."""
-    trainee.accelerator.wait_for_everyone()
-    _await_device(trainee.accelerator)
+    run.accelerator.wait_for_everyone()
+    _await_device(run.accelerator)
     begun = time.perf_counter()
-    n_samples = sum(trainee.step(number) for number in numbers)
-    _await_device(trainee.accelerator)
-    return time.perf_counter() - begun, n_samples
+    units = sum(train_step(run).units for _ in range(steps))
+    _await_device(run.accelerator)
+    return time.perf_counter() - begun, units // run.task.units_per_item
 
 
-def communication_share(trainee: Trainee, first: int, block: int) -> float | None:
+def communication_share(run: Run, block: int) -> float | None:
     """Share of this rank's step that synchronising gradients costs, between 0 and 1; None for one process.
 
     Blocks of ordinary steps take turns with blocks under `no_sync`, which do all the same but for DDP's all-reduce. The
@@ -131,21 +116,20 @@ def communication_share(trainee: Trainee, first: int, block: int) -> float | Non
     Without synchronisation the ranks' parameters part, so this comes last.
 
     Args:
-        first: number of the next step. block: steps in each block.
+        block: steps in each block.
     """
-    accelerator = trainee.accelerator
-    if accelerator.num_processes == 1:
+    if run.accelerator.num_processes == 1:
         return None
     together, apart = [], []
-    for number in range(first, first + 2 * ROUNDS * block, 2 * block):
-        together.append(_seconds_per_sample(trainee, range(number, number + block)))
-        with accelerator.no_sync(trainee.model):
-            apart.append(_seconds_per_sample(trainee, range(number + block, number + 2 * block)))
+    for _ in range(ROUNDS):
+        together.append(_seconds_per_sample(run, block))
+        with run.accelerator.no_sync(run.model):
+            apart.append(_seconds_per_sample(run, block))
     return max(1 - median(apart) / median(together), 0.0)
 
 
-def _seconds_per_sample(trainee: Trainee, numbers: range) -> float:
-    seconds, n_samples = time_steps(trainee, numbers)  # an epoch's last step may be a short one
+def _seconds_per_sample(run: Run, steps: int) -> float:
+    seconds, n_samples = time_steps(run, steps)  # an epoch's last step may be a short one
     return seconds / n_samples
 
 
@@ -163,66 +147,17 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def make_trainee(config: TrainingConfig | JobConfig, data_parallel: bool) -> Trainee:
-    """Builds the job of `config` with its own trainer's parts.
+class ReplicatedGPT(nn.Module):
+    """A GPT on all GPUs of the machine, by nn.DataParallel, which gathers rows and not sums."""
 
-    Raises:
-        UserError: for whatever the user has to mend.
-    """
-    if isinstance(config, TrainingConfig):
-        return _gpt2(config, data_parallel)
-    return _small_job(config, data_parallel)
-
-
-class DataParallelGPT(nn.Module):
-    """A GPT on all GPUs of the machine; the loss is the mean over all targets, however the rows were split."""
-
-    def __init__(self, model: GPT):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.replicas = nn.DataParallel(model)
 
     def forward(self, tokens: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        """int64 [B, T], int64 [B, T] -> fp32 scalar, or [B, T] with reduction `none`."""
+        """int64 [B, T], int64 [B, T] -> fp32 scalar, or [B, T] with reduction `none`; as `GPT.forward`."""
         losses = self.replicas(tokens, targets, reduction="none")
-        return losses.mean() if reduction == "mean" else losses
-
-
-def _gpt2(config: TrainingConfig, data_parallel: bool) -> Trainee:
-    training = build(config)
-    accelerator = training.accelerator
-    if data_parallel:
-        training.plain_model.__dict__.pop("forward", None)  # Accelerate's wrapper; each GPU's copy would call this one
-        training.model = accelerator.prepare_model(DataParallelGPT(training.plain_model))
-    train.settle_buckets(training)
-    batches = loader.train_batches(accelerator, training.dataset, 0, training.batch_size, config.data.workers)
-    size = config.global_batch_windows
-
-    def step(number: int) -> int:
-        windows = training.order.windows((number - 1) * size, number * size)
-        seed_step(config.seed, number, accelerator.process_index)
-        train.train_step(training, batches, windows, lr_at(number, training.config.optim))
-        return size
-
-    def evaluate() -> dict[str, float | int]:
-        return train.validate(training) if training.val_stream else {}
-
-    return Trainee(accelerator, training.model, training.plain_model, step, evaluate)
-
-
-def _small_job(config: JobConfig, data_parallel: bool) -> Trainee:
-    fitting = build_fitting(config, make_job, data_parallel)
-    accelerator, plan, job = fitting.accelerator, fitting.plan, fitting.job
-    example = job.train.inputs[: plan.processes].to(accelerator.device)
-    settle_buckets(fitting.model, fitting.optimizer, job.transform(example, False))
-    batches = samples.train_batches(accelerator, job.train, plan, 1)
-
-    def step(number: int) -> int:
-        positions = plan.positions(number)
-        seed_step(config.seed, number, accelerator.process_index)
-        supervised.train_step(fitting, batches, positions)
-        return len(positions)
-
-    return Trainee(accelerator, fitting.model, job.model, step, fitting.evaluate)
+        return losses if reduction == "none" else losses.sum() if reduction == "sum" else losses.mean()
 
 
 def _await_device(accelerator: Accelerator) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gpt2_ddp.compare.run import Run
+from gpt2_ddp.compare.run import Reading
 from gpt2_ddp.reports.figure import COLORS, STYLE
 
 HEADER = (
@@ -62,8 +62,8 @@ class Row:
     job: str
     way: Way
     why_missing: str
-    runs: Sequence[Run]
-    singles: Sequence[Run]
+    runs: Sequence[Reading]
+    singles: Sequence[Reading]
     differences: Sequence[Difference]
 
     @property

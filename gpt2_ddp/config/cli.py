@@ -7,20 +7,17 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from yaml.constructor import ConstructorError
 
 from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import UserError
 
 C = TypeVar("C", bound=Command)
-
-PROJECT = Path(__file__).parents[2]
 
 
 def run_command(command: type[C], main: Callable[[C], int | None], default: str | None = None) -> NoReturn:
@@ -73,7 +70,7 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
     values = {name: default.model_dump(exclude_unset=True) for name, default in _sections(command).items()}
     files = arguments.config or ([default] if default else [])
     for file in files:
-        _merge(values, _read_yaml(file))
+        _merge(values, read_yaml(file))
     for name, text in flags.items():
         _set(values, name.split("."), _flag_value(known[name], text))
     config = None
@@ -194,58 +191,6 @@ def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
     if text.lower() in ("null", "none") and type(None) in get_args(field.annotation):
         return None
     return text
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain values, each written once: no file is larger in memory than on disk, and no key hides another."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
-        node = super().compose_node(parent, index)
-        if alias and not isinstance(node, yaml.ScalarNode):
-            raise ConstructorError(None, None, "only single values can be repeated with *", alias.start_mark)
-        return node
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            if str(key.value) in seen:
-                raise ConstructorError(None, None, f"the key {key.value} stands there twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-            if isinstance(value, int):
-                str(value)  # not of too many digits to be shown
-        except (ValueError, LookupError, AttributeError) as error:  # such as the date 2020-99-99
-            kind = node.tag.rpartition(":")[2]
-            raise ConstructorError(None, None, f"cannot be read as {kind}", node.start_mark) from error
-        return value
-
-
-def _read_yaml(file: str) -> dict[str, Any]:
-    path = Path(file)
-    try:
-        if not path.exists() and (PROJECT / file).exists():  # `configs/...` from any folder
-            path = PROJECT / file
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except RecursionError as error:
-        raise UserError("--config", file, "is nested too deeply; write sections and keys") from error
-    except OSError as error:
-        raise UserError("--config", file, f"cannot be read ({error.strerror}); name an existing YAML file") from error
-    except UnicodeDecodeError as error:
-        raise UserError("--config", file, "is not a text file; name a YAML file") from error
-    except yaml.YAMLError as error:
-        raise UserError("--config", file, f"is not valid YAML: {error}") from error
-    except ValueError as error:
-        raise UserError("--config", file, f"is not a file's name ({error}); name an existing YAML file") from error
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise UserError("--config", file, "should hold sections and keys, like `train: {steps: 100}`")
-    return values
 
 
 def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Section
-from gpt2_ddp.config.training import RunConfig, TrackingConfig
+from gpt2_ddp.config.training import ClipConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 
 
 class LaunchConfig(Section):
@@ -20,7 +20,7 @@ class LaunchConfig(Section):
     """CPU threads per process; null: this machine's cores, shared out. Tiny models are fastest with 1"""
 
 
-class JobOptimConfig(Section):
+class JobOptimConfig(ClipConfig):
     """The optimizer"""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
@@ -31,11 +31,9 @@ class JobOptimConfig(Section):
     """sgd: momentum"""
     weight_decay: float = Field(default=0.0, ge=0)
     """L2 penalty of sgd and adam, decoupled decay of adamw"""
-    grad_clip: float = Field(default=0.0, ge=0)
-    """largest global gradient norm; 0 turns clipping off"""
 
 
-class JobTrainConfig(Section):
+class JobTrainConfig(LoopConfig):
     """The training loop"""
 
     epochs: int = Field(default=10, ge=1)
@@ -44,14 +42,6 @@ class JobTrainConfig(Section):
     """samples per optimizer step over all processes; a multiple of their number"""
     micro_batch_size: int = Field(default=1024, ge=1)
     """samples per forward pass and process, at most; a larger share is accumulated in equal parts"""
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """autocast; auto follows `accelerate config`; fp16 (CUDA) scales the loss"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to train; auto: cuda, then mps, then cpu"""
-    deterministic: bool = False
-    """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
-    max_minutes: float | None = Field(default=None, gt=0)
-    """stop with a checkpoint after this many minutes; the same command goes on"""
 
 
 class JobEvalConfig(Section):
@@ -63,7 +53,7 @@ class JobEvalConfig(Section):
     """samples per forward pass and process"""
 
 
-class JobCheckpointConfig(Section):
+class JobCheckpointConfig(KeepConfig):
     """Checkpoints"""
 
     save_every: int = Field(default=1, ge=1)
@@ -75,6 +65,8 @@ class JobCheckpointConfig(Section):
 class JobConfig(RunConfig):
     """A small supervised job"""
 
+    kept = ("seed", "data", "model", "optim", "train.global_batch_size")
+
     scale_with_processes: bool = False
     """multiply global_batch_size and lr by the number of processes, as tutorials do; off, they mean the whole world"""
     optim: JobOptimConfig = JobOptimConfig()
@@ -83,6 +75,10 @@ class JobConfig(RunConfig):
     checkpoint: JobCheckpointConfig = JobCheckpointConfig()
     tracking: TrackingConfig = TrackingConfig(log_every=50)
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def backend(self) -> str:
+        return self.launch.backend
 
 
 class RegressionDataConfig(Section):
@@ -102,6 +98,8 @@ class RegressionDataConfig(Section):
 
 class RegressionConfig(JobConfig):
     """train_regression.py: linear regression, y = weight * x + bias"""
+
+    kind = "regression"
 
     data: RegressionDataConfig = RegressionDataConfig()
 
@@ -136,6 +134,8 @@ class ClassifierModelConfig(Section):
 
 class ClassifierConfig(JobConfig):
     """train_classifier.py: an MLP on clusters, LeNet or ResNet-18 on CIFAR"""
+
+    kind = "classifier"
 
     data: ClassifierDataConfig = ClassifierDataConfig()
     model: ClassifierModelConfig = ClassifierModelConfig()
@@ -182,6 +182,8 @@ class TransformerModelConfig(Section):
 
 class TransformerConfig(JobConfig):
     """train_transformer.py: a small transformer language model"""
+
+    kind = "transformer"
 
     data: SequenceDataConfig = SequenceDataConfig()
     model: TransformerModelConfig = TransformerModelConfig()

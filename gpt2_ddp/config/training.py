@@ -1,11 +1,82 @@
 """What can be configured in train_gpt2.py, and what other training runs share with it."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Section
+
+
+class ClipConfig(Section):
+    """The optimizer"""
+
+    grad_clip: float = Field(default=0.0, ge=0)
+    """largest global gradient norm; 0 turns clipping off"""
+
+
+class LoopConfig(Section):
+    """The training loop"""
+
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
+    """autocast; auto follows `accelerate config`; fp16 (CUDA) scales the loss"""
+    compile: bool = False
+    """torch.compile the model"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda, then mps, then cpu"""
+    deterministic: bool = False
+    """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
+    max_minutes: float | None = Field(default=None, gt=0)
+    """stop with a checkpoint after this many minutes; the same command goes on"""
+    profile_steps: int = Field(default=0, ge=0)
+    """record a torch profiler trace of this many steps, after three warm-up steps, into the run folder"""
+
+
+class KeepConfig(Section):
+    """Checkpoints"""
+
+    keep_last: int = Field(default=3, ge=1)
+    """newest verified checkpoints to keep, besides the one with the lowest validation loss"""
+
+
+class TrackingConfig(Section):
+    """Metrics"""
+
+    log_every: int = Field(default=10, ge=1)
+    """steps between rows of metrics.jsonl"""
+    log_with: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
+    """a tracker besides metrics.jsonl; wandb logs offline when nobody is logged in"""
+    project: str = "gpt2_ddp"
+    """project name in the tracker"""
+
+
+class RunConfig(Command):
+    """A training run: what the loop asks for, whatever is trained"""
+
+    kind: ClassVar[str] = ""
+    """what is trained; a checkpoint says so"""
+    kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
+    """sections and fields that have to stay when a run goes on"""
+
+    output_dir: str = "runs"
+    """folder of run folders"""
+    run_name: str = Field(default="gpt2", min_length=1, pattern=r"^\w[\w.-]*$")
+    """the run's folder is output_dir/run_name; the same command given twice goes on with it"""
+    seed: int = Field(default=1337, ge=0, lt=2**63)
+    """fixes initial weights, data order and dropout"""
+    fresh: bool = Field(default=False, exclude=True)
+    """start over; the run folder must be empty or absent, since nothing is overwritten"""
+
+    @property
+    def backend(self) -> str:
+        """Of the process group: auto, nccl or gloo."""
+        return "auto"
+
+    if TYPE_CHECKING:  # sections of every run; each kind has its own, in its own order
+        optim: ClipConfig
+        train: LoopConfig
+        checkpoint: KeepConfig
+        tracking: TrackingConfig
 
 
 class DataConfig(Section):
@@ -38,7 +109,7 @@ class ModelConfig(Section):
     """biases in linear layers and LayerNorms, as GPT-2 has them"""
 
 
-class OptimConfig(Section):
+class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
     name: Literal["adamw"] = "adamw"
@@ -72,7 +143,7 @@ class OptimConfig(Section):
         return betas
 
 
-class TrainConfig(Section):
+class TrainConfig(LoopConfig):
     """The training loop"""
 
     steps: int | None = Field(default=None, ge=1)
@@ -83,22 +154,10 @@ class TrainConfig(Section):
     """tokens per optimizer step over all processes; a multiple of block_size times the number of processes"""
     micro_batch_size: int = Field(default=16, ge=1)
     """windows per forward pass and process, at most: the largest divisor of the rank's share is taken"""
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """autocast; auto follows `accelerate config`"""
-    compile: bool = False
-    """torch.compile the model"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to train; auto: cuda, then mps, then cpu"""
-    deterministic: bool = False
-    """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
-    max_minutes: float | None = Field(default=None, gt=0)
-    """stop with a checkpoint after this many minutes; the same command goes on"""
     init_from: str | None = None
     """run folder or checkpoint whose weights start a new run"""
-    profile_steps: int = Field(default=0, ge=0)
-    """record a torch profiler trace of this many steps, after three warm-up steps, into the run folder"""
 
 
 class EvalConfig(Section):
@@ -112,24 +171,11 @@ class EvalConfig(Section):
     """windows per forward pass and process"""
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(KeepConfig):
     """Checkpoints"""
 
     every: int = Field(default=1000, ge=1)
     """steps between checkpoints; a stop and the last step always save one"""
-    keep_last: int = Field(default=3, ge=1)
-    """newest verified checkpoints to keep, besides the one with the lowest validation loss"""
-
-
-class TrackingConfig(Section):
-    """Metrics"""
-
-    log_every: int = Field(default=10, ge=1)
-    """steps between rows of metrics.jsonl"""
-    log_with: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    """a tracker besides metrics.jsonl; wandb logs offline when nobody is logged in"""
-    project: str = "gpt2_ddp"
-    """project name in the tracker"""
 
 
 class TextTrackingConfig(TrackingConfig):
@@ -141,21 +187,11 @@ class TextTrackingConfig(TrackingConfig):
     """what samples begin with; empty: the start of a document"""
 
 
-class RunConfig(Command):
-    """A training run"""
-
-    output_dir: str = "runs"
-    """folder of run folders"""
-    run_name: str = Field(default="gpt2", min_length=1, pattern=r"^\w[\w.-]*$")
-    """the run's folder is output_dir/run_name; the same command given twice goes on with it"""
-    seed: int = Field(default=1337, ge=0, lt=2**63)
-    """fixes initial weights, data order and dropout"""
-    fresh: bool = Field(default=False, exclude=True)
-    """start over; the run folder must be empty or absent, since nothing is overwritten"""
-
-
 class TrainingConfig(RunConfig):
     """train_gpt2.py: pretrain a GPT on token shards"""
+
+    kind = "gpt2"
+    kept = ("seed", "model", "optim", "train.global_batch_tokens")
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()

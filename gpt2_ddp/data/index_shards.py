@@ -23,6 +23,7 @@ from gpt2_ddp.data.shards import (
 )
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.cores import usable_cores
 
 BLOCK_BYTES = 2**24
 
@@ -54,7 +55,7 @@ def index_shards(config: PrepareConfig) -> Manifest:
         return manifest
 
     splits: dict[str, list[Shard]] = {_split(path): [] for path in files}
-    with ThreadPoolExecutor(config.workers or os.cpu_count()) as pool:  # hashing runs outside the GIL
+    with ThreadPoolExecutor(config.workers or usable_cores(hyperthreads=True)) as pool:  # hashing runs outside the GIL
         for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
             splits[_split(path)].append(shard)
     identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,10 +9,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.config.tools import EvaluateConfig
-from gpt2_ddp.data.loader import count_windows
-from gpt2_ddp.data.shards import TokenStream, read_manifest
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.windows import count_windows
 
 IGNORED = -100
 
@@ -109,43 +106,3 @@ def _batch(stream: TokenStream, windows: np.ndarray, block_size: int, batch_size
         row = torch.from_numpy(stream.read(np.array([start]), len(stream) - start).astype(np.int64))[0]
         x[len(whole), : len(row) - 1], y[len(whole), : len(row) - 1] = row[:-1], row[1:]
     return x, y
-
-
-def run(config: EvaluateConfig) -> int:
-    """evaluate.py: scores a checkpoint and prints loss, perplexity and bits per byte."""
-    from gpt2_ddp.processes.launch import build_accelerator
-    from gpt2_ddp.processes.ranks import on_every_rank
-    from gpt2_ddp.run.checkpoint import find_checkpoint, load_model
-
-    accelerator = build_accelerator(config.device, config.mixed_precision)
-
-    def load():
-        checkpoint = find_checkpoint(Path(config.checkpoint))
-        model, tokenizer = load_model(checkpoint)
-        folder = Path(config.data or _training_data(checkpoint))
-        manifest = read_manifest(folder)
-        if manifest.tokenizer_sha256 != tokenizer.sha256:
-            cure = (
-                f"its tokens are of another tokenizer ({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
-            )
-            raise UserError("data", folder, f"{cure}; prepare the text with the checkpoint's tokenizer")
-        if config.split not in manifest.splits:
-            raise UserError("split", config.split, f"is not in {folder}; it has {', '.join(sorted(manifest.splits))}")
-        return checkpoint, model, tokenizer, TokenStream(folder, manifest, config.split)
-
-    checkpoint, model, tokenizer, stream = on_every_rank(accelerator, load)
-    block_size = model.config.block_size
-    model = accelerator.prepare_model(model, evaluation_mode=True)
-    result = evaluate(accelerator, model, stream, block_size, config.batch_size, config.tokens, tokenizer.token_bytes())
-    accelerator.print(
-        f"{checkpoint}: {config.split} loss {result.loss:.6f}, perplexity {result.perplexity:.4f}, "
-        f"{result.bits_per_byte:.6f} bits per byte over {result.tokens:,} tokens ({result.bytes:,} bytes)"
-    )
-    accelerator.end_training()
-    return 0
-
-
-def _training_data(checkpoint: Path) -> str:
-    import yaml
-
-    return yaml.safe_load((checkpoint / "config.yaml").read_text(encoding="utf-8"))["data"]["path"]

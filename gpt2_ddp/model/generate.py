@@ -1,20 +1,14 @@
 """Text from a model: ragged batches, a KV cache, and samples that depend on nothing but their seed and row."""
 
-import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.model.gpt import GPT, KVCache
-from gpt2_ddp.processes.launch import pick_device
-from gpt2_ddp.run.checkpoint import find_checkpoint, load_model
 
 BATCH_ROWS = 32
 """Rows decoded at once, at most: bounds the cache's memory (75 MB a row for GPT-2 124M at its full context)."""
@@ -134,30 +128,3 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: i
     ids = tokenizer.encode(prompt).tolist()
     (new,) = generate(model, [ids], max_new_tokens, tokenizer.eot, seed=seed)
     return tokenizer.decode(ids + new)
-
-
-def run(config: GenerateConfig) -> int:
-    """Prints the samples that `config` asks for, and the speed on stderr; returns the exit code."""
-    device = pick_device(config.device)
-    model, tokenizer = load_model(find_checkpoint(Path(config.checkpoint)))
-    model.to(device)
-    prompts = [tokenizer.encode(prompt).tolist() for prompt in config.prompts for _ in range(config.num_samples)]
-    begun = time.perf_counter()
-    samples = generate(
-        model,
-        prompts,
-        config.max_new_tokens,
-        tokenizer.eot,
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.seed,
-    )
-    seconds = time.perf_counter() - begun
-    for index, (prompt, new) in enumerate(zip(prompts, samples, strict=True)):
-        if index:
-            print("-" * 80)
-        print(tokenizer.decode(prompt + new))
-    count = sum(map(len, samples))
-    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {device}", file=sys.stderr)
-    return 0

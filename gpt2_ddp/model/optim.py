@@ -1,13 +1,11 @@
 """The optimizer, its parameter groups and its schedule."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import AdamW, Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
@@ -29,8 +27,8 @@ def lr_at(step: int, config: OptimConfig) -> float:
     Linear warm-up to `lr` at `warmup_steps`, then one of
         cosine: half a cosine to `min_lr` at `decay_steps` (Loshchilov and Hutter, 2017);
         wsd: `lr` until the last `decay_fraction` of `decay_steps`, then linear to `min_lr` (Hu et al., 2024);
-        constant: `lr`.
-    After `decay_steps` it stays at `min_lr`.
+        constant: `lr`, for ever.
+    After `decay_steps`, cosine and wsd stay at `min_lr`.
     """
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -45,35 +43,43 @@ def lr_at(step: int, config: OptimConfig) -> float:
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
-def skip_if_not_finite(optimizer: Optimizer, grad_norm: Tensor, scaler: GradScaler | None = None) -> Tensor:
-    """Makes the next `optimizer.step` change nothing where the gradient norm is inf or NaN.
+class StepGuard:
+    """Makes `optimizer.step` change nothing where the gradient norm is inf or NaN, without waiting for the device.
 
-    The norm is that of the all-reduced gradient, so all ranks skip together; the fused kernel reads the flag on the
-    device, so that nobody waits for it. An fp16 loss scaler does the same by itself, from the same gradients.
-
-    Returns:
-        The flag, fp32 scalar on the device: 1 where the step is skipped.
+    The norm is that of the all-reduced gradient, so all ranks skip together. A fused kernel is told by `found_inf`,
+    which it reads on the device; under an fp16 loss scaler, which sets that from the gradients, a norm that overflowed
+    is added. Any other optimizer steps, and is put back: that takes a copy of parameters and state.
     """
-    flag = (~torch.isfinite(grad_norm)).float()
-    if scaler is None:
-        optimizer.found_inf = flag  # pyright: ignore[reportAttributeAccessIssue]  # the fused optimizers' own protocol
-    return flag
+
+    def __init__(self, optimizer: Optimizer):
+        self._fused = all(group.get("fused") for group in optimizer.param_groups)
+        self._before: dict[Tensor, Tensor] = {}
+        self._flag = torch.zeros(())
+        optimizer.register_step_pre_hook(self._ahead_of_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def judge(self, grad_norm: Tensor) -> Tensor:
+        """Decides about the step to come; fp32 scalar on the device: 1 where it is skipped."""
+        self._flag = (~torch.isfinite(grad_norm)).float()
+        return self._flag
+
+    def _ahead_of_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        if self._fused:
+            scaled = "grad_scale" in vars(optimizer)  # set by a scaler for the time of its step, with its own found_inf
+            optimizer.found_inf = torch.maximum(optimizer.found_inf, self._flag) if scaled else self._flag
+        else:
+            self._before = {tensor: tensor.detach().clone() for tensor in _tensors(optimizer)}
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        if not self._fused:
+            for tensor in _tensors(optimizer):  # state that this step created was 0 before
+                tensor.copy_(torch.where(self._flag.bool(), self._before.get(tensor, torch.zeros_like(tensor)), tensor))
+            self._before = {}
 
 
-def broadcast_optimizer_state(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
-    """Gives every rank the main process's optimizer state, over the wire: nodes need not share a disk."""
-    if accelerator.num_processes == 1:
-        return
-    parameters = dict(model.named_parameters())
-    layout = [
-        (name, kind, value.shape, value.dtype)
-        for name, parameter in parameters.items()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    ]
-    shared = [layout]
-    broadcast_object_list(shared)
-    for name, kind, shape, dtype in shared[0]:
-        parameter = parameters[name]
-        if not accelerator.is_main_process:
-            optimizer.state[parameter][kind] = torch.empty(shape, dtype=dtype, device=parameter.device)
-        dist.broadcast(optimizer.state[parameter][kind], src=0)
+def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))

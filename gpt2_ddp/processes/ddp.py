@@ -1,14 +1,13 @@
 """What DistributedDataParallel leaves to its user."""
 
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
+from collections.abc import Callable
+
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def settle_buckets(model: nn.Module, optimizer: AcceleratedOptimizer, *inputs: Tensor) -> None:
+def settle_buckets(model: nn.Module, optimizer: AcceleratedOptimizer, loss: Callable[[], Tensor]) -> None:
     """Runs one synchronised backward of zero, so that DDP settles its buckets before the first step.
 
     DDP rebuilds its gradient buckets after the first backward, in the order in which gradients became ready, and from
@@ -16,19 +15,12 @@ def settle_buckets(model: nn.Module, optimizer: AcceleratedOptimizer, *inputs: T
     processes on.
 
     Args:
-        inputs: of the model; what they are does not matter. Buffers (BatchNorm's statistics) keep their values.
+        loss: of the model, on inputs laid out like all others, or a compiled one would be compiled for these as well;
+            what they are does not matter. Buffers (BatchNorm's statistics) keep their values.
     """
     if isinstance(model, DistributedDataParallel):
         buffers = [buffer.clone() for buffer in model.buffers()]
-        (model(*inputs) * 0).sum().backward()
-        optimizer.zero_grad()
+        (loss() * 0).backward()
+        optimizer.zero_grad(set_to_none=False)  # as in training: they stay views of the buckets
         for buffer, value in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(value)
-
-
-@torch.no_grad()
-def share_buffers(accelerator: Accelerator, model: nn.Module) -> None:
-    """Gives every rank the main process's buffers, such as BatchNorm's running statistics."""
-    if accelerator.num_processes > 1:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, src=0)

@@ -19,8 +19,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
 )
 
-from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.training import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.cores import usable_cores
 from gpt2_ddp.processes.environment import world_size
@@ -34,7 +33,7 @@ USE_TORCHRUN = (
 )
 
 
-def start_run(config: TrainingConfig | JobConfig, backend: str = "auto") -> Accelerator:
+def start_run(config: RunConfig) -> Accelerator:
     """The Accelerator of a training run, with its tracker, deterministic if asked for.
 
     Raises:
@@ -52,7 +51,7 @@ def start_run(config: TrainingConfig | JobConfig, backend: str = "auto") -> Acce
         section="train.",
         log_with=config.tracking.log_with,
         project_dir=Path(config.output_dir) / config.run_name,
-        backend=backend,
+        backend=config.backend,
     )
     if accelerator.device.type == "cuda" and not config.train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach

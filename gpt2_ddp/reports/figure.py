@@ -16,7 +16,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from gpt2_ddp.reports.runs import Run, Series
+from gpt2_ddp.reports.runs import RunRecord, Series
 
 INK = "#1b1f24"
 """Text, axes and grid; in the SVG, the colour of the text around it."""
@@ -42,7 +42,7 @@ STYLE: dict[Any, Any] = {
 } | dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK)
 
 
-def draw(runs: Sequence[Run]) -> tuple[str, bytes]:
+def draw(runs: Sequence[RunRecord]) -> tuple[str, bytes]:
     """Draws the four panels.
 
     Returns:
@@ -81,7 +81,7 @@ def thin(series: Series, buckets: int) -> Series:
     return steps[keep], values[keep]
 
 
-def _loss(panel: Axes, runs: Sequence[Run]) -> None:
+def _loss(panel: Axes, runs: Sequence[RunRecord]) -> None:
     panel.set_title("Loss (nats per token, log scale)")
     key = [
         Line2D([], [], color=INK, alpha=0.6, linewidth=1, label="train, as logged"),
@@ -100,7 +100,7 @@ def _loss(panel: Axes, runs: Sequence[Run]) -> None:
     panel.legend(handles=list({line.get_label(): line for line in key}.values()), loc="upper right")
 
 
-def _learning_rate(panel: Axes, runs: Sequence[Run]) -> None:
+def _learning_rate(panel: Axes, runs: Sequence[RunRecord]) -> None:
     panel.set_title("Learning rate")
     _plot(panel, runs, "lr", linewidth=1.6)
     for above, line in enumerate(panel.lines[1:], 1):
@@ -109,7 +109,7 @@ def _learning_rate(panel: Axes, runs: Sequence[Run]) -> None:
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
 
 
-def _gradient_norm(panel: Axes, runs: Sequence[Run]) -> None:
+def _gradient_norm(panel: Axes, runs: Sequence[RunRecord]) -> None:
     panel.set_title("Gradient norm (before clipping, log scale)")
     crosses = _plot(panel, runs, "grad_norm", alpha=0.75)
     _log_scale(panel, runs, "grad_norm")
@@ -117,7 +117,7 @@ def _gradient_norm(panel: Axes, runs: Sequence[Run]) -> None:
         panel.legend(handles=crosses[:1], loc="upper right")
 
 
-def _throughput(panel: Axes, runs: Sequence[Run]) -> None:
+def _throughput(panel: Axes, runs: Sequence[RunRecord]) -> None:
     panel.set_title("Throughput (tokens per second)")
     _plot(panel, runs, "tokens_per_second", alpha=0.75)
     panel.set_ylim(bottom=0)
@@ -132,7 +132,7 @@ def _throughput(panel: Axes, runs: Sequence[Run]) -> None:
         panel.legend(handles=key, loc="lower right")
 
 
-def _plot(panel: Axes, runs: Sequence[Run], metric: str, **style: Any) -> list[Line2D]:
+def _plot(panel: Axes, runs: Sequence[RunRecord], metric: str, **style: Any) -> list[Line2D]:
     """One line per run; crosses at the foot of the panel, which it returns, stand where a value is not finite."""
     crosses = []
     for run, color in _colored(runs):
@@ -150,7 +150,7 @@ def _plot(panel: Axes, runs: Sequence[Run], metric: str, **style: Any) -> list[L
     return crosses
 
 
-def _log_scale(panel: Axes, runs: Sequence[Run], *metrics: str) -> None:
+def _log_scale(panel: Axes, runs: Sequence[RunRecord], *metrics: str) -> None:
     """A logarithmic y axis with round, plainly written ticks, if all values are positive."""
     values = np.concatenate([run.series(metric)[1] for run in runs for metric in metrics])
     values = values[np.isfinite(values)]
@@ -164,7 +164,7 @@ def _log_scale(panel: Axes, runs: Sequence[Run], *metrics: str) -> None:
         panel.yaxis.set_minor_locator(NullLocator())
 
 
-def _step_axes(panels: Sequence[Axes], runs: Sequence[Run]) -> None:
+def _step_axes(panels: Sequence[Axes], runs: Sequence[RunRecord]) -> None:
     """The same steps below every panel; tokens above the upper ones, when a step has as many in all runs."""
     end = max(*(run.rows[-1]["step"] for run in runs), 1)
     for panel in panels:
@@ -185,15 +185,15 @@ def _step_axes(panels: Sequence[Axes], runs: Sequence[Run]) -> None:
             tokens.set_xlabel("tokens")
 
 
-def _same_tokens_per_step(runs: Sequence[Run]) -> bool:
+def _same_tokens_per_step(runs: Sequence[RunRecord]) -> bool:
     return len({round(run.tokens_per_step) for run in runs}) == 1
 
 
-def _label(run: Run, runs: Sequence[Run]) -> str:
+def _label(run: RunRecord, runs: Sequence[RunRecord]) -> str:
     return run.name if _same_tokens_per_step(runs) else f"{run.name} ({_short(run.tokens_per_step)} tokens per step)"
 
 
-def _colored(runs: Sequence[Run]) -> Iterator[tuple[Run, str]]:
+def _colored(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, str]]:
     return zip(runs, cycle(COLORS), strict=False)
 
 

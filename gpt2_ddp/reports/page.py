@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TypeGuard
 
-from gpt2_ddp.reports.runs import Row, Run
+from gpt2_ddp.reports.runs import Row, RunRecord
 
 UNKNOWN = "–"
 NAMES = ("run_name", "output_dir")
@@ -47,7 +47,7 @@ PAGE = """<!DOCTYPE html>
 """
 
 
-def page(runs: Sequence[Run], svg: str) -> str:
+def page(runs: Sequence[RunRecord], svg: str) -> str:
     """The document: `svg` (an `<svg>` element, taken as it is), then what the runs' files say, escaped."""
     names = [run.name for run in runs]
     body = [svg, "<h2>Summary</h2>", _table(["", *names], _columns([_summary(run) for run in runs]))]
@@ -64,7 +64,7 @@ def page(runs: Sequence[Run], svg: str) -> str:
     return PAGE.format(title=escape("Training report: " + ", ".join(names)), style=STYLE, body="\n".join(body))
 
 
-def _summary(run: Run) -> dict[str, str]:
+def _summary(run: RunRecord) -> dict[str, str]:
     state, reason, setting = run.status.get("state"), run.status.get("reason"), run.config.get
     finite = [row for row in run.rows if _is_finite(row.get("val_loss"))]
     best = min(finite, key=lambda row: row["val_loss"], default={})
@@ -89,7 +89,7 @@ def _summary(run: Run) -> dict[str, str]:
     }
 
 
-def _evaluation(run: Run) -> dict[str, str]:
+def _evaluation(run: RunRecord) -> dict[str, str]:
     row = run.last("val_loss")
     loss = row["val_loss"]
     return {
@@ -103,7 +103,7 @@ def _evaluation(run: Run) -> dict[str, str]:
     }
 
 
-def _differences(runs: Sequence[Run]) -> str:
+def _differences(runs: Sequence[RunRecord]) -> str:
     configured = [run for run in runs if run.config]
     keys = dict.fromkeys(key for run in configured for key in run.config if key not in NAMES)
     rows = [[key, *(_text(run.config.get(key)) for run in configured)] for key in keys]
@@ -111,7 +111,7 @@ def _differences(runs: Sequence[Run]) -> str:
     return _table(["", *(run.name for run in configured)], rows) if rows else "<p>Nothing.</p>"
 
 
-def _samples(run: Run) -> list[str]:
+def _samples(run: RunRecord) -> list[str]:
     last = [row["text"] for row in run.samples if row.get("step") == run.samples[-1].get("step")][-SAMPLES:]
     if not last:
         return []
@@ -144,7 +144,7 @@ def _perplexity(loss: float) -> str:
     return _number(math.exp(min(loss, 700)), ",.2f" if loss < 20 else ".2e") if math.isfinite(loss) else UNKNOWN
 
 
-def _training_time(run: Run) -> str:
+def _training_time(run: RunRecord) -> str:
     """Tokens of the logged intervals over their tokens per second, so without evaluations, saves and pauses."""
     seconds, before = 0.0, 0.0
     for row in run.rows:

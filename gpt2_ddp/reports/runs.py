@@ -1,6 +1,5 @@
 """Run folders as a report reads them back: what is missing or torn is left out, and said."""
 
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -13,6 +12,8 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints
+from gpt2_ddp.run.folder import read_lines
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
@@ -21,7 +22,7 @@ Series = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run folder as far as it could be read.
 
     Args:
@@ -61,7 +62,7 @@ class Run:
         return float(np.median(values)) if len(values) else None
 
 
-def read_runs(folders: Iterable[Path]) -> list[Run]:
+def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     """Reads run folders, each once, named by as little of their paths as tells them apart.
 
     Raises:
@@ -76,24 +77,15 @@ def read_runs(folders: Iterable[Path]) -> list[Run]:
 
 
 def read_rows(file: Path, notes: list[str]) -> list[Row]:
-    """The objects in a .jsonl file, if there is one; lines that are not (the last may be torn) are told to `notes`."""
-    rows, unreadable = [], 0
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
-    for line in filter(str.strip, lines):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            unreadable += 1
-    if unreadable:
+    """The objects in a .jsonl file, if there is one; lines that hold none are told to `notes`."""
+    lines = [line for line in read_lines(file) if line.text.strip()]
+    rows = [line.row for line in lines if line.row is not None]
+    if unreadable := len(lines) - len(rows):
         notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} left out")
     return rows
 
 
-def _read_run(folder: Path, name: str) -> Run:
+def _read_run(folder: Path, name: str) -> RunRecord:
     if not (folder / "metrics.jsonl").is_file():
         problem = "holds no metrics.jsonl" if folder.is_dir() else "there is no such folder"
         near = sorted(str(row.parent) for place in (folder, folder.parent) for row in place.glob("*/metrics.jsonl"))
@@ -108,7 +100,7 @@ def _read_run(folder: Path, name: str) -> Run:
     config = _read_mapping(folder / "config.yaml", notes)
     status = _read_mapping(folder / "status.json", notes)
     samples = [row for row in read_rows(folder / "samples.jsonl", notes) if isinstance(row.get("text"), str)]
-    return Run(name, rows, dict(_flat(config)), status, samples, _count_parameters(folder), notes)
+    return RunRecord(name, rows, dict(_flat(config)), status, samples, _count_parameters(folder), notes)
 
 
 def _read_mapping(file: Path, notes: list[str]) -> Row:
@@ -126,9 +118,9 @@ def _read_mapping(file: Path, notes: list[str]) -> Row:
 
 
 def _count_parameters(folder: Path) -> int | None:
-    files = sorted(folder.glob("checkpoints/step-*/model.safetensors"))
     try:
-        with safe_open(files[-1], framework="numpy") as tensors:  # reads the header alone
+        newest = list_checkpoints(folder / "checkpoints")[-1] / MODEL
+        with safe_open(newest, framework="numpy") as tensors:  # reads the header alone
             names = [name for name in tensors.keys() if name != "wpe.weight"]  # noqa: SIM118, it is not a dict
             return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
     except (IndexError, OSError, SafetensorError):

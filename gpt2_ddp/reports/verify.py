@@ -1,21 +1,23 @@
 """Did a run train on what it should have, and are its checkpoints what was written? Recomputed from its configuration.
 
-The windows of every step follow from the seed, the global batch, the block size and the number of tokens alone: their
-running digest is computed again and compared with what each row of metrics.jsonl and each checkpoint recorded.
+The items of every step follow from the seed, the step's size and the number of items alone: a feed that reads nothing
+replays their order, and its digest is compared with what each row of metrics.jsonl and each checkpoint recorded.
 """
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.loader import FIRST_DIGEST, Order, count_windows, next_digest
+from gpt2_ddp.config.yaml_file import read_yaml
+from gpt2_ddp.data.feed import Feed, contiguous
 from gpt2_ddp.data.shards import read_manifest
+from gpt2_ddp.data.windows import count_windows
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.checkpoint import STATE, Damaged, list_checkpoints, verify
+from gpt2_ddp.run.checkpoint import STATE, Damaged, guess_kind, list_checkpoints, verify
+from gpt2_ddp.run.folder import CONFIG, METRICS, read_lines
 
 SHOWN = 5
 """Defects of one kind that are printed; more of them are counted."""
@@ -34,18 +36,22 @@ def verify_run(config: VerifyConfig) -> int:
         UserError: there is no such run, or the data are not those that it was trained on.
     """
     run = Path(config.run)
-    if not (run / "config.yaml").is_file():
-        raise UserError("run", run, "holds no config.yaml; name a run folder, as train_gpt2.py writes it")
-    settings = load(TrainingConfig, ["--config", str(run / "config.yaml")])
+    if not (run / CONFIG).is_file():
+        raise UserError("run", run, "holds no config.yaml; name a run folder, as the training scripts write it")
+    settings = read_yaml(str(run / CONFIG), "run")
+    if not settings:
+        raise UserError("run", run / CONFIG, "is empty; put the run's own file back, or give it another run folder")
 
-    rows, defects = read_metrics(run / "metrics.jsonl")
+    rows, defects = read_metrics(run / METRICS)
     found = _tell(f"metrics.jsonl: {len(rows)} rows, steps strictly increasing", defects)
     states, defects = read_states(run / "checkpoints")
     found += _tell(f"checkpoints: {len(states)}, every file as it was written", defects)
     records = {place: record for place, record in (rows | states).items() if record["step"] > 0}
-    defects = check_order(settings, Path(config.data or settings.data.path), records)
+    defects = check_order(settings, config.data, records)
     end = max((record["step"] for record in records.values()), default=0)
-    found += _tell(f"order of the data: every digest up to step {end}, recomputed from seed {settings.seed}", defects)
+    found += _tell(
+        f"order of the data: every digest up to step {end}, recomputed from seed {settings.get('seed')}", defects
+    )
     print(f"{run} is {f'not intact, defects: {found}' if found else 'intact'}")
     return 1 if found else 0
 
@@ -54,20 +60,17 @@ def read_metrics(file: Path) -> tuple[Records, list[str]]:
     """The rows of metrics.jsonl and what is wrong with them. A torn last line is what a kill leaves, and no defect."""
     rows: Records = {}
     defects, before = [], -1
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        place = f"metrics.jsonl, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+    for line in read_lines(file):
+        place = f"metrics.jsonl, line {line.number}"
+        if line.torn:
+            continue
+        if line.row is None or not isinstance(line.row.get("step"), int):
             defects.append(f"{place}: is not a row with a step")
             continue
-        if row["step"] <= before:
-            defects.append(f"{place}: step {row['step']} after step {before}")
-        before = row["step"]
-        rows[place] = row
+        if line.row["step"] <= before:
+            defects.append(f"{place}: step {line.row['step']} after step {before}")
+        before = line.row["step"]
+        rows[place] = line.row
     return rows, defects or ([] if rows else ["metrics.jsonl: has no rows"])
 
 
@@ -77,7 +80,7 @@ def read_states(folder: Path) -> tuple[Records, list[str]]:
     defects = []
     for checkpoint in list_checkpoints(folder):
         try:
-            state = verify(checkpoint)
+            state = verify(checkpoint).state
         except Damaged as damage:
             defects.append(f"{damage.file.relative_to(folder.parent)}: {damage.reason}")
             continue
@@ -88,41 +91,79 @@ def read_states(folder: Path) -> tuple[Records, list[str]]:
     return states, defects
 
 
-def check_order(settings: TrainingConfig, data: Path, records: Records) -> list[str]:
-    """Compares the tokens, positions and order digests of `records` with those that `settings` and `data` ask for.
+def check_order(settings: dict[str, Any], data: str | None, records: Records) -> list[str]:
+    """Compares what `records` count, their positions and order digests with those that `settings` and the data ask for.
+
+    Args:
+        settings: the run's config.yaml. data: folder of shards in place of the configured one.
 
     Raises:
-        UserError: `data` is not a folder of shards, or not the one that the checkpoints were trained on.
+        UserError: the folder is not one of shards, or not the one that the checkpoints were trained on.
     """
-    manifest = read_manifest(data)
-    if any(record.get("data_manifest", manifest.hash) != manifest.hash for record in records.values()):
-        raise UserError("data", data, "other tokens than the run was trained on; name their folder with --data")
-    per_step, per_window = settings.global_batch_windows, settings.model.block_size
+    replay = _replay(settings, data, records)
+    if replay is None:
+        print("note    the order cannot be checked before a checkpoint or the end of an epoch")
+        return []
+    feed, unit, per_item = replay
+    passed = {(start, stop) for record in records.values() for start, stop in record.get("passed", [])}
+    allowance = sum(stop - start for start, stop in passed)
     defects, sound = [], {}
     for place, record in records.items():  # first, so that a nonsensical step does not have us count to it
-        step, tokens, position = record["step"], record.get("tokens"), record.get("position")
-        if tokens != step * per_step * per_window or position not in (None, step * per_step):
-            defects.append(f"{place}: step {step} does not go with tokens {tokens}, position {position}")
+        step, units, position = record["step"], record.get(unit), record.get("position")
+        items = feed.consumed_after(step)
+        if units != items * per_item or (position is not None and not items <= position <= items + allowance):
+            defects.append(f"{place}: step {step} does not go with {unit} {units}, position {position}")
         else:
             sound[place] = record
-    order = Order(settings.seed, count_windows(manifest.tokens("train"), settings.model.block_size))
-    digests = _recompute(order, per_step, {record["step"] for record in sound.values()})
+    expected = _recompute(feed, passed, max((record["step"] for record in sound.values()), default=0))
     for place, record in sound.items():
-        step, digest = record["step"], record.get("order_digest")
-        if digest != digests[step]:
-            defects.append(f"{place}: order_digest of step {step} is {str(digest)[:12]}, not {digests[step][:12]}")
+        step, digest, position = record["step"], record.get("order_digest"), record.get("position")
+        if digest not in expected[step]:
+            right = " or ".join(found[:12] for found in expected[step])
+            defects.append(f"{place}: order_digest of step {step} is {str(digest)[:12]}, not {right}")
+        elif position not in (None, expected[step][digest]):
+            defects.append(f"{place}: position of step {step} is {position}, not {expected[step][digest]}")
     return defects
 
 
-def _recompute(order: Order, windows_per_step: int, steps: Iterable[int]) -> dict[int, str]:
-    """The order digest after each of `steps`."""
-    digest, position, digests = FIRST_DIGEST, 0, {}
-    for step in sorted(steps):
-        while position < step * windows_per_step:
-            digest = next_digest(digest, order.windows(position, position + windows_per_step))
-            position += windows_per_step
-        digests[step] = digest
-    return digests
+def _replay(settings: dict[str, Any], data: str | None, records: Records) -> tuple[Feed, str, int] | None:
+    """The feed of the run's order, which reads nothing; the name of what its rows count, and how many an item has. None
+    while nothing says how many samples or processes a small job has."""
+    config = read_config(guess_kind(settings), settings, CONFIG)
+    newest = list(records.values())[-1] if records else {}
+    share = contiguous(1, 1)
+    if isinstance(config, TrainingConfig):
+        folder = Path(data or config.data.path)
+        manifest = read_manifest(folder)
+        if any(record.get("data_manifest", manifest.hash) != manifest.hash for record in records.values()):
+            raise UserError("data", folder, "other tokens than the run was trained on; name their folder with --data")
+        items = count_windows(manifest.tokens("train"), config.model.block_size)
+        feed = Feed(range(items), config.seed, config.global_batch_windows, share)
+        return feed, "tokens", config.model.block_size
+    assert isinstance(config, JobConfig), "the other kinds"
+    whole = [record for record in records.values() if record.get("epoch") and "train_loss" in record]
+    sizes = [round(record["samples"] / record["epoch"]) for record in whole]  # before checkpoints had epoch_size
+    own: dict[str, Any] = config.model_dump()["data"]
+    generated = own.get("sequences") or (own.get("points") if own.get("name", "clusters") == "clusters" else None)
+    items = newest.get("epoch_size") or generated or next(iter(sizes), None)
+    batch = newest.get("global_batch_size") or (None if config.scale_with_processes else config.train.global_batch_size)
+    if not items or not batch:
+        return None
+    return Feed(range(items), config.seed, batch, share, by_epoch=True), "samples", 1
+
+
+def _recompute(feed: Feed, passed: set[tuple[int, int]], steps: int) -> list[dict[str, int]]:
+    """Of each step up to `steps`, its order digest and the position behind it; two of each where a step was trained
+    from on, then given up, and its successors' positions passed over."""
+    found = [{feed.order_digest: feed.position}]
+    ahead = sorted(passed)
+    for _ in range(steps):
+        feed.next_step()
+        found.append({feed.order_digest: feed.position})
+        while ahead and feed.position == ahead[0][0]:
+            feed.pass_over(*ahead.pop(0))
+            found[-1][feed.order_digest] = feed.position
+    return found
 
 
 def _tell(checked: str, defects: list[str]) -> int:

@@ -7,6 +7,7 @@ Nothing in it is a pickle.
 """
 
 import json
+import math
 import shutil
 import sys
 from dataclasses import dataclass
@@ -15,14 +16,10 @@ from typing import Any
 
 import yaml
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file, write_atomically
-from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.run.snapshot import Snapshot
 
 MODEL, OPTIMIZER, STATE, CONFIG, MANIFEST = (
     "model.safetensors",
@@ -47,37 +44,45 @@ class Damaged(Exception):
         super().__init__(f"{file}: {reason}")
 
 
-@dataclass
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose files were verified, and what its small ones hold: state.json and config.yaml."""
+
+    path: Path
+    state: dict[str, Any]
+    config: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """What it is a training of, like `gpt2`; the first releases did not write it down."""
+        return self.state.get("kind") or guess_kind(self.config)
+
+    def read(self) -> Snapshot:
+        """All of it, weights and moments included."""
+        model, optimizer = load_file(self.path / MODEL), load_file(self.path / OPTIMIZER)
+        return Snapshot(self.state, yaml.safe_dump(self.config), model, optimizer)
+
+
 class CheckpointFolder:
     """The checkpoints of one run, as its main process sees them."""
 
-    folder: Path
-    keep_last: int = 3
-
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path, keep_last: int = 3):
+        self.folder = folder
+        self.keep_last = keep_last
         self._verified: dict[Path, dict[str, Any]] = {}  # checked by this process, with their state
 
-    def save(
-        self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], config: str, extra: tuple[Path, ...] = ()
-    ) -> Path:
-        """Writes the checkpoint of step `state["step"]`, durably, and only then removes what is no longer kept.
-
-        Args:
-            model: the plain module, unwrapped.
-            optimizer: the raw optimizer over its parameters.
-            state: what state.json holds; plain JSON values.
-            config: the run's configuration as YAML.
-            extra: files to copy into it, such as a tokenizer.
-        """
-        place = self.folder / f"step-{state['step']:08d}"
+    def save(self, snapshot: Snapshot) -> Path:
+        """Writes the checkpoint of step `snapshot.state["step"]`, durably, and only then removes what is no longer
+        kept."""
+        place = self.folder / f"step-{snapshot.state['step']:08d}"
         temporary = self.folder / f".{place.name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_file({name: _plain(tensor) for name, tensor in model.state_dict().items()}, temporary / MODEL)
-        save_file(flatten_optimizer(model, optimizer), temporary / OPTIMIZER)
-        (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (temporary / CONFIG).write_text(config, encoding="utf-8")
-        for file in extra:
+        save_file(snapshot.model, temporary / MODEL)
+        save_file(snapshot.optimizer, temporary / OPTIMIZER)
+        (temporary / STATE).write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8")
+        (temporary / CONFIG).write_text(snapshot.config, encoding="utf-8")
+        for file in snapshot.files:
             shutil.copyfile(file, temporary / file.name)
         files = {}
         for file in sorted(temporary.iterdir()):
@@ -88,30 +93,33 @@ class CheckpointFolder:
             shutil.rmtree(place)
         temporary.rename(place)
         fsync_folder(self.folder)
-        self._verified[place] = state
+        self._verified[place] = snapshot.state
         self.prune()
         return place
 
-    def newest_intact(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint whose hashes are right, and its state; None when there is none at all.
+    def peek(self) -> Checkpoint | None:
+        """The newest checkpoint whose small files are right, without looking at its weights: what a run may decide by
+        before it does anything long."""
+        return newest_intact(self.folder, weights=False, quiet=True)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint whose hashes are right; None when there is none at all. Removes what a killed process
+        left half made or half removed.
 
         A damaged one on the way is renamed to `*.corrupt`, with a warning on stderr that names file and reason.
 
         Raises:
             UserError: when checkpoints exist, but none is intact.
         """
-        found = list_checkpoints(self.folder)
-        for place in reversed(found):
-            try:
-                return place, self._verify(place)
-            except Damaged as damage:
-                aside = _free_name(place.with_name(f"{place.name}.corrupt"))
-                place.rename(aside)
-                print(f"warning: {damage}; moved to {aside.name}, trying the one before it", file=sys.stderr)
-        if found or any(self.folder.glob("*.corrupt*")):
+        for leftover in self.folder.glob(".step-*"):
+            shutil.rmtree(leftover)
+        found = newest_intact(self.folder, put_aside=True)
+        if found is None and any(self.folder.glob("*.corrupt*")):
             cure = "holds checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, cure)
-        return None
+        if found:
+            self._verified[found.path] = found.state
+        return found
 
     def prune(self) -> None:
         """Removes verified checkpoints but the newest `keep_last` and the best; a damaged one is left as it is."""
@@ -121,7 +129,8 @@ class CheckpointFolder:
                 intact.append((place, self._verify(place)))
             except Damaged as damage:
                 print(f"warning: {damage}; not counted, not removed", file=sys.stderr)
-        scored = [(state["val_loss"], place) for place, state in intact if state.get("val_loss") is not None]
+        scores = [(state.get("val_loss"), place) for place, state in intact]
+        scored = [(loss, place) for loss, place in scores if loss is not None and math.isfinite(loss)]
         keep = {place for place, _ in intact[-self.keep_last :]} | ({min(scored)[1]} if scored else set())
         for place, _ in intact:
             if place not in keep:
@@ -130,15 +139,20 @@ class CheckpointFolder:
                 shutil.rmtree(hidden)
                 del self._verified[place]
 
-    def clean(self) -> None:
-        """Removes what a killed process left half made or half removed."""
-        for leftover in self.folder.glob(".step-*"):
-            shutil.rmtree(leftover)
-
     def _verify(self, place: Path) -> dict[str, Any]:
         if place not in self._verified:
-            self._verified[place] = verify(place)
+            self._verified[place] = verify(place).state
         return self._verified[place]
+
+
+def guess_kind(saved: dict[str, Any]) -> str:
+    """The kind of a run whose config.yaml holds `saved`, by a field that no other kind has."""
+    marks = (
+        ("train", "global_batch_tokens", "gpt2"),
+        ("data", "weight", "regression"),
+        ("data", "sequences", "transformer"),
+    )
+    return next((kind for section, field, kind in marks if field in (saved.get(section) or {})), "classifier")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -146,8 +160,31 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(place for place in folder.glob("step-*") if place.is_dir() and place.name[5:].isdigit())
 
 
-def verify(checkpoint: Path) -> dict[str, Any]:
-    """Checks every file of a checkpoint against its manifest and returns what state.json holds.
+def newest_intact(
+    folder: Path, weights: bool = True, put_aside: bool = False, quiet: bool = False
+) -> Checkpoint | None:
+    """The newest intact checkpoint in a folder of checkpoints, if there is one; a warning names each damaged one.
+
+    Args:
+        weights: whether to hash the large files too.
+        put_aside: whether to rename damaged ones to `*.corrupt`. quiet: whether to leave the warnings away.
+    """
+    for place in reversed(list_checkpoints(folder)):
+        try:
+            return verify(place, weights)
+        except Damaged as damage:
+            then = "trying the one before it"
+            if put_aside:
+                aside = _free_name(place.with_name(f"{place.name}.corrupt"))
+                place.rename(aside)
+                then = f"moved to {aside.name}, {then}"
+            if not quiet:
+                print(f"warning: {damage}; {then}", file=sys.stderr)
+    return None
+
+
+def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
+    """Checks every file of a checkpoint against its manifest, the sizes alone of weights and moments if so told.
 
     Raises:
         Damaged: naming the first file that is missing, cut short or changed.
@@ -166,81 +203,30 @@ def verify(checkpoint: Path) -> dict[str, Any]:
             raise Damaged(file, "is missing")
         if file.stat().st_size != size:
             raise Damaged(file, f"has {file.stat().st_size} bytes instead of {size}")
-        if sha256_file(file) != sha256:
+        if (weights or name not in (MODEL, OPTIMIZER)) and sha256_file(file) != sha256:
             raise Damaged(file, "its SHA-256 is not the one that was written")
-    return json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    return Checkpoint(checkpoint, state, yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8")) or {})
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The verified checkpoint that a user means: `path` itself, or the newest intact one of the run folder `path`.
+def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True) -> Checkpoint:
+    """The checkpoint that a user means: `path` itself, or the newest intact one of the run folder `path`.
+
+    Args:
+        field: where the user named it, for messages.
+        weights: whether to hash the large files too.
 
     Raises:
         UserError: when there is none, or the one named is damaged.
     """
     if (path / MANIFEST).is_file() or (path / MODEL).is_file():
         try:
-            verify(path)
+            return verify(path, weights)
         except Damaged as damage:
-            raise UserError("checkpoint", damage.file, f"{damage.reason}; name another checkpoint") from damage
-        return path
-    for place in reversed(list_checkpoints(path / "checkpoints")):
-        try:
-            verify(place)
-        except Damaged as damage:
-            print(f"warning: {damage}; trying the one before it", file=sys.stderr)
-        else:
-            return place
-    raise UserError("checkpoint", path, "holds no intact checkpoint; name a run folder or a step-XXXXXXXX folder in it")
-
-
-def load_model(checkpoint: Path) -> tuple[GPT, Tokenizer]:
-    """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a verified checkpoint.
-
-    Raises:
-        UserError: when the tokenizer cannot be had, or the weights do not fit the configuration.
-    """
-    config = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    name = state["tokenizer"]
-    tokenizer = load_tokenizer(str(checkpoint / name) if (checkpoint / name).is_file() else name)
-    model = GPT(ModelConfig(**config["model"]), state["vocab_size"])
-    load_weights(checkpoint, model)
-    return model.eval(), tokenizer
-
-
-def load_weights(checkpoint: Path, model: nn.Module) -> None:
-    """Copies a checkpoint's weights into the plain module.
-
-    Raises:
-        UserError: when names or shapes differ.
-    """
-    tensors = load_file(checkpoint / MODEL)
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
-        raise UserError("checkpoint", checkpoint, f"does not fit the model section: {reason}") from error
-
-
-def flatten_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `<kind>.<parameter name>` tensors on the CPU, such as `exp_avg.h.0.ln_1.weight`."""
-    return {
-        f"{kind}.{name}": _plain(value)
-        for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Restores what `flatten_optimizer` gave, each tensor on its parameter's device."""
-    parameters = dict(model.named_parameters())
-    for key, value in load_file(checkpoint / OPTIMIZER).items():
-        kind, name = key.split(".", 1)
-        optimizer.state[parameters[name]][kind] = value.to(parameters[name].device)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+            raise UserError(field, damage.file, f"{damage.reason}; name another checkpoint") from damage
+    if found := newest_intact(path / "checkpoints", weights):
+        return found
+    raise UserError(field, path, "holds no intact checkpoint; name a run folder or a step-XXXXXXXX folder in it")
 
 
 def _free_name(path: Path) -> Path:

@@ -1,19 +1,20 @@
-"""A run's folder: its lock, configuration, status and metrics, and what may change when the run goes on."""
+"""A run's folder: its lock, configuration, status and metrics."""
 
 import fcntl
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from accelerate import Accelerator
+from typing import Any, NamedTuple
 
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.config.training import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.processes.ranks import on_main
+from gpt2_ddp.run.checkpoint import CheckpointFolder
+
+METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 
 
 class RunFolder:
@@ -25,107 +26,88 @@ class RunFolder:
 
     def __init__(self, config: RunConfig):
         self.path = Path(config.output_dir) / config.run_name
-        self.checkpoints = self.path / "checkpoints"
-        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = CheckpointFolder(self.path / "checkpoints", config.checkpoint.keep_last)
+        self._is_new = not self.path.exists()
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             cure = f"cannot be written ({error.strerror}); choose another output_dir"
             raise UserError("output_dir", self.path, cure) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it however we die
-        except BlockingIOError as error:
+            # of the process alone: the kernel lets go of it however we die, and forked loader workers never had it
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._lock).st_nlink:
+                raise BlockingIOError  # its holder gave the folder up at this moment, and removed it
+        except OSError as error:
+            os.close(self._lock)
             cure = "another trainer is running in this folder; stop it or choose another run_name"
             raise UserError("run_name", config.run_name, cure) from error
-        if config.fresh and (any(self.checkpoints.iterdir()) or self.metrics.exists()):
+        if config.fresh and (any(self.checkpoints.folder.iterdir()) or (self.path / METRICS).exists()):
+            os.close(self._lock)
             cure = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
             raise UserError("fresh", "true", cure)
 
+    def release(self) -> None:
+        """Lets other trainers in. A folder that is new and never came to hold anything is removed."""
+        if self._is_new:
+            with suppress(OSError):  # not empty
+                self.checkpoints.folder.rmdir()
+                if [file.name for file in self.path.iterdir()] == [".lock"]:
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
+        os.close(self._lock)
+
     def write_config(self, config: RunConfig) -> None:
         """Records the resolved configuration; `--config` takes it back."""
-        write_atomically(self.path / "config.yaml", dump(config))
+        write_atomically(self.path / CONFIG, dump(config))
 
     def write_status(self, state: str, step: int, reason: str = "") -> None:
-        """Records running, completed, stopped or failed."""
-        content = {"state": state, "step": step, "reason": reason}
-        write_atomically(self.path / "status.json", json.dumps(content) + "\n")
+        """Records running, completed, stopped or failed, unless it stands there already."""
+        content = json.dumps({"state": state, "step": step, "reason": reason}) + "\n"
+        if not (self.path / STATUS).is_file() or (self.path / STATUS).read_text() != content:
+            write_atomically(self.path / STATUS, content)
 
     def cut_metrics(self, step: int) -> None:
         """Drops the rows after `step`, which will be trained again, and a last line that a crash left torn."""
-        for file in (self.metrics, self.path / "samples.jsonl"):
+        for file in (self.path / METRICS, self.path / SAMPLES):
             if file.exists():
-                lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-                kept = [line for line in lines if _step(line) <= step]
-                write_atomically(file, "".join(line + "\n" for line in kept))
+                lines = [(line.text, (line.row or {}).get("step")) for line in read_lines(file)]
+                kept = [text + "\n" for text, at in lines if isinstance(at, int) and at <= step]
+                write_atomically(file, "".join(kept))
 
-    def append_metrics(self, row: dict[str, Any]) -> None:
-        """Adds a row to metrics.jsonl."""
-        _append(self.metrics, row)
-
-    def append_sample(self, step: int, text: str) -> None:
-        """Adds a sample to samples.jsonl."""
-        _append(self.path / "samples.jsonl", {"step": step, "text": text})
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Adds a row to the file `name`, METRICS or SAMPLES."""
+        with (self.path / name).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
 
 
-def check_resumable(saved: dict[str, Any], saved_manifest: str, config: TrainingConfig, manifest_hash: str) -> None:
-    """Checks that going on with a run continues the same training.
-
-    Model, seed, optimizer and schedule, block size, global batch and data have to be the run's own. Steps, micro-batch,
-    processes, evaluation, logging and checkpoint settings may change.
-
-    Args:
-        saved: the run's configuration. saved_manifest: its data's manifest hash.
-
-    Raises:
-        UserError: naming every field that differs.
-    """
-    now = config.model_dump(mode="json")
-    fixed = [("seed",), *[("model", name) for name in now["model"]], *[("optim", name) for name in now["optim"]]]
-    fixed.append(("train", "global_batch_tokens"))
-    mistakes = differences(saved, now, fixed)
-    if saved_manifest != manifest_hash:
-        cure = "its tokens are not the ones that the run was started with; give those back, or choose another run_name"
-        mistakes += UserError("data.path", config.data.path, cure).mistakes
-    if mistakes:
-        raise UserError.join(mistakes)
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with null for numbers that are not finite, as JSON has none."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def differences(saved: dict[str, Any], now: dict[str, Any], fixed: list[tuple[str, ...]]) -> list[str]:
-    """The mistakes, in words, where configurations differ in fields that a run keeps; each field as its path."""
-    mistakes = []
-    for path in fixed:
-        was, is_now = _get(saved, path), _get(now, path)
-        if was != is_now:
-            cure = f"the run was started with {was}; give that back, or choose another run_name for a new run"
-            mistakes += UserError(".".join(path), is_now, cure).mistakes
-    return mistakes
+class Line(NamedTuple):
+    """A line of a .jsonl file: its number, the first being 1, its text, and the object that it holds; None for none.
+    A torn one has no newline: the last one, after a crash."""
+
+    number: int
+    text: str
+    row: dict[str, Any] | None
+    torn: bool
 
 
-def open_run(accelerator: Accelerator, config: RunConfig) -> RunFolder | None:
-    """The run's folder on the main process, None on the others.
-
-    Raises:
-        UserError: on every rank, as `RunFolder` does.
-    """
-    opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
-    on_main(accelerator, lambda: opened.append(RunFolder(config)))
-    return opened[0] if opened else None
+def read_lines(file: Path) -> list[Line]:
+    """The lines of metrics.jsonl or samples.jsonl, none for a file that is not there."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    *lines, rest = text.split("\n")
+    found = [Line(number, line, _parse(line), torn=False) for number, line in enumerate(lines, 1)]
+    return [*found, Line(len(found) + 1, rest, _parse(rest), torn=True)] if rest else found
 
 
-def _append(file: Path, row: dict[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(row) + "\n")
-
-
-def _step(line: str) -> float:
+def _parse(line: str) -> dict[str, Any] | None:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # torn: after every step
-
-
-def _get(values: dict[str, Any], path: tuple[str, ...]) -> Any:
-    for name in path:
-        values = values.get(name, {})
-    return values
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None

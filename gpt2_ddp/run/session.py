@@ -4,26 +4,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from accelerate import Accelerator
-
-from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.stop import StopRequest
-from gpt2_ddp.run.tracking import Metrics, start_tracker
+from gpt2_ddp.run.tracking import Metrics, Throughput, start_tracker
 
 Outcome = Literal["completed", "stopped"]
 """How a run ended that did not fail; `stopped` is early, on request, with a checkpoint saved."""
-
-
-class Progress(Protocol):
-    """How far a run has come, and its tracker's id."""
-
-    step: int
-    run_id: str
 
 
 @dataclass
@@ -32,38 +21,47 @@ class Session:
 
     metrics: Metrics
     stop: StopRequest
+    throughput: Throughput
     outcome: Outcome = "completed"
 
 
 @contextmanager
-def session(
-    accelerator: Accelerator, config: TrainingConfig | JobConfig, run: RunFolder | None, progress: Progress, steps: int
-) -> Iterator[Session]:
-    """Takes signals and starts the tracker; records in status.json that the run runs, and how it ended.
-
-    Args:
-        run: on the main process alone.
-        progress: the run's state, which the loop keeps up to date.
-        steps: of the whole run.
-    """
-    start_tracker(accelerator, config, run, progress.run_id)
-    running = Session(Metrics(accelerator, run, progress.step, steps), StopRequest(accelerator))
+def session(run: Run) -> Iterator[Session]:
+    """Takes signals and starts the tracker; records in status.json that the run runs, and how it ended."""
+    accelerator, config, folder = run.accelerator, run.config, run.folder
+    start_tracker(accelerator, config, folder, run.run_id)
+    stop = StopRequest(accelerator, config.train.max_minutes)
+    running = Session(Metrics(accelerator, folder, run.step, run.steps or 0), stop, Throughput(run.task, accelerator))
     try:
-        if run:
-            run.write_status("running", progress.step)
+        if folder:
+            folder.write_status("running", run.step)
+        running.metrics.say(_opening_words(run))
         yield running
-        if run:
-            reason = running.stop.reason if running.outcome == "stopped" else ""
-            run.write_status(running.outcome, progress.step, reason)
+        if folder:
+            reason = stop.reason if running.outcome == "stopped" else ""
+            folder.write_status(running.outcome, run.step, reason)
             again = f" ({reason}); the same command goes on from there" if reason else ""
-            running.metrics.say(f"{config.run_name} {running.outcome} at step {progress.step}{again}")
+            running.metrics.say(f"{config.run_name} {running.outcome} at step {run.step}{again}")
     except BaseException as error:
-        if isinstance(error, UserError) and not run:  # of this rank alone: the main process does not know it
+        if isinstance(error, UserError) and not folder:  # of this rank alone: the main process does not know it
             print(f"error: rank {accelerator.process_index}: {error}", file=sys.stderr)
-        if run:  # and nothing else: the other ranks may be gone, and the newest checkpoint is good
-            run.write_status("failed", progress.step, f"{type(error).__name__}: {error}")
+        if folder:  # and nothing else: the other ranks may be gone, and the newest checkpoint is good
+            folder.write_status("failed", run.step, f"{type(error).__name__}: {error}")
         raise
     finally:
-        running.stop.restore_handlers()
+        stop.restore_handlers()
         running.metrics.close()
     accelerator.end_training()
+
+
+def _opening_words(run: Run) -> str:
+    accelerator, task = run.accelerator, run.task
+    begins = f"goes on from step {run.step}" if run.step else "starts"
+    parameters = sum(parameter.numel() for parameter in task.model.parameters())
+    shares = task.feed.share(task.feed.step_size)
+    units = max(len(ranks[accelerator.process_index]) for ranks in shares) * task.units_per_item
+    return (
+        f"{run.config.run_name} {begins}: {parameters:,} parameters, {accelerator.num_processes} x "
+        f"{accelerator.device.type}, precision {accelerator.mixed_precision}; a step is {len(shares)} x {units:,} "
+        f"{task.unit} per process"
+    )

@@ -1,6 +1,7 @@
 """Stopping early, on request, with a checkpoint saved."""
 
 import signal
+import time
 from types import FrameType
 
 import torch
@@ -13,12 +14,19 @@ class StopRequest:
 
     Each step starts a tiny all-reduce on a group of the CPU and reads the one before: no rank waits for another, and no
     GPU is synchronised. A second SIGINT ends the process at once.
+
+    Args:
+        max_minutes: of main's clock, from now on; None: no limit.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, accelerator: Accelerator):
+    def __init__(self, accelerator: Accelerator, max_minutes: float | None = None):
         self.reason = ""
+        self._deadline = float("inf")
+        if max_minutes and accelerator.is_main_process:
+            self._deadline = time.monotonic() + 60 * max_minutes
+        self._over = f"train.max_minutes = {max_minutes}"
         self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
         self._flag = torch.zeros(1, dtype=torch.int32)
         self._pending: dist.Work | None = None
@@ -35,6 +43,8 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """Whether all ranks stop now; every rank calls it once a step and gets the same answer."""
+        if time.monotonic() > self._deadline:
+            self.request(self._over)
         if self._group is None:
             return bool(self.reason)
         if self._pending is not None:

@@ -1,6 +1,5 @@
 """Where the numbers go: metrics.jsonl, a tracker, the terminal. And what they are: tokens per second, MFU."""
 
-import math
 import os
 import sys
 import time
@@ -14,9 +13,9 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.config.training import RunConfig
+from gpt2_ddp.run.folder import METRICS, SAMPLES, RunFolder, finite
+from gpt2_ddp.run.task import Task
 
 PEAK_FLOPS = {  # dense bf16 FLOP/s, from NVIDIA's data sheets; the first name that the device's contains counts
     "B200": 2250e12,
@@ -54,36 +53,35 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Throughput:
-    """Tokens per second of the training alone; evaluations, checkpoints and samples happen while it is paused.
+    """Units (tokens, samples) per second of the training alone; evaluations, checkpoints and samples happen while it is
+    paused."""
 
-    Args:
-        flops_per_token: of the model, forward and backward.
-        peak: FLOP/s of all devices together, or None.
-    """
-
-    def __init__(self, flops_per_token: int, peak: float | None, device: torch.device):
-        self.flops_per_token = flops_per_token
-        self.peak = peak
-        self.device = device
-        self.seconds = 0.0  # in all readings
-        self._start = time.perf_counter()
-        self._tokens = 0
+    def __init__(self, task: Task, accelerator: Accelerator):
+        self.task = task
+        self.device = accelerator.device
+        self.peak = (peak_flops(self.device) or 0.0) * accelerator.num_processes
+        self.restart()
 
     def restart(self) -> None:
         """Begins a new reading now."""
-        self._start, self._tokens = time.perf_counter(), 0
+        self._start, self._units, self._waited = time.perf_counter(), 0, self.task.feed.waited
 
-    def add(self, tokens: int) -> None:
-        """Counts the tokens of a step."""
-        self._tokens += tokens
+    def add(self, units: int) -> None:
+        """Counts the units of a step."""
+        self._units += units
 
-    def read(self) -> tuple[float, float | None]:
-        """(tokens per second, MFU or None) since the last reading; call it once the device's work has been awaited."""
-        now = time.perf_counter()
-        rate = self._tokens / (now - self._start)
-        self.seconds += now - self._start
-        self._start, self._tokens = now, 0
-        return rate, rate * self.flops_per_token / self.peak if self.peak else None
+    def read(self) -> dict[str, float | None]:
+        """What a row says of the steps since the last reading: units per second, MFU (None where the device's peak is
+        not known), the share of the time spent waiting for data. Call it once the device's work has been awaited."""
+        units, waited = self._units, self.task.feed.waited - self._waited
+        seconds = time.perf_counter() - self._start
+        self.restart()
+        mfu = units / seconds * self.task.flops_per_unit / self.peak if self.peak else None
+        return {
+            f"{self.task.unit}_per_second": round(units / seconds, 1),
+            **({"mfu": mfu} if self.task.flops_per_unit else {}),
+            "data_share": round(waited / seconds, 4),
+        }
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,11 +111,8 @@ class Metrics:
         """Writes one row; numbers that are not finite become null, as JSON has none."""
         if self.run is None:
             return
-        row = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in row.items()
-        }
-        self.run.append_metrics(row)
+        row = finite(row)
+        self.run.append(METRICS, row)
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
         self.accelerator.log(numbers, step=row["step"])
         shown = {name: f"{row[name]:{layout}}" for name, layout in SHOWN.items() if row.get(name) is not None}
@@ -135,14 +130,19 @@ class Metrics:
         if self.run is not None:
             tqdm.write(text, file=sys.stderr)
 
+    def show_sample(self, step: int, task: Task) -> None:
+        """Prints and keeps what the task writes at this step, if it writes; on the main process alone."""
+        text = task.sample() if self.run else None
+        if self.run and text is not None:
+            self.run.append(SAMPLES, {"step": step, "text": text})
+            self.say(f"--- sample at step {step} ---\n{text}\n---")
+
     def close(self) -> None:
-        """Ends the bar and the tracker."""
+        """Ends the progress bar."""
         self._bar.close()
 
 
-def start_tracker(
-    accelerator: Accelerator, config: TrainingConfig | JobConfig, run: RunFolder | None, run_id: str
-) -> None:
+def start_tracker(accelerator: Accelerator, config: RunConfig, run: RunFolder | None, run_id: str) -> None:
     """Starts the tracker that the Accelerator was built with; the same run_id goes on with the same wandb run.
 
     wandb logs offline, into the run folder, when nobody is logged in and WANDB_MODE does not say otherwise.

@@ -1,1 +1,1 @@
-"""The small supervised jobs: one fit() and what each job is made of."""
+"""What is trained: pretraining a GPT, the small supervised jobs; and what is done with their checkpoints."""

@@ -1,4 +1,6 @@
-"""The small jobs: each one's data, model and losses. `supervised.fit` trains them all."""
+"""The small jobs: each one's data, model and losses."""
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -7,23 +9,20 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.run.loop import Result, train
 from gpt2_ddp.tasks.images import CLASSES, crop_and_flip, load_images, normalise
-from gpt2_ddp.tasks.jobs_build import Job
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
-from gpt2_ddp.tasks.supervised import JobResult, fit
+from gpt2_ddp.tasks.supervised import Job, Supervised
 
 
-def run_job(config: JobConfig, data_parallel: bool = False) -> JobResult:
+def run_job(config: JobConfig) -> Result:
     """Trains the job that `config` describes, in this process or, under a launcher, as one of its ranks.
-
-    Args:
-        data_parallel: one process splits each batch among the machine's GPUs (nn.DataParallel), for comparison.
 
     Raises:
         UserError: for whatever the user has to mend.
     """
-    return fit(config, make_job, data_parallel)
+    return train(config, partial(Supervised, make_job))
 
 
 def make_job(config: JobConfig, accelerator: Accelerator) -> Job:

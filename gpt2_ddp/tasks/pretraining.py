@@ -1,179 +1,176 @@
-"""Everything before the first step: processes, data, model and optimizer, and where the run goes on."""
+"""Pretraining a GPT on token shards: what this task has of its own (see `run.task.Task`)."""
 
 import math
 import os
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.cli import complete, load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.loader import FIRST_DIGEST, Order, WindowDataset, count_windows, split_batch
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved
 from gpt2_ddp.data.prepare import default_output, prepare
 from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.windows import Windows, split_batch
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.evaluate import evaluate
+from gpt2_ddp.model.generate import sample_text
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.processes.launch import start_run
+from gpt2_ddp.model.optim import build_optimizer, lr_at
 from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.run.checkpoint import CheckpointFolder, find_checkpoint, load_weights
-from gpt2_ddp.run.folder import RunFolder, check_resumable, open_run
-from gpt2_ddp.run.resume import Progress, find_progress, restore_optimizer, restore_weights
-from gpt2_ddp.run.tracking import new_run_id
+from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint
+from gpt2_ddp.run.snapshot import fit_weights
+from gpt2_ddp.run.task import Due, Scores
 
 PREPARATION = timedelta(days=7)
 """How long the other ranks wait while data are prepared on first use."""
 
 
-@dataclass
-class TrainState:
-    """What a run has done so far; a checkpoint's state.json begins with it.
+class Pretraining:
+    """A GPT that learns to predict the next token; the loss is a mean over tokens.
 
-    Args:
-        step: optimizer steps taken.
-        position: the next step's first position in the order of windows.
-        order_digest: running SHA-256 over the windows of every step.
-        tokens: targets trained on.
-        skipped: steps whose gradient was not finite, so that they changed nothing.
-        run_id: the tracker's id of this run.
+    The feed's items are windows of block_size tokens. A step has G of them, and may straddle two epochs; rank r
+    computes, in micro-batch m of b windows, those at (m·W + r)·b and the b - 1 after it.
     """
 
-    step: int = 0
-    position: int = 0
-    order_digest: str = FIRST_DIGEST
-    tokens: int = 0
-    skipped: int = 0
-    run_id: str = ""
+    unit = "tokens"
 
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> "TrainState":
-        """The state in a checkpoint's state.json, which holds more."""
-        return cls(**{name: saved[name] for name in asdict(cls())})
+    def __init__(self, config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None):
+        self.config, self.accelerator, self._saved = config, accelerator, saved
+        self.units_per_item = config.model.block_size
+        processes, windows = accelerator.num_processes, config.global_batch_windows
+        self._share = interleaved(processes, split_batch(windows, processes, config.train.micro_batch_size))
+        self._begin_with = None
+        if saved:
+            self._settle_schedule(saved.config.get("optim", {}).get("decay_steps"))
+        elif config.train.init_from:
+            start = Path(config.train.init_from)
+            self._begin_with = on_main(accelerator, lambda: find_gpt(start, "train.init_from", weights=False)).path
 
+    def total_steps(self, epoch_size: int | None) -> int | None:
+        """`train.steps`, or those of `train.epochs`."""
+        epochs = self.config.train.epochs
+        if epochs is None or epoch_size is None:
+            return None if epochs else self.config.train.steps
+        return math.ceil(epochs * epoch_size / self.config.global_batch_windows)
 
-@dataclass
-class Training:
-    """A run that is ready to step. `run` and `checkpoints` exist on the main process alone."""
+    def load(self) -> None:
+        """Opens the shards, which are prepared first where there are none and `data.prepare` says how; checks them."""
+        config, accelerator = self.config, self.accelerator
+        folder, block_size = Path(config.data.path), config.model.block_size
+        on_every_rank(accelerator, lambda: _prepare_missing_data(accelerator, config), patience=PREPARATION)
+        self.manifest, self.tokenizer, stream, self.val_stream = on_every_rank(accelerator, lambda: _open_data(config))
+        check_ranks_agree("data.path", str(folder), self.manifest.hash)
+        if self._saved and self._saved.state.get("data_manifest", self.manifest.hash) != self.manifest.hash:
+            cure = "its tokens are not the ones that the run was started with"
+            raise UserError("data.path", folder, f"{cure}; give those back, or choose another run_name")
+        if config.data.verify_hashes:
+            local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
+            part = accelerator.local_process_index
+            on_every_rank(accelerator, lambda: verify_shards(folder, self.manifest, part, local_world))
+        windows = Windows(stream, block_size)
+        step_size, workers = config.global_batch_windows, config.data.workers
+        self.feed = Feed(windows, config.seed, step_size, self._share, accelerator, workers=workers)
+        self._settle_schedule(max(self.total_steps(len(windows)) or 0, config.optim.warmup_steps + 1))
+        file = folder / self.manifest.tokenizer
+        self.files = (file,) if file.is_file() else ()
 
-    config: TrainingConfig
-    accelerator: Accelerator
-    run: RunFolder | None
-    checkpoints: CheckpointFolder | None
-    manifest: Manifest
-    tokenizer: Tokenizer
-    order: Order
-    dataset: WindowDataset
-    val_stream: TokenStream | None
-    plain_model: GPT
-    model: nn.Module
-    plain_optimizer: Optimizer
-    optimizer: AcceleratedOptimizer
-    state: TrainState
-    steps: int
-    batch_size: int
-    accumulation: int
+        torch.manual_seed(config.seed)
+        self.model = GPT(config.model, self.manifest.vocab_size)
+        self.model.activation_checkpointing = config.train.activation_checkpointing
+        self.flops_per_unit = self.model.flops_per_token()
+        if start := self._begin_with:  # of the main process; DDP gives them to the others
+            on_main(accelerator, lambda: load_weights(find_checkpoint(start, "train.init_from"), self.model))
 
-    def save(self, val_loss: float | None) -> None:
-        """Saves a checkpoint of the present step; on the main process, the others go on.
+    def build_optimizer(self) -> Optimizer:
+        return build_optimizer(self.model, self.config.optim)
 
-        Args:
-            val_loss: of this very step, or None where it was not evaluated.
-        """
-        if self.checkpoints is None:
-            return
-        scaler = self.accelerator.scaler
-        state = {
-            **asdict(self.state),
-            "val_loss": val_loss,
-            "scaler": scaler.state_dict() if scaler else None,
+    def lr_at(self, step: int) -> float:
+        return lr_at(step, self.config.optim)
+
+    def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        (tokens,) = batch.rows  # [b, T + 1]
+        return model(tokens[:, :-1], tokens[:, 1:], reduction="sum")
+
+    def due(self, step: int, last: bool) -> Due:
+        config = self.config
+        evaluate = self.val_stream is not None and (last or step % config.eval.every == 0)
+        return Due(
+            log=evaluate or last or self.feed.ended_epoch or step % config.tracking.log_every == 0,
+            evaluate=evaluate,
+            save=last or step % config.checkpoint.every == 0,
+            sample=config.tracking.sample_every > 0 and (last or step % config.tracking.sample_every == 0),
+        )
+
+    def evaluate(self, model: nn.Module) -> Scores:
+        if self.val_stream is None:
+            return {}
+        config, lengths = self.config, self.tokenizer.token_bytes()
+        size, batch_size, tokens = config.model.block_size, config.eval.batch_size, config.eval.tokens
+        found = evaluate(self.accelerator, model, self.val_stream, size, batch_size, tokens, lengths)
+        return {"val_loss": found.loss, "val_tokens": found.tokens, "val_bits_per_byte": found.bits_per_byte}
+
+    def sample(self) -> str:
+        return sample_text(self.model, self.tokenizer, self.config.tracking.sample_prompt, 200, self.config.seed)
+
+    def state(self) -> dict[str, Any]:
+        """What the data are."""
+        return {
             "tokenizer": self.manifest.tokenizer,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
             "vocab_size": self.manifest.vocab_size,
             "data_manifest": self.manifest.hash,
-            "processes": self.accelerator.num_processes,
-            "versions": {"torch": torch.__version__},
         }
-        tokenizer_file = Path(self.config.data.path) / self.manifest.tokenizer  # checkpoints carry it, if it is a file
-        extra = (tokenizer_file,) if tokenizer_file.is_file() else ()
-        self.checkpoints.save(self.plain_model, self.plain_optimizer, state, dump(self.config), extra)
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing: `load` has compared the data."""
+
+    def _settle_schedule(self, decay_steps: int | None) -> None:
+        """Gives a schedule without a length this one: that of the first start."""
+        if self.config.optim.decay_steps is None and decay_steps is not None:
+            optim = self.config.optim.model_copy(update={"decay_steps": decay_steps})
+            self.config = self.config.model_copy(update={"optim": optim})
 
 
-def build(config: TrainingConfig) -> Training:
-    """Brings all ranks to the same step of the same run.
+def find_gpt(path: Path, field: str, weights: bool = True) -> Checkpoint:
+    """The GPT's checkpoint that a user means (`find_checkpoint`).
 
     Raises:
-        UserError: for whatever the user has to mend, on every rank alike, before any long work.
+        UserError: also when it is of another kind of run, which `field` has no use for.
     """
-    accelerator = start_run(config)
-    batch_size, accumulation = split_batch(
-        config.global_batch_windows, accelerator.num_processes, config.train.micro_batch_size
-    )
-    run = open_run(accelerator, config)
-    checkpoints = CheckpointFolder(run.checkpoints, config.checkpoint.keep_last) if run else None
-    on_every_rank(accelerator, lambda: _prepare_missing_data(accelerator, config), patience=PREPARATION)
-    manifest, tokenizer, stream = on_every_rank(accelerator, lambda: _open_data(accelerator, config))
-    check_ranks_agree(dump(config), "data.path", config.data.path, manifest.hash)
-    order = Order(config.seed, count_windows(len(stream), config.model.block_size))
-    steps = config.train.steps or 0
-    if config.train.epochs is not None:
-        steps = math.ceil(config.train.epochs * order.n_windows / config.global_batch_windows)
-
-    progress, decay_steps = on_main(accelerator, lambda: _find_progress(_present(checkpoints), config, manifest, steps))
-    config = config.model_copy(update={"optim": config.optim.model_copy(update={"decay_steps": decay_steps})})
-    state = TrainState.of(progress.state) if progress else TrainState(run_id=on_main(accelerator, new_run_id))
-    if run:
-        run.write_config(config)
-        run.cut_metrics(state.step if progress else -1)
-    plain_model = _build_model(accelerator, config, manifest, progress)
-    plain_optimizer = build_optimizer(plain_model, config.optim)
-    model, optimizer = accelerator.prepare(
-        torch.compile(plain_model) if config.train.compile else plain_model, plain_optimizer
-    )
-    if progress:
-        restore_optimizer(accelerator, progress, plain_model, plain_optimizer)
-    return Training(
-        config=config,
-        accelerator=accelerator,
-        run=run,
-        checkpoints=checkpoints,
-        manifest=manifest,
-        tokenizer=tokenizer,
-        order=order,
-        dataset=WindowDataset(stream, order, config.model.block_size),
-        val_stream=TokenStream(Path(config.data.path), manifest, "val") if manifest.tokens("val") > 1 else None,
-        plain_model=plain_model,
-        model=model,
-        plain_optimizer=plain_optimizer,
-        optimizer=optimizer,
-        state=state,
-        steps=steps,
-        batch_size=batch_size,
-        accumulation=accumulation,
-    )
+    found = find_checkpoint(path, field, weights)
+    if found.kind != "gpt2":
+        cure = f"is of a {found.kind} run, and a GPT is wanted; scripts/evaluate.py gives such a run's scores"
+        raise UserError(field, path, cure)
+    return found
 
 
-def _build_model(
-    accelerator: Accelerator, config: TrainingConfig, manifest: Manifest, progress: Progress | None
-) -> GPT:
-    """The plain model on this rank's device; on the main process with the weights of a checkpoint, if there is one."""
-    torch.manual_seed(config.seed)
-    model = GPT(config.model, manifest.vocab_size)
-    model.activation_checkpointing = config.train.activation_checkpointing
-    if progress:
-        restore_weights(accelerator, progress, model)
-    elif config.train.init_from:
-        other = Path(config.train.init_from)
-        on_main(accelerator, lambda: load_weights(find_checkpoint(other), model))
-    return model.to(accelerator.device)
+def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
+    """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
+
+    Raises:
+        UserError: when the tokenizer cannot be had, or the weights do not fit the configuration.
+    """
+    settings, _ = complete(TrainingConfig, checkpoint.config)
+    name = checkpoint.state["tokenizer"]
+    file = checkpoint.path / name
+    tokenizer = load_tokenizer(str(file) if file.is_file() else name)
+    model = GPT(ModelConfig(**settings["model"]), checkpoint.state["vocab_size"])
+    load_weights(checkpoint, model)
+    return model.eval(), tokenizer
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Copies a checkpoint's weights into the plain module. Raises: UserError when names or shapes differ."""
+    fit_weights(load_file(checkpoint.path / MODEL), model, checkpoint.path)
 
 
 def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
@@ -189,40 +186,19 @@ def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> N
             prepare(recipe)
 
 
-def _open_data(accelerator: Accelerator, config: TrainingConfig) -> tuple[Manifest, Tokenizer, TokenStream]:
-    """Opens the data and checks every shard, each process of a node its share."""
+def _open_data(config: TrainingConfig) -> tuple[Manifest, Tokenizer, TokenStream, TokenStream | None]:
+    """The tokenizer and both splits, by their small files: nothing is hashed but the tokenizer."""
     folder = Path(config.data.path)
     manifest = read_manifest(folder)
     if not manifest.tokens("train"):
         raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
-    if config.data.verify_hashes:
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
-        verify_shards(folder, manifest, accelerator.local_process_index, local_world)
     file = folder / manifest.tokenizer
     tokenizer = load_tokenizer(str(file) if file.is_file() else manifest.tokenizer)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         cure = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
         raise UserError("tokenizer", file, cure)
     stream = TokenStream(folder, manifest, "train")
-    if count_windows(len(stream), config.model.block_size) == 0:
+    if not len(Windows(stream, config.model.block_size)):
         cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(stream)}"
         raise UserError("data.path", config.data.path, f"{cure}; use more text or a smaller model.block_size")
-    return manifest, tokenizer, stream
-
-
-def _find_progress(
-    checkpoints: CheckpointFolder, config: TrainingConfig, manifest: Manifest, steps: int
-) -> tuple[Progress | None, int]:
-    """Where the run goes on, and the length of its schedule."""
-    progress = find_progress(checkpoints)
-    if progress is None:
-        return None, config.optim.decay_steps or max(steps, config.optim.warmup_steps + 1)
-    decay_steps = config.optim.decay_steps or progress.config["optim"]["decay_steps"]
-    resumed = config.model_copy(update={"optim": config.optim.model_copy(update={"decay_steps": decay_steps})})
-    check_resumable(progress.config, progress.state["data_manifest"], resumed, manifest.hash)
-    return progress, decay_steps
-
-
-def _present(checkpoints: CheckpointFolder | None) -> CheckpointFolder:
-    assert checkpoints is not None, "only the main process comes here"
-    return checkpoints
+    return manifest, tokenizer, stream, TokenStream(folder, manifest, "val") if manifest.tokens("val") > 1 else None

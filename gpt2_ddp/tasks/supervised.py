@@ -1,262 +1,165 @@
-"""fit(): the one training loop of all the small supervised jobs."""
+"""Supervised training on samples in memory: what all small jobs have in common (see `run.task.Task`)."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.data.loader import next_digest
-from gpt2_ddp.model.optim import skip_if_not_finite
-from gpt2_ddp.processes.ddp import settle_buckets
-from gpt2_ddp.processes.ranks import seed_step
-from gpt2_ddp.run.session import Outcome, session
-from gpt2_ddp.run.stop import StopRequest
-from gpt2_ddp.run.tracking import Metrics, Throughput
-from gpt2_ddp.tasks.jobs_build import Fitting, Job, build_fitting
-from gpt2_ddp.tasks.samples import train_batches
+from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
+from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.ranks import check_ranks_agree
+from gpt2_ddp.run.checkpoint import Checkpoint
+from gpt2_ddp.run.snapshot import share
+from gpt2_ddp.run.task import Due, Scores
+from gpt2_ddp.tasks.samples import Samples, score_samples
 
 
 @dataclass(frozen=True)
-class JobResult:
-    """What a job came to; plain values, so that it travels between processes.
+class Job:
+    """What one supervised job has of its own.
 
     Args:
-        outcome: `stopped` when a signal or the time budget ended it early, with a checkpoint saved.
-        step: optimizer steps in all, those before a resume included.
-        metrics: of the last epoch: train_loss, val_loss, val_accuracy ...
-        seconds: wall time of this call, evaluations and checkpoints included.
-        samples_per_second: of the training alone, in this call; 0 when there was nothing left to do.
-        data_share: share of the training time spent waiting for batches.
-        run: the run folder.
-        checkpoint: the newest checkpoint, which holds the parameters (model.safetensors).
+        model: plain, fp32, on the CPU; inputs -> outputs.
+        train: samples to train on.
+        test: samples to score.
+        losses: (outputs fp32, targets) -> fp32 [batch], each sample's loss.
+        scores: (outputs, targets) -> further scores of each sample, [batch] by name.
+        transform: (inputs as stored, training) -> what the model takes; on the device, a batch at a time.
     """
 
-    outcome: Outcome
-    step: int
-    metrics: dict[str, float]
-    seconds: float
-    samples_per_second: float
-    data_share: float
-    run: Path
-    checkpoint: Path
+    model: nn.Module
+    train: Samples
+    test: Samples
+    losses: Callable[[Tensor, Tensor], Tensor]
+    scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
+    transform: Callable[[Tensor, bool], Tensor] = lambda inputs, training: inputs
 
 
-def fit(config: JobConfig, make_job: Callable[[JobConfig, Accelerator], Job], data_parallel: bool = False) -> JobResult:
-    """Trains for `train.epochs`, from wherever the run folder's newest checkpoint stands.
+class Supervised:
+    """A model that learns targets from inputs; the loss is a mean over samples.
+
+    An epoch is a permutation of the samples, and its last step may be short. Each rank computes one stretch of a step.
 
     Args:
-        make_job: reads the data and makes the model; the same on every rank.
-        data_parallel: one process splits each batch among the machine's GPUs (nn.DataParallel), for comparison.
-
-    Raises:
-        UserError: for whatever the user has to mend.
+        make_job: reads the data and makes the model, on every rank alike; torch is seeded before.
     """
-    begun = time.perf_counter()
-    fitting = build_fitting(config, make_job, data_parallel)
-    accelerator, state, run = fitting.accelerator, fitting.state, fitting.run
-    throughput = Throughput(0, None, accelerator.device)
-    if state.step >= fitting.steps:
-        accelerator.print(f"{config.run_name} is complete at step {state.step}; raise --train.epochs to go on")
-        accelerator.end_training()
-        return _result(fitting, "completed", begun, throughput, 0, 0.0)
-    before = state.samples
-    with session(accelerator, config, run, state, fitting.steps) as running:
-        running.metrics.say(_opening_words(fitting))
-        running.outcome, waited = fit_steps(fitting, running.metrics, running.stop, throughput)
-    return _result(fitting, running.outcome, begun, throughput, state.samples - before, waited)
+
+    unit = "samples"
+    units_per_item = 1
+    flops_per_unit = 0
+    files: tuple[Path, ...] = ()
+
+    def __init__(
+        self,
+        make_job: Callable[[JobConfig, Accelerator], Job],
+        config: JobConfig,
+        accelerator: Accelerator,
+        saved: Checkpoint | None,
+    ):
+        self.config, self.accelerator, self._make_job, self._saved = config, accelerator, make_job, saved
+        launched, processes = config.launch.processes, accelerator.num_processes
+        if config.launch.threads:
+            torch.set_num_threads(config.launch.threads)
+        if launched not in (None, processes):
+            cure = f"the launcher started {processes}; leave one of the two away"
+            raise UserError("launch.processes", launched, cure)
+        scale = processes if config.scale_with_processes else 1
+        self.batch_size, self.lr = config.train.global_batch_size * scale, config.optim.lr * scale
+        if self.batch_size % processes:
+            cure = f"should be a multiple of the {processes} processes that share it"
+            raise UserError("train.global_batch_size", self.batch_size, cure)
+        if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
+            cure = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}; "
+            raise UserError(
+                "scale_with_processes", config.scale_with_processes, cure + "start as many processes as before"
+            )
+
+    def total_steps(self, epoch_size: int | None) -> int | None:
+        """Those of `train.epochs`."""
+        return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
+
+    def load(self) -> None:
+        """Makes the job, and compares its data with the run's."""
+        config, accelerator = self.config, self.accelerator
+        torch.manual_seed(config.seed)
+        self.job = self._make_job(config, accelerator)
+        self.data_hash = self.job.train.sha256() + self.job.test.sha256()
+        data = config.model_dump().get("data", {})
+        name = str(data.get("path") or data.get("name") or "generated")
+        check_ranks_agree("data", name, self.data_hash)
+        if self._saved and self._saved.state.get("data_hash", self.data_hash) != self.data_hash:
+            cure = "are not the data that the run was started with; give those back, or choose another run_name"
+            raise UserError("data", name, cure)
+        shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
+        self.feed = Feed(self.job.train, config.seed, self.batch_size, shares, accelerator, by_epoch=True)
+        self.model = self.job.model
+
+    def build_optimizer(self) -> Optimizer:
+        return build_job_optimizer(self.model, self.config.optim, self.lr)
+
+    def lr_at(self, step: int) -> float:
+        return self.lr
+
+    def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        inputs, targets = batch.rows
+        outputs = model(self.job.transform(inputs, True)).float()
+        return self.job.losses(outputs, targets)[: batch.own].sum()
+
+    def due(self, step: int, last: bool) -> Due:
+        """Jobs evaluate and save by the epoch."""
+        config, ended, epochs = self.config, self.feed.ended_epoch, self.feed.epochs
+        return Due(
+            log=last or ended or step % config.tracking.log_every == 0,
+            evaluate=last or (ended and epochs % config.eval.every == 0),
+            save=last or (ended and epochs % config.checkpoint.save_every == 0),
+        )
+
+    def evaluate(self, model: nn.Module) -> Scores:
+        """The test samples' scores, with the main process's BatchNorm statistics."""
+        share(self.accelerator, dict(self.model.named_buffers()))
+        return score_job(self.accelerator, self.job, model, self.config.eval.batch_size)
+
+    def sample(self) -> None:
+        """Nothing: a job writes no text."""
+
+    def state(self) -> dict[str, Any]:
+        """The batch and rate of all processes, and what the data are."""
+        return {"global_batch_size": self.batch_size, "lr": self.lr, "data_hash": self.data_hash}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Nothing: batch, rate and data have been compared."""
 
 
-def fit_steps(fitting: Fitting, metrics: Metrics, stop: StopRequest, throughput: Throughput) -> tuple[Outcome, float]:
-    """The loop over the steps that are still to be done.
+def score_job(accelerator: Accelerator, job: Job, model: nn.Module, batch_size: int) -> Scores:
+    """Means over the test samples, each scored once, with `val_` before their names; equal on every rank. Collective.
 
-    Returns:
-        How it ended, and the seconds spent waiting for batches.
+    Args:
+        model: the job's, on the accelerator's device. batch_size: samples per forward pass and rank.
     """
-    config, accelerator, state, plan = fitting.config, fitting.accelerator, fitting.state, fitting.plan
-    deadline = time.monotonic() + 60 * (config.train.max_minutes or float("inf"))
-    totals = Totals(fitting)
-    if state.step == 0:
-        metrics.log({"step": 0, "epoch": 0, "samples": 0, **fitting.evaluate()})
-    example = fitting.job.train.inputs[: plan.processes].to(accelerator.device)
-    settle_buckets(fitting.model, fitting.optimizer, fitting.job.transform(example, False))
-    batches = train_batches(accelerator, fitting.job.train, plan, state.step + 1)
-    throughput.restart()
-    for step in range(state.step + 1, fitting.steps + 1):
-        positions = plan.positions(step)
-        seed_step(config.seed, step, accelerator.process_index)
-        result = train_step(fitting, batches, positions)
 
-        state.step = step
-        state.samples += len(positions)
-        state.order_digest = next_digest(state.order_digest, plan.order.windows(positions.start, positions.stop))
-        totals.add(result, len(positions))
-        throughput.add(len(positions))
-        metrics.advance()
-        if fitting.run and time.monotonic() > deadline:
-            stop.request(f"train.max_minutes = {config.train.max_minutes}")
+    def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        outputs = model(job.transform(inputs, False)).float()
+        return {"loss": job.losses(outputs, targets), **job.scores(outputs, targets)}
 
-        last = step == fitting.steps
-        epoch, rest = divmod(step, plan.steps_per_epoch)
-        scores = {}
-        if rest == 0 or step % config.tracking.log_every == 0:
-            row = totals.row(throughput)
-            if rest == 0:
-                scores = totals.end_epoch()
-                if last or epoch % config.eval.every == 0:
-                    with throughput.paused():
-                        scores |= fitting.evaluate()
-                fitting.metrics = scores
-            metrics.log(row | scores)
-        stopping = stop.agreed()
-        if last or stopping or (rest == 0 and epoch % config.checkpoint.save_every == 0):
-            with throughput.paused():
-                totals.record()
-                fitting.save(scores.get("val_loss"))
-        if stopping and not last:
-            throughput.read()
-            return "stopped", totals.waited
-    return "completed", totals.waited
+    found = score_samples(accelerator, model, job.test, score, batch_size)
+    return {f"val_{name}": value for name, value in found.items()} | {"val_samples": len(job.test)}
 
 
-class StepResult(NamedTuple):
-    """fp32 scalars on the device: this rank's part of the step's mean loss, the global gradient norm before clipping,
-    1 if skipped; and the seconds spent waiting for the batches."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    skipped: Tensor
-    waited: float
-
-
-def train_step(fitting: Fitting, batches: Iterator[tuple[Tensor, Tensor, Tensor]], positions: range) -> StepResult:
-    """One optimizer step over the samples at `positions`, of which this rank's share comes from `batches`.
-
-    Every rank sums its losses and divides by the samples of all ranks; times W, as DDP averages over ranks. So each
-    sample weighs the same, whatever the shares, in the short last step of an epoch too. Gradients are all-reduced once,
-    in the last micro-batch's backward. Nothing here waits for the device.
-    """
-    accelerator, model, optimizer, job = fitting.accelerator, fitting.model, fitting.optimizer, fitting.job
-    loss_sum = torch.zeros((), device=accelerator.device)
-    waited = 0.0
-    shares = fitting.plan.shares(positions)
-    for micro, ranks in enumerate(shares):
-        asked = time.perf_counter()
-        inputs, targets, index = next(batches)
-        waited += time.perf_counter() - asked
-        own = len(ranks[accelerator.process_index])
-        assert len(index) == max(own, 1), "the sampler and this loop share out the step alike"
-        with nullcontext() if micro == len(shares) - 1 else accelerator.no_sync(model):
-            outputs = model(job.transform(inputs, True)).float()
-            losses = job.losses(outputs, targets)[:own]  # an empty share: nothing of the sample that stands in
-            loss = losses.sum() / len(positions)
-            accelerator.backward(loss * accelerator.num_processes)
-        loss_sum += loss.detach()
-    max_norm = fitting.config.optim.grad_clip or float("inf")
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_norm)
-    assert isinstance(grad_norm, Tensor)
-    skipped = skip_if_not_finite(fitting.plain_optimizer, grad_norm, accelerator.scaler)
-    optimizer.step()
-    optimizer.zero_grad()
-    return StepResult(loss_sum, grad_norm, skipped, waited)
-
-
-class Totals:
-    """Sums over steps, kept on the device; reading them is the only place where the loop waits for it."""
-
-    def __init__(self, fitting: Fitting):
-        self.fitting = fitting
-        self.device = fitting.accelerator.device
-        self.exact = torch.float64 if self.device.type != "mps" else torch.float32  # mps has no fp64
-        self.waited = 0.0
-        main = fitting.accelerator.is_main_process  # what was summed before a resume counts once
-        self._epoch_loss = torch.tensor(fitting.state.epoch_loss if main else 0.0, dtype=self.exact, device=self.device)
-        self._skipped = torch.full((), float(fitting.state.skipped), device=self.device)
-        self._last: StepResult | None = None
-        self._waited_before = 0.0
-        self._seconds_before = 0.0
-
-    def add(self, result: StepResult, samples: int) -> None:
-        """Counts a step."""
-        self._epoch_loss += result.loss.to(self.exact) * samples
-        self._skipped += result.skipped
-        self.waited += result.waited
-        self._last = result
-
-    def row(self, throughput: Throughput) -> dict[str, float | int | str | None]:
-        """A row of metrics.jsonl about the last step."""
-        assert self._last is not None
-        fitting, state = self.fitting, self.fitting.state
-        loss = self._sum_over_ranks(self._last.loss)
-        loss_value, grad_norm, skipped = torch.stack([loss, self._last.grad_norm, self._skipped]).tolist()
-        samples_per_second, _ = throughput.read()
-        data_share = (self.waited - self._waited_before) / (throughput.seconds - self._seconds_before)
-        self._waited_before, self._seconds_before = self.waited, throughput.seconds
-        return {
-            "step": state.step,
-            "epoch": round(state.step / fitting.plan.steps_per_epoch, 4),
-            "samples": state.samples,
-            "loss": loss_value,
-            "lr": fitting.lr,
-            "grad_norm": grad_norm,
-            "skipped": round(skipped),
-            "samples_per_second": round(samples_per_second, 1),
-            "data_share": round(data_share, 4),
-            "order_digest": state.order_digest,
-        }
-
-    def end_epoch(self) -> dict[str, float]:
-        """The mean loss of the epoch's samples, each as it was when it was trained on."""
-        mean = self._sum_over_ranks(self._epoch_loss).item() / self.fitting.plan.order.n_windows
-        self._epoch_loss.zero_()
-        return {"train_loss": mean}
-
-    def record(self) -> None:
-        """Writes the sums into the run's state."""
-        self.fitting.state.epoch_loss = self._sum_over_ranks(self._epoch_loss).item()
-        self.fitting.state.skipped = round(self._skipped.item())
-
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
-        total = self.fitting.accelerator.reduce(value.clone(), reduction="sum")
-        assert isinstance(total, Tensor)
-        return total
-
-
-def _result(
-    fitting: Fitting,
-    outcome: Outcome,
-    begun: float,
-    throughput: Throughput,
-    samples: int,
-    waited: float,
-) -> JobResult:
-    config, step = fitting.config, fitting.state.step
-    run = Path(config.output_dir) / config.run_name
-    return JobResult(
-        outcome=outcome,
-        step=step,
-        metrics=fitting.metrics,
-        seconds=time.perf_counter() - begun,
-        samples_per_second=samples / throughput.seconds if throughput.seconds else 0.0,
-        data_share=waited / throughput.seconds if throughput.seconds else 0.0,
-        run=run,
-        checkpoint=run / "checkpoints" / f"step-{step:08d}",
-    )
-
-
-def _opening_words(fitting: Fitting) -> str:
-    config, accelerator, state, plan = fitting.config, fitting.accelerator, fitting.state, fitting.plan
-    begins = f"goes on from step {state.step}" if state.step else "starts"
-    parameters = sum(parameter.numel() for parameter in fitting.job.model.parameters())
-    micro_batches = plan.shares(plan.positions(1))
-    return (
-        f"{config.run_name} {begins}: {parameters:,} parameters, {accelerator.num_processes} x "
-        f"{accelerator.device.type}, precision {accelerator.mixed_precision}, global batch {plan.global_batch_size}: "
-        f"{len(micro_batches)} x {len(micro_batches[0][0])} samples per process"
-    )
+def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> Optimizer:
+    """The fused optimizer over all parameters of the plain model."""
+    parameters = list(model.parameters())
+    if config.name == "sgd":
+        optimizer = SGD(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
+        if config.momentum:  # there from the start: a first step that is skipped would leave it uninitialised
+            for parameter in parameters:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
+    kind = Adam if config.name == "adam" else AdamW
+    return kind(parameters, lr, weight_decay=config.weight_decay, fused=True)

@@ -1,0 +1,37 @@
+"""The kinds of runs: whose configuration is which."""
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from gpt2_ddp.config.cli import complete
+from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.errors import UserError
+
+CONFIGS: dict[str, type[RunConfig]] = {
+    config.kind: config for config in (TrainingConfig, RegressionConfig, ClassifierConfig, TransformerConfig)
+}
+
+
+def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
+    """The configuration of a run of any release, from what its config.yaml holds: missing fields take their defaults,
+    unknown ones are left out.
+
+    Args:
+        place: the file, for messages.
+
+    Raises:
+        UserError: a kind or a value that this release does not know.
+    """
+    if kind not in CONFIGS:
+        raise UserError(
+            "kind", kind, f"{place} is of a kind that is unknown here; this release has {', '.join(CONFIGS)}"
+        )
+    try:
+        return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved)[0])
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        cure = f"in {place}: {first['msg']}; give the run's own file back"
+        raise UserError(name, first["input"], cure) from error

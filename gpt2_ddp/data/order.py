@@ -1,0 +1,74 @@
+"""The global order of the items to train on (windows of tokens, or samples), and the digest that proves it.
+
+Position p of the endless order of N items is item `permutation(seed, p // N)[p % N]`, so that every epoch of N
+positions uses each item once. docs/architecture.md spells permutation and digest out, for who would check them without
+this code.
+"""
+
+import hashlib
+import math
+
+import numpy as np
+
+FIRST_DIGEST = "0" * 64
+"""The order digest before the first step."""
+
+ROUNDS = 8
+
+
+class Order:
+    """The endless order of N items: a keyed bijection per epoch, in O(1) memory and with O(1) seek.
+
+    A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a = ceil(sqrt(N)) permutes
+    [0, a²); what falls outside [0, N), at most 2·sqrt(N) of the values, is sent through it again until it falls inside
+    (cycle walking; Black and Rogaway, 2002).
+    """
+
+    def __init__(self, seed: int, n_items: int):
+        self.seed = seed
+        self.n_items = n_items
+        self.base = np.uint64(math.isqrt(n_items - 1) + 1)
+
+    def __len__(self) -> int:
+        return self.n_items
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The items at ascending positions int [n] of the order: uint64 [n]."""
+        epochs, offsets = np.divmod(positions.astype(np.uint64), np.uint64(self.n_items))
+        parts = [self._permute(int(epoch), offsets[epochs == epoch]) for epoch in np.unique(epochs)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else offsets
+
+    def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
+        key = hashlib.shake_256(f"{self.seed}/{epoch}".encode()).digest(8 * ROUNDS)
+        keys = np.frombuffer(key, "<u8")
+        values = self._feistel(index, keys)
+        outside = values >= self.n_items
+        while outside.any():
+            values[outside] = self._feistel(values[outside], keys)
+            outside = values >= self.n_items
+        return values
+
+    def _feistel(self, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(values, self.base)
+        for key in keys:
+            mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)  # two rounds of splitmix64's finaliser
+            mixed ^= mixed >> np.uint64(31)
+            mixed *= np.uint64(0x94D049BB133111EB)
+            mixed >>= np.uint64(33)
+            mixed += left
+            mixed %= self.base
+            left, right = right, mixed
+        return left * self.base + right
+
+
+def next_digest(digest: str, items: np.ndarray) -> str:
+    """The order digest after a step: SHA-256 over the digest before it and the step's items (uint64, little endian,
+    in order of position), so that equal digests mean equal items in every step so far."""
+    return hashlib.sha256(bytes.fromhex(digest) + items.astype("<u8").tobytes()).hexdigest()
+
+
+def passed_digest(digest: str, start: int, stop: int) -> str:
+    """The order digest once positions [start, stop) are passed over: SHA-256 over the digest before it, the four bytes
+    `pass`, start and stop (uint64, little endian)."""
+    ends = np.array([start, stop], "<u8").tobytes()
+    return hashlib.sha256(bytes.fromhex(digest) + b"pass" + ends).hexdigest()

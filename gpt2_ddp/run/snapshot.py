@@ -1,0 +1,98 @@
+"""Weights, moments and state of one step: taken from a run, and given back to all of its ranks, in place."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.ranks import on_main
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a checkpoint holds; on the main process.
+
+    Args:
+        state: what state.json holds; plain JSON values.
+        config: the run's configuration as YAML.
+        model: parameters and buffers by their plain names, on the CPU.
+        optimizer: `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`, on the CPU.
+        files: to be copied into the checkpoint, such as a tokenizer.
+    """
+
+    state: dict[str, Any]
+    config: str
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    files: tuple[Path, ...] = ()
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of the plain module, copied to the CPU."""
+    return {name: _copy(tensor) for name, tensor in model.state_dict().items()}
+
+
+def copy_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The state of the raw optimizer over the plain module's parameters, copied to the CPU."""
+    return {
+        f"{kind}.{name}": _copy(value)
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def put_weights(accelerator: Accelerator, weights: dict[str, Tensor], model: nn.Module) -> None:
+    """Gives all ranks the weights that the main process holds; collective, in place.
+
+    Raises:
+        UserError: on every rank, as `fit_weights`.
+    """
+    on_main(accelerator, lambda: fit_weights(weights, model, "of this run"))
+    share(accelerator, model.state_dict())
+
+
+def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) -> None:
+    """Copies weights, which are `source`'s, into the plain module. Raises: UserError when names or shapes differ."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise UserError("checkpoint", source, f"does not fit the model section: {reason}") from error
+
+
+@torch.no_grad()
+def put_moments(accelerator: Accelerator, moments: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+    """Gives all ranks' optimizers the state that the main process holds, over the wire: nodes need not share a disk.
+    Collective; in place where there is state already, and nothing else stays."""
+    layout = on_main(accelerator, lambda: [(key, value.shape, value.dtype) for key, value in moments.items()])
+    parameters = dict(model.named_parameters())
+    before = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters.values()}
+    optimizer.state.clear()
+    placed: dict[str, Tensor] = {}
+    for key, shape, dtype in layout:
+        kind, name = key.split(".", 1)
+        parameter = parameters[name]
+        value = before[parameter].get(kind)
+        placed[key] = torch.empty(shape, dtype=dtype, device=parameter.device) if value is None else value
+        optimizer.state[parameter][kind] = placed[key]
+        if accelerator.is_main_process:
+            placed[key].copy_(moments[key])
+    share(accelerator, placed)
+
+
+@torch.no_grad()
+def share(accelerator: Accelerator, tensors: dict[str, Tensor]) -> None:
+    """Gives every rank the main process's values of these tensors, in place; collective."""
+    if accelerator.num_processes > 1:
+        for tensor in tensors.values():
+            dist.broadcast(tensor, src=0)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()

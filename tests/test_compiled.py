@@ -1,0 +1,62 @@
+"""Compiled training: one static graph for training and one for evaluation, whether the run is fresh or resumed."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import training_config
+from ranks import run_ranks
+
+from gpt2_ddp.config.training import TrainingConfig
+
+
+def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tuple[bool, bool]]:
+    """Trains, or goes back and forth in a training; of each graph that Dynamo captured: whether it trains (needs
+    gradients), and whether its shapes are symbols.
+
+    A backend that keeps the graph stands in for inductor: what is captured does not depend on it.
+    """
+    import torch
+
+    from gpt2_ddp.run.loop import train, train_step
+    from gpt2_ddp.run.run import Run
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    found = []
+
+    def keep(graph: Any, inputs: list[Any]) -> Any:
+        symbols = any(isinstance(value, torch.SymInt) for value in inputs)
+        found.append((torch.is_grad_enabled(), symbols))
+        return graph.forward
+
+    torch._dynamo.config.optimize_ddp = False  # which hands a graph to the backend in pieces
+    compile_with = torch.compile
+    torch.compile = lambda module, **settings: compile_with(module, backend=keep, **settings)
+    if not back:
+        train(config, Pretraining)
+        return found
+    with closing(Run(config, Pretraining)) as run:
+        run.build()
+        run.settle()
+        for _ in range(2):
+            train_step(run)
+            run.restore(run.capture())
+        train_step(run)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_static_graph_to_train_and_one_to_evaluate(corpus: Path, tmp_path: Path, world: int) -> None:
+    """Evaluations have another batch size than training, and come first in a fresh run."""
+    changes = {"train.compile": True, "eval.every": 4, "eval.batch_size": 7, "checkpoint.every": 4}
+    for steps in (4, 8):  # fresh, then resumed
+        config = training_config(corpus, tmp_path, changes | {"train.steps": steps, "optim.decay_steps": 8})
+        for graphs in run_ranks(graphs_of_a_training, world, config):
+            assert sorted(graphs) == [(False, False), (True, False)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_going_back_compiles_nothing_anew(corpus: Path, tmp_path: Path, world: int) -> None:
+    config = training_config(corpus, tmp_path, {"train.compile": True})
+    assert run_ranks(graphs_of_a_training, world, config, True) == [[(True, False)]] * world

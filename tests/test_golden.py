@@ -1,0 +1,127 @@
+"""Every training job trains what it has always trained: held against runs recorded from the first training loops.
+
+Which samples and how many are compared exactly, numbers to the tolerances below, because processors sum in different
+orders. On a machine that rounds like the recorder's, GOLDEN_BITWISE=1 asks for the very bits of the cases whose
+arithmetic leaves no choice, and GOLDEN_BITWISE=all for those of every case.
+"""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cifar import write_cifar
+from golden_runs import (
+    CASES,
+    CIFAR,
+    CORPUS,
+    GOLDEN,
+    KINDS,
+    RESUMED,
+    Case,
+    change,
+    draws,
+    make_config,
+    run_case,
+    summary,
+)
+from ranks import run_ranks
+
+RECORDED = json.loads((GOLDEN / "runs.json").read_text(encoding="utf-8"))
+BITWISE = os.environ.get("GOLDEN_BITWISE", "")
+
+# Relative and absolute; several times what other instruction sets (SSE, AVX2, AVX-512) were seen to change.
+FP32 = {"": 1e-6, "weights": 1e-5}
+REGRESSION = {"": 1e-5, "weights": 1e-5}  # its points, drawn from a normal distribution, differ in their last bits
+BF16 = {"": 5e-5, "grad_norm": 2e-3, "weights": 5e-3}
+BATCHNORM = {"": 1e-3, "grad_norm": 2e-2, "weights": 2e-2}  # statistics of a few samples amplify each rounding
+KEY_BIAS = 100
+"""A key's bias changes no attention, so its gradient is rounding alone, which Adam scales up: this much looser."""
+
+
+def tolerances(case: Case, config: Any) -> dict[str, float]:
+    if case.kind in ("regression", "resnet18"):
+        return REGRESSION if case.kind == "regression" else BATCHNORM
+    return BF16 if config.train.mixed_precision == "bf16" else FP32
+
+
+def other_draws(case: Case) -> bool:
+    """Whether the case's dropout and crops are others here than where it was recorded."""
+    random = {"model.dropout", "data.augment"} & case.changes.keys() or case.kind in ("lenet", "transformer")
+    return bool(random) and draws()["masks"] != RECORDED["draws"]["masks"]
+
+
+def check(found: dict[str, Any], golden: dict[str, Any], case: Case, config: Any) -> None:
+    """Compares two summaries; what `found` has more of does not matter, and a row's epoch is just its step again."""
+    bitwise = BITWISE == "all" or (BITWISE == "1" and case.exact)
+    allowed = tolerances(case, config)
+    numbers = not other_draws(case)
+    assert [row["step"] for row in found["rows"]] == [row["step"] for row in golden["rows"]]
+    pairs = [(f"step {row['step']}", row, now) for row, now in zip(golden["rows"], found["rows"], strict=True)]
+    for where, row, now in [*pairs, ("state", golden["state"], found["state"])]:
+        for name, value in row.items():
+            if name == "epoch":
+                continue
+            if not isinstance(value, float):
+                assert now[name] == value, (where, name)
+            elif name == "lr":
+                assert now[name] == pytest.approx(value, rel=1e-12), (where, name)
+            elif bitwise:
+                assert now[name] == value, (where, name, "not the same bits")
+            elif numbers:
+                near = allowed.get(name, allowed[""])
+                assert now[name] == pytest.approx(value, rel=near, abs=near), (where, name)
+    tensors, recorded = found["weights"]["tensors"], golden["weights"]["tensors"]
+    assert {name: size for name, (size, *_) in tensors.items()} == {name: size for name, (size, *_) in recorded.items()}
+    if bitwise:
+        assert tensors == recorded
+        assert found["weights"]["sha256"] == golden["weights"]["sha256"]
+    elif numbers:
+        for name, (size, norm, total) in recorded.items():
+            near = allowed["weights"] * (KEY_BIAS if name.endswith("attn.c_attn.bias") else 1)
+            _, norm_now, total_now = tensors[name]
+            assert norm_now == pytest.approx(norm, rel=near, abs=near), name
+            assert total_now == pytest.approx(total, abs=near * max(norm * math.sqrt(size), 1)), name
+
+
+def every_world(cases: dict[str, Case]) -> list[Any]:
+    return [
+        pytest.param(name, world, id=f"{name}-{world}", marks=[pytest.mark.slow] if world in case.slow else [])
+        for name, case in cases.items()
+        for world in case.worlds
+    ]
+
+
+@pytest.fixture(scope="session")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_cifar(tmp_path_factory.mktemp("golden") / "cifar", *CIFAR)
+
+
+@pytest.mark.parametrize(("name", "world"), every_world(CASES))
+def test_trains_what_it_always_did(name: str, world: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    case = CASES[name]
+    images = request.getfixturevalue("cifar") if case.kind in ("lenet", "resnet18") else None
+    config = make_config(case, tmp_path, cifar=images)
+    run_ranks(run_case, world, config)
+    check(summary(tmp_path / "run"), RECORDED["cases"][name][str(world)], case, config)
+
+
+@pytest.mark.parametrize(("name", "world"), every_world({name: case for name, (case, _) in RESUMED.items()}))
+def test_goes_on_with_a_run_of_the_first_trainers(name: str, world: int, tmp_path: Path) -> None:
+    """A run folder that an earlier version left, with the configuration found in it."""
+    case, further = RESUMED[name]
+    if case.kind == "regression" and draws()["normals"] != RECORDED["draws"]["normals"]:
+        pytest.skip("this machine draws other points than the run was started with")
+    shutil.copytree(GOLDEN / name, tmp_path / name)
+    saved = yaml.safe_load((tmp_path / name / "config.yaml").read_text(encoding="utf-8"))
+    paths = {"output_dir": str(tmp_path)} | ({"data.path": str(CORPUS)} if case.kind == "gpt2" else {})
+    config = KINDS[case.kind][0].model_validate(change(saved, further | paths))
+    run_ranks(run_case, world, config)
+    golden = RECORDED["resumed"][name]
+    check(summary(tmp_path / name), golden[str(world)], case, config)
+    if world == 1:
+        check(summary(tmp_path / name), golden["uninterrupted"], case, config)

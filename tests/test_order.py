@@ -1,0 +1,167 @@
+"""The global order and its digests: every item once per epoch, and numbers that no release may change."""
+
+import hashlib
+import math
+import random
+
+import numpy as np
+import pytest
+
+from gpt2_ddp.data.feed import Feed, interleaved
+from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
+
+
+def by_definition(seed: int, n: int, position: int) -> int:
+    """The item at a position, from docs/architecture.md in integers alone."""
+    epoch, value = divmod(position, n)
+    base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
+    key = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(64)
+    keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little") for i in range(8)]
+    while True:
+        left, right = value // base, value % base
+        for key in keys:
+            mixed = (right + key) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64 >> 33
+            left, right = right, (left + mixed) % base
+        value = left * base + right
+        if value < n:
+            return value
+
+
+@pytest.mark.parametrize("n_items", [1, 2, 3, 4, 5, 10, 97, 100, 1000, 65_536, 65_537])
+def test_every_epoch_is_a_permutation(n_items):
+    order = Order(7, n_items)
+    assert len(order) == n_items
+    epochs = [order.at(np.arange(e * n_items, (e + 1) * n_items)) for e in range(3)]
+    for epoch in epochs:
+        assert epoch.dtype == np.uint64
+        assert np.array_equal(np.sort(epoch), np.arange(n_items))
+    if n_items >= 10:
+        assert not np.array_equal(epochs[0], epochs[1])
+        assert not np.array_equal(epochs[0], Order(8, n_items).at(np.arange(n_items)))
+
+
+@pytest.mark.parametrize(
+    ("seed", "n_items", "start", "items"),
+    [
+        (1337, 1000, 0, [789, 306, 606, 832, 213, 86, 477, 230]),
+        (1337, 1000, 3000, [508, 149, 143, 91, 892, 820, 822, 310]),  # epoch 3
+        (1337, 1000, 10**12, [332, 918, 145, 963, 157, 640, 284, 907]),
+        (42, 97, 93, [88, 21, 18, 65, 50, 88, 40, 78]),  # across the end of epoch 0
+        (5, 65_537, 65_533, [18210, 34671, 14964, 52247, 61785, 63598, 41673, 56372]),
+        (2**63 - 1, 10**9 + 7, 10**15, [952219317, 699589384, 346536137, 776282658]),
+        (0, 2, 0, [1, 0, 1, 0, 0, 1, 1, 0]),
+        (7, 1, 5, [0, 0, 0, 0]),
+    ],
+)
+def test_the_order_is_what_it_always_was(seed, n_items, start, items):
+    assert Order(seed, n_items).at(np.arange(start, start + len(items))).tolist() == items
+
+
+def test_the_order_follows_its_definition():
+    """Random N, seeds and positions, with gaps between these and over ends of epochs."""
+    rng = random.Random(0)
+    for _ in range(40):
+        seed, n = rng.randrange(2**63), rng.choice([rng.randint(1, 50), rng.randint(1, 10**4), rng.randint(1, 10**9)])
+        first = rng.randrange(10**12)
+        positions = sorted({first + rng.randrange(3 * n) for _ in range(12)})
+        expected = [by_definition(seed, n, position) for position in positions]
+        assert Order(seed, n).at(np.array(positions)).tolist() == expected, (seed, n, first)
+
+
+def test_any_part_of_the_order_is_the_same():
+    order = Order(3, 50)
+    whole = order.at(np.arange(500))
+    assert len(order.at(np.arange(0))) == 0
+    for positions in (np.arange(120, 130), np.array([0, 49, 50, 51, 449]), np.array([7]), np.array([10, 499])):
+        assert np.array_equal(order.at(positions), whole[positions])
+
+
+def test_order_looks_random():
+    n = 10_007
+    values = Order(1, n).at(np.arange(n)).astype(np.float64)
+    correlations = [np.corrcoef(values[:-lag], values[lag:])[0, 1] for lag in (1, 2, 3, 16, 100)]
+    assert max(map(abs, correlations)) < 5 / math.sqrt(n)
+    assert abs(np.corrcoef(values, np.arange(n))[0, 1]) < 5 / math.sqrt(n)
+    counts = np.histogram2d(np.arange(n), values, bins=10)[0]  # position against item: uniform
+    chi2 = ((counts - n / 100) ** 2 / (n / 100)).sum()
+    assert chi2 < 81 + 5 * math.sqrt(2 * 81)
+
+
+def test_first_item_is_uniform_over_seeds():
+    n = 16
+    counts = np.bincount([int(Order(seed, n).at(np.arange(1))[0]) for seed in range(4000)], minlength=n)
+    assert ((counts - 250) ** 2 / 250).sum() < 15 + 5 * math.sqrt(30)
+
+
+def test_a_far_position_costs_what_the_first_one_costs(monkeypatch):
+    """Counted: 512 positions go through the network once each, but for the few that land outside."""
+    counted, feistel = [], Order._feistel
+
+    def counting(self, values, keys):
+        counted.append(len(values))
+        return feistel(self, values, keys)
+
+    monkeypatch.setattr(Order, "_feistel", counting)
+    for start in (0, 10**15):
+        counted.clear()
+        Order(3, 10**9 + 7).at(np.arange(start, start + 512))
+        assert 512 <= sum(counted) <= 520
+
+
+STEPS = ([3, 1, 2], [2**40 + 5, 0], [7])
+
+
+def test_the_digest_is_what_it_always_was():
+    """2^40 + 5 needs all 8 bytes of an item; the second and third value need the past."""
+    digest, found = FIRST_DIGEST, []
+    for items in STEPS:
+        digest = next_digest(digest, np.array(items, np.uint64))
+        found.append(digest)
+    assert found == [
+        "6d58975a145d8a71d4dff08c839c074ced6d9423f8469c983e50a7fa26f2b3c4",
+        "a61eae8f97258eff0e57fc7624664a7645f909ef0d3b3bc8b9abe6ae357925fe",
+        "8bce91cbbea51bf4fa5e85d4f7ed283f7d2fe1320d97a6e4b5a71acf6756951d",
+    ]
+
+
+def test_the_digest_follows_its_definition():
+    digest = expected = FIRST_DIGEST
+    for items in STEPS:
+        digest = next_digest(digest, np.array(items, np.uint64))
+        content = b"".join(item.to_bytes(8, "little") for item in items)
+        expected = hashlib.sha256(bytes.fromhex(expected) + content).hexdigest()
+        assert digest == expected
+
+
+def test_digest_tells_order_and_step_boundaries():
+    a, b = np.array([1, 2], np.uint64), np.array([2, 1], np.uint64)
+    assert next_digest(FIRST_DIGEST, a) != next_digest(FIRST_DIGEST, b)
+    assert next_digest(next_digest(FIRST_DIGEST, a), b) != next_digest(FIRST_DIGEST, np.concatenate([a, b]))
+    assert next_digest(FIRST_DIGEST, a) == next_digest(FIRST_DIGEST, a.astype(">u8"))
+
+
+def test_the_digest_of_passed_positions_follows_its_definition():
+    before = next_digest(FIRST_DIGEST, np.arange(3))
+    for start, stop in ((5, 9), (0, 1), (10**12, 10**12 + 2**33)):
+        content = bytes.fromhex(before) + b"pass" + start.to_bytes(8, "little") + stop.to_bytes(8, "little")
+        assert passed_digest(before, start, stop) == hashlib.sha256(content).hexdigest()
+    assert passed_digest(before, 5, 9) != passed_digest(FIRST_DIGEST, 5, 9)
+    assert passed_digest(before, 5, 9) != passed_digest(passed_digest(before, 5, 7), 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("passed", "digest"),
+    [
+        ([], "88d898e042abbfd1ed27b1be6cd301e6191ae68e79588861309cb8994c7b0169"),
+        ([(240, 360), (2390, 2410)], "bc17af5068ec0ad46fbabb8a85460e5c25f0edb8f2767b01f3170d9d238b3f4e"),
+    ],
+)
+def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
+    """24 items a step: not quite half an epoch of 5,000."""
+    feed = Feed(range(5000), 1337, 24, interleaved(1, 4))
+    for start, stop in passed:
+        feed.pass_over(start, stop)
+    for _ in range(100):
+        feed.next_step()
+    assert feed.order_digest == digest

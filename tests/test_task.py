@@ -1,0 +1,160 @@
+"""The design, tried: a kind of training that nobody thought of is one short class, and has all that the others have."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from ranks import run_ranks, start_ranks
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gpt2_ddp.config.training import ClipConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
+from gpt2_ddp.run.checkpoint import Checkpoint
+from gpt2_ddp.run.task import Due, Scores
+
+# ---- A new kind of training, from scratch
+
+
+class LettersConfig(RunConfig):
+    """Which letter follows which: a character-level bigram with dropout"""
+
+    kind = "letters"
+    steps: int = 30
+    optim: ClipConfig = ClipConfig(grad_clip=1.0)
+    train: LoopConfig = LoopConfig(device="cpu")
+    checkpoint: KeepConfig = KeepConfig()
+    tracking: TrackingConfig = TrackingConfig(log_every=1)
+
+
+class Pairs:
+    letters = torch.tensor(list(b"to be or not to be that is the question whether tis nobler in the mind " * 3))
+
+    def __len__(self) -> int:
+        return len(self.letters) - 1
+
+    def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
+        index = torch.from_numpy(items)
+        return self.letters[index], self.letters[index + 1]
+
+
+class Letters:
+    unit, units_per_item, flops_per_unit, files = "letters", 1, 0, ()
+
+    def __init__(self, config: LettersConfig, accelerator: Accelerator, saved: Checkpoint | None):
+        self.config, self.accelerator, self.best = config, accelerator, math.inf
+
+    def load(self) -> None:
+        torch.manual_seed(self.config.seed)
+        self.model = nn.Sequential(nn.Embedding(128, 16), nn.Dropout(0.1), nn.Linear(16, 128))
+        shares = contiguous(self.accelerator.num_processes, 8)
+        self.feed = Feed(Pairs(), self.config.seed, 50, shares, self.accelerator, by_epoch=True)
+
+    def total_steps(self, epoch_size: int | None) -> int:
+        return self.config.steps
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.model.parameters(), fused=True)
+
+    def lr_at(self, step: int) -> float:
+        return 0.03 / math.sqrt(step)
+
+    def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        letters, following = (row[: batch.own] for row in batch.rows)
+        return nn.functional.cross_entropy(model(letters), following, reduction="sum")
+
+    def due(self, step: int, last: bool) -> Due:
+        return Due(log=True, evaluate=self.feed.ended_epoch, save=last or step % 7 == 0)
+
+    def evaluate(self, model: nn.Module) -> Scores:
+        letters = Pairs.letters
+        with torch.no_grad():
+            loss = nn.functional.cross_entropy(model.eval()(letters[:-1]), letters[1:]).item()
+        model.train()
+        self.best = min(self.best, loss)
+        return {"val_loss": loss, "val_best": self.best}
+
+    def sample(self) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.best = state.get("best", math.inf)
+
+
+# ---- What it is given
+
+
+def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step: int = 0) -> str:
+    """Trains; at a step, the last rank is sent a signal, or the main process has a gradient that is not finite."""
+    from gpt2_ddp.run import loop
+
+    step = loop.train_step
+
+    def train_step(run):
+        if run.step + 1 == signalled[0] and run.accelerator.process_index == run.accelerator.num_processes - 1:
+            os.kill(os.getpid(), signalled[1])
+        if run.step + 1 == bad_step and run.accelerator.is_main_process:
+            handle = run.task.model[0].weight.register_hook(lambda gradient: gradient * math.nan)
+            result = step(run)
+            handle.remove()
+            return result
+        return step(run)
+
+    loop.train_step = train_step
+    return loop.train(config, Letters).outcome
+
+
+def rows(run: Path) -> list[dict]:
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("letters_per_second", "data_share")} for row in found]
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    newest = max((run / "checkpoints").glob("step-*")) / "model.safetensors"
+    return {name: value.numpy().tobytes() for name, value in load_file(newest).items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_trains_and_resumes_bitwise(tmp_path, world):
+    """212 pairs in steps of 50: the last step of an epoch has 12. Stopped by a signal, killed, and gone on with."""
+    whole, parts = (LettersConfig(output_dir=str(tmp_path), run_name=name) for name in ("whole", "parts"))
+    assert run_ranks(letters, world, whole) == ["completed"] * world
+    assert run_ranks(letters, world, parts, (5, signal.SIGTERM)) == ["stopped"] * world
+    started = start_ranks(letters, world, parts, (17, signal.SIGKILL))
+    started[-1][0].join(60)
+    for process, _ in started:
+        process.kill()
+        process.join()
+    assert run_ranks(letters, world, parts) == ["completed"] * world
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    found = rows(tmp_path / "whole")
+    assert found[-1]["loss"] < found[1]["loss"] - 1
+    assert [row["letters"] for row in found[1:7]] == [50, 100, 150, 200, 212, 262]
+    assert [row["step"] for row in found if "train_loss" in row] == [5, 10, 15, 20, 25, 30]
+
+
+def test_a_bad_gradient_is_skipped(tmp_path):
+    run_ranks(letters, 2, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=6), (0, 0), 3)
+    found = rows(tmp_path / "run")[1:]
+    assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1]
+    losses = [row["loss"] * size for row, size in zip(found, (50, 50, 0, 50, 12), strict=False) if row["loss"]]
+    assert found[4]["train_loss"] == pytest.approx((sum(losses) - found[2]["loss"] * 0) / 162, rel=1e-6)
+
+
+def test_its_checkpoint_says_what_it_is(tmp_path):
+    from gpt2_ddp.run.checkpoint import find_checkpoint
+
+    run_ranks(letters, 1, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=6))
+    found = find_checkpoint(tmp_path / "run")
+    assert (found.kind, found.state["step"]) == ("letters", 6)
+    assert found.state["best"] < 5
