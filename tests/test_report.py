@@ -232,3 +232,19 @@ def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "report.html").exists()
     assert report(ReportConfig(runs=(str(run),))) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+
+
+def test_a_small_job_counts_samples(tmp_path: Path) -> None:
+    """Its loss is no cross-entropy per token, so no perplexity is made of it; beside a GPT, each has its own rows."""
+    job = make_run(tmp_path / "job", [])
+    rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
+    rows[-1] |= {"val_loss": 0.5, "val_accuracy": 0.75, "val_samples": 31}
+    (job / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(write_report([job], job))
+    assert page.tables[0]["samples"] == ["36"]
+    assert page.tables[0]["samples per second (median)"] == ["500"]
+    assert page.tables[1]["validation accuracy"] == ["0.75"]
+    assert "perplexity" not in page.text
+    assert "Throughput (samples per second)" in page.text
+    both = Page(write_report([job, make_run(tmp_path / "gpt", metrics(3))], tmp_path / "both"))
+    assert (both.tables[0]["samples"], both.tables[0]["tokens"][0]) == (["36", "–"], "–")

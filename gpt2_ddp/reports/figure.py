@@ -82,7 +82,7 @@ def thin(series: Series, buckets: int) -> Series:
 
 
 def _loss(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    panel.set_title("Loss (nats per token, log scale)")
+    panel.set_title("Loss (nats per token, log scale)" if _units(runs) == "tokens" else "Loss (log scale)")
     key = [
         Line2D([], [], color=INK, alpha=0.6, linewidth=1, label="train, as logged"),
         Line2D([], [], color=INK, linewidth=1.6, marker="o", markersize=4.5, label="validation"),
@@ -118,7 +118,7 @@ def _gradient_norm(panel: Axes, runs: Sequence[RunRecord]) -> None:
 
 
 def _throughput(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    panel.set_title("Throughput (tokens per second)")
+    panel.set_title(f"Throughput ({_units(runs)} per second)")
     _plot(panel, runs, "tokens_per_second", alpha=0.75)
     panel.set_ylim(bottom=0)
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
@@ -182,7 +182,11 @@ def _step_axes(panels: Sequence[Axes], runs: Sequence[RunRecord]) -> None:
             to_tokens, to_steps = lambda steps: np.multiply(steps, ratio), lambda tokens: np.divide(tokens, ratio)
             tokens = panel.secondary_xaxis("top", functions=(to_tokens, to_steps))
             tokens.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-            tokens.set_xlabel("tokens")
+            tokens.set_xlabel(_units(runs))
+
+
+def _units(runs: Sequence[RunRecord]) -> str:
+    return " or ".join(dict.fromkeys(run.unit for run in runs))
 
 
 def _same_tokens_per_step(runs: Sequence[RunRecord]) -> bool:
@@ -190,7 +194,9 @@ def _same_tokens_per_step(runs: Sequence[RunRecord]) -> bool:
 
 
 def _label(run: RunRecord, runs: Sequence[RunRecord]) -> str:
-    return run.name if _same_tokens_per_step(runs) else f"{run.name} ({_short(run.tokens_per_step)} tokens per step)"
+    return (
+        run.name if _same_tokens_per_step(runs) else f"{run.name} ({_short(run.tokens_per_step)} {run.unit} per step)"
+    )
 
 
 def _colored(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, str]]:

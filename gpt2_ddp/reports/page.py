@@ -72,12 +72,12 @@ def _summary(run: RunRecord) -> dict[str, str]:
     return {
         "state": f"{state}: {reason}" if reason else _text(state),
         "steps": _number(run.rows[-1]["step"]),
-        "tokens": _number(run.last("tokens").get("tokens")),
+        run.unit: _number(run.last("tokens").get("tokens")),
         "skipped steps": _number(run.last("skipped").get("skipped")),
         "last train loss": _at_step(run.last("loss"), "loss"),
-        "last validation loss": _validation(run.last("val_loss")),
-        "best validation loss": _validation(best),
-        "tokens per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
+        "last validation loss": _validation(run, run.last("val_loss")),
+        "best validation loss": _validation(run, best),
+        f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
         "MFU (median)": _number(run.median("mfu"), ".1%"),
         "time in training steps": _training_time(run),
         "parameters (without positions)": _number(run.parameters),
@@ -92,6 +92,9 @@ def _summary(run: RunRecord) -> dict[str, str]:
 def _evaluation(run: RunRecord) -> dict[str, str]:
     row = run.last("val_loss")
     loss = row["val_loss"]
+    if run.unit != "tokens":
+        scores = {name.replace("val_", "validation "): _text(value) for name, value in row.items() if "val_" in name}
+        return {"step": _number(row["step"]), f"{run.unit} seen": _number(row.get("tokens")), **scores}
     return {
         "step": _number(row["step"]),
         "tokens seen": _number(row.get("tokens")),
@@ -121,7 +124,8 @@ def _samples(run: RunRecord) -> list[str]:
 
 
 def _columns(summaries: Sequence[dict[str, str]]) -> list[list[str]]:
-    return [[label, *(summary[label] for summary in summaries)] for label in summaries[0]]
+    labels = dict.fromkeys(label for summary in summaries for label in summary)
+    return [[label, *(summary.get(label, UNKNOWN) for summary in summaries)] for label in labels]
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
@@ -132,8 +136,9 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(["<div><table>", *lines, "</tbody></table></div>"])
 
 
-def _validation(row: Row) -> str:
-    return f"{_at_step(row, 'val_loss')} (perplexity {_perplexity(row['val_loss'])})" if row else UNKNOWN
+def _validation(run: RunRecord, row: Row) -> str:
+    perplexity = f" (perplexity {_perplexity(row['val_loss'])})" if row and run.unit == "tokens" else ""
+    return _at_step(row, "val_loss") + perplexity
 
 
 def _at_step(row: Row, metric: str) -> str:

@@ -26,6 +26,7 @@ class RunRecord:
     """A run folder as far as it could be read.
 
     Args:
+        rows: what they count, tokens or another `unit` (samples), they hold as `tokens` and `tokens_per_second`.
         config: config.yaml, flat, with dotted keys.
         parameters: as nanoGPT counts them (no position embeddings), in the newest checkpoint; None when there is none.
         notes: what was left out, in words.
@@ -38,6 +39,7 @@ class RunRecord:
     samples: list[Row]
     parameters: int | None
     notes: list[str]
+    unit: str = "tokens"
 
     def last(self, metric: str) -> Row:
         """The last row that holds a number as `metric`, or an empty one."""
@@ -95,12 +97,16 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     rows = [row for row in read_rows(folder / "metrics.jsonl", notes) if _is_number(row.get("step"))]
     for row in rows:  # JSON has no NaN: tracking writes null where a number was not finite
         row |= {metric: math.nan for metric in NEVER_UNKNOWN if metric in row and row[metric] is None}
+    rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
+    unit = next(rates, "samples" if any("samples" in row for row in rows) else "tokens")
+    for row in rows:
+        row |= {key.replace(unit, "tokens"): row[key] for key in (unit, f"{unit}_per_second") if key in row}
     if not rows:
         raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or give another run")
     config = _read_mapping(folder / "config.yaml", notes)
     status = _read_mapping(folder / "status.json", notes)
     samples = [row for row in read_rows(folder / "samples.jsonl", notes) if isinstance(row.get("text"), str)]
-    return RunRecord(name, rows, dict(_flat(config)), status, samples, _count_parameters(folder), notes)
+    return RunRecord(name, rows, dict(_flat(config)), status, samples, _count_parameters(folder), notes, unit)
 
 
 def _read_mapping(file: Path, notes: list[str]) -> Row:
