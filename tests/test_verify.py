@@ -12,10 +12,12 @@ from small_jobs import job_config
 from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.feed import Feed, contiguous
 from gpt2_ddp.data.shards import MANIFEST as DATA_MANIFEST
+from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.reports.verify import check_order, verify_run
 from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, STATE
 
 
@@ -178,3 +180,35 @@ def test_a_small_job_is_intact_from_its_first_row_on(tmp_path: Path, capsys: pyt
     (run / "config.yaml").write_text("")
     with pytest.raises(UserError, match="is empty"):
         verify_run(VerifyConfig(run=str(run)))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "regression"])
+def test_positions_that_were_passed_over_are_replayed(corpus: Path, tmp_path: Path, kind: str) -> None:
+    """A run that went back from step 6 to step 4 and passed over what steps 5 and 6 had taken; then a forged count."""
+    config = training_config(corpus, tmp_path) if kind == "gpt2" else job_config(kind, tmp_path)
+    n_items = (read_manifest(corpus).tokens("train") - 1) // 32 if kind == "gpt2" else 101
+    size, per_item, unit = (24, 32, "tokens") if kind == "gpt2" else (12, 1, "samples")
+    feed = Feed(range(n_items), 1337, size, contiguous(1, 1), by_epoch=kind != "gpt2")
+    records = {}
+    for step in range(1, 13):
+        feed.next_step()
+        state = {"step": step, "order_digest": feed.order_digest, unit: feed.consumed * per_item, "kind": kind}
+        records[f"step {step}"] = state | {
+            "position": feed.position,
+            "passed": list(feed.passed),
+            "epoch_size": n_items,
+        }
+        if step == 4:
+            feed.pass_over(feed.position, feed.position + 2 * size)
+    settings = config.model_dump(mode="json")
+    assert check_order(settings, None, records) == []
+    records["step 9"] = records["step 9"] | {unit: records["step 9"][unit] + 1}
+    (defect,) = check_order(settings, None, records)
+    assert defect.startswith(f"step 9: {unit} or position of step 9 are not ")
+
+
+def test_an_order_that_nothing_tells_yet_is_no_defect(tmp_path: Path) -> None:
+    """Before its first checkpoint, nothing says how many processes scaled a job's batch."""
+    config = job_config("regression", tmp_path, {"scale_with_processes": True})
+    records = {"line 2": {"step": 1, "samples": 24, "order_digest": "0" * 64}}
+    assert check_order(config.model_dump(mode="json"), None, records) is None
