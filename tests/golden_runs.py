@@ -113,7 +113,7 @@ CASES: dict[str, Case] = {
     # DDP divides by 3 where it reads a gradient from its bucket, and multiplies by 1 / 3 where it copies it there
     "even3-dropout": Case("gpt2", (3,), _gpt2(16, 24, 4, model__dropout=0.1), exact=False),
     "odd": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3), exact=False, slow=(1, 3)),
-    "odd-dropout": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3, model__dropout=0.1), exact=False),
+    "odd-dropout": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3, model__dropout=0.1), exact=False, slow=(1, 2)),
     # 750 windows, so that steps 3, 6 and 9 lie in two epochs; and all of the validation split, its tail too
     "epochs": Case("gpt2", (1, 2), _gpt2(16, 256, 32, eval__tokens=None), exact=True),
     "regression-even": Case(

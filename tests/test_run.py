@@ -83,8 +83,14 @@ def there_and_back(config: RunConfig) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", ["gpt2", "gpt2 with workers", "regression", "mlp"])
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        *[(kind, 2) for kind in ("gpt2", "gpt2 with workers", "mlp")],
+        *[pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("gpt2", "gpt2 with workers", "mlp")],
+        *[pytest.param("regression", world, marks=pytest.mark.slow) for world in (1, 2)],
+    ],
+)
 def test_back_in_the_middle_of_a_run(corpus: Path, tmp_path: Path, kind: str, world: int) -> None:
     """The same four steps have the same bits, on every rank: weights, moments, order, sums over the epoch."""
     changes = {"model.dropout": 0.1, "data.workers": 2 if "workers" in kind else 0}

@@ -69,7 +69,9 @@ def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
     assert all(result.metrics == results[0].metrics for result in results)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "lenet", "transformer"])
+@pytest.mark.parametrize(
+    "kind", ["mlp", *[pytest.param(kind, marks=pytest.mark.slow) for kind in ("lenet", "transformer")]]
+)
 def test_any_number_of_processes_trains_the_same(tmp_path, cifar, kind):
     """1, 2 and 3 processes: same samples in every step, same losses but for the order of sums."""
     changes = {**with_images(kind, cifar), "data.augment": False, "model.dropout": 0.0, "train.mixed_precision": "no"}

@@ -123,7 +123,7 @@ def weights(run: Path) -> dict[str, bytes]:
     return {name: value.numpy().tobytes() for name, value in load_file(newest).items()}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, *[pytest.param(world, marks=pytest.mark.slow) for world in (1, 3)]])
 def test_trains_and_resumes_bitwise(tmp_path, world):
     """212 pairs in steps of 50: the last step of an epoch has 12. Stopped by a signal, killed, and gone on with."""
     whole, parts = (LettersConfig(output_dir=str(tmp_path), run_name=name) for name in ("whole", "parts"))
