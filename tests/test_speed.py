@@ -77,12 +77,13 @@ def compare_steps(config: TrainingConfig, repeats: int, warmup: int) -> dict[str
 
 
 @pytest.mark.slow
-def test_a_step_costs_at_most_a_millisecond_more_than_in_plain_pytorch(corpus, tmp_path):
+def test_a_tiny_step_costs_little_more_than_in_plain_pytorch(corpus, tmp_path):
+    """At most 60 % of a step of 1.6 ms, which is a millisecond; on a slower core both take longer."""
     config = training_config(corpus, tmp_path, {"train.global_batch_tokens": 4 * 32})
     (times,) = run_ranks(compare_steps, 1, config, 300, 50)
     medians = {name: 1e3 * statistics.median(values) for name, values in times.items()}
     print({name: f"{value:.2f} ms" for name, value in medians.items()})
-    assert medians["ours"] - medians["fused"] <= 1.0, medians
+    assert medians["ours"] <= 1.6 * medians["fused"], medians
 
 
 def random_tokens(folder: Path, count: int) -> Path:

@@ -132,7 +132,7 @@ class Feed:
             parts.append(np.arange(position, stop))
             wanted -= stop - position
             position = self._free(stop)
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     @property
     def epochs(self) -> int:

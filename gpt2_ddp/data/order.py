@@ -34,9 +34,14 @@ class Order:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The items at ascending positions int [n] of the order: uint64 [n]."""
-        epochs, offsets = np.divmod(positions.astype(np.uint64), np.uint64(self.n_items))
-        parts = [self._permute(int(epoch), offsets[epochs == epoch]) for epoch in np.unique(epochs)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else offsets
+        parts = []
+        while len(positions):
+            epoch = int(positions[0]) // self.n_items
+            first = epoch * self.n_items
+            count = np.searchsorted(positions, first + self.n_items)
+            parts.append(self._permute(epoch, (positions[:count] - first).astype(np.uint64)))
+            positions = positions[count:]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
 
     def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
         key = hashlib.shake_256(f"{self.seed}/{epoch}".encode()).digest(8 * ROUNDS)
