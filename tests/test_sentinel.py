@@ -1,0 +1,183 @@
+"""A bit that changed on one rank ends the run, and the message names rank, host and tensor."""
+
+import re
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import training_config
+from ranks import run_ranks
+from small_jobs import job_config
+from torch import Tensor
+
+from gpt2_ddp.config.training import RunConfig
+from gpt2_ddp.run.sentinel import Corrupted, _accuse, check_replicas, sum_of
+
+
+class Flip(NamedTuple):
+    """A bit of a byte (from the end if negative) of a tensor, on one rank."""
+
+    rank: int
+    tensor: str
+    byte: int
+    bit: int
+
+
+def flip_bit(tensor: Tensor, byte: int, bit: int) -> None:
+    tensor.detach().view(-1).view(torch.uint8)[byte] ^= 1 << bit
+
+
+def trained(config: RunConfig, steps: int):
+    """A run after some steps, and every tensor that its ranks have alike, by name."""
+    from gpt2_ddp.run.loop import train_step
+    from gpt2_ddp.run.run import Run
+    from gpt2_ddp.tasks.jobs import make_job
+    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.tasks.supervised import Supervised
+
+    run = Run(config, Pretraining if config.kind == "gpt2" else partial(Supervised, make_job))  # pyright: ignore
+    run.build()
+    run.settle()
+    for _ in range(steps):
+        train_step(run)
+    tensors = dict(run.task.model.named_parameters())
+    for name, parameter in run.task.model.named_parameters():
+        tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.optimizer.state[parameter].items()}
+    return run, tensors, partial(check_replicas, run.accelerator, run.task.model, run.optimizer.optimizer)
+
+
+def message_of(check: Callable[[int], None], step: int) -> str:
+    try:
+        check(step)
+    except Corrupted as error:
+        return str(error)
+    return ""
+
+
+def flip_and_tell(config: RunConfig, flips: list[Flip]) -> list[str]:
+    """The message of each flip, which is taken back after it; the first and the last are of a run without any."""
+    run, tensors, check = trained(config, steps=3)
+    messages = [message_of(check, 0)]
+    for step, (rank, name, byte, bit) in enumerate(flips, 1):
+        here = rank == run.accelerator.process_index
+        if here:
+            flip_bit(tensors[name], byte, bit)
+        messages.append(message_of(check, step))
+        if here:
+            flip_bit(tensors[name], byte, bit)
+    return [*messages, message_of(check, 0)]
+
+
+def test_of_three_ranks_the_one_is_named(corpus: Path, tmp_path: Path) -> None:
+    """In a GPT: large tensors and tiny ones, weights, moments and step counts, the first bits and the last."""
+    names = ["wte.weight", "h.0.ln_1.weight", "ln_f.bias", "exp_avg.wte.weight", "exp_avg_sq.ln_f.bias"]
+    flips = [Flip(i % 3, name, byte, bit) for i, name in enumerate(names) for byte, bit in ((0, 0), (-1, 7), (77, 3))]
+    flips.append(Flip(1, "step.ln_f.weight", 2, 0))
+    told = run_ranks(flip_and_tell, 3, training_config(corpus, tmp_path), flips)
+    assert told[0] == told[1] == told[2]
+    clean, *messages, again = told[0]
+    assert clean == again == ""
+    for step, (flip, message) in enumerate(zip(flips, messages, strict=True), 1):
+        assert message == (
+            f"rank {flip.rank} (host {socket.gethostname()}): {flip.tensor} differs from the other ranks' "
+            f"at step {step}; suspect its memory; the newest checkpoint is good"
+        )
+
+
+def test_of_two_ranks_both_are_named(tmp_path: Path) -> None:
+    """In a small job, whose tensors have one element each."""
+    flips = [Flip(1, "linear.weight", 0, 0), Flip(0, "momentum_buffer.linear.bias", -1, 7)]
+    told = run_ranks(flip_and_tell, 2, job_config("regression", tmp_path), flips)
+    host = socket.gethostname()
+    for clean, weight, moment, again in told:
+        assert clean == again == ""
+        assert weight == (
+            f"rank 0 (host {host}): linear.weight differs from another rank's; "
+            f"rank 1 (host {host}): linear.weight differs from another rank's at step 1; "
+            "suspect their memory; the newest checkpoint is good"
+        )
+        assert re.findall(r"rank (\d) .*?: (\S+) differs", moment) == [
+            ("0", "momentum_buffer.linear.bias"),
+            ("1", "momentum_buffer.linear.bias"),
+        ]
+
+
+def train_on_with_a_flip(config: RunConfig) -> tuple[str, int]:
+    from gpt2_ddp.run.loop import train_step
+
+    run, tensors, check = trained(config, steps=2)
+    if run.accelerator.process_index == 1:
+        flip_bit(tensors["h.1.mlp.c_fc.weight"], 4002, 6)
+        run.task.model.register_buffer("statistics", torch.ones(3))
+    for _ in range(3):
+        train_step(run)
+    return message_of(check, run.step), run.accelerator.num_processes
+
+
+def test_a_flip_stays_where_it_is_until_it_is_found(corpus: Path, tmp_path: Path) -> None:
+    """Steps after it do not spread it to other tensors; and a buffer is nobody's business."""
+    for message, _ in run_ranks(train_on_with_a_flip, 3, training_config(corpus, tmp_path)):
+        assert re.fullmatch(r"rank 1 \(host .*\): h.1.mlp.c_fc.weight differs from .* at step 5; .*", message)
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    assert check_replicas(SimpleNamespace(num_processes=1), None, None, 0) is None  # pyright: ignore
+
+
+SHAPES: dict[str, Tensor] = {
+    "odd": torch.arange(771.0),
+    "scalar": torch.tensor(3.0),
+    "bf16": torch.arange(515.0).bfloat16(),
+    "bytes": torch.arange(2049).to(torch.uint8),
+    "flags": torch.arange(13) % 3 == 0,
+    "matrix": torch.arange(60_000.0).view(100, 600),
+    "transposed": torch.arange(6000.0).view(20, 300).t(),
+    "channels last": torch.arange(2160.0).view(4, 5, 12, 9).to(memory_format=torch.channels_last),
+    "inside another": torch.arange(3000.0)[1:],
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_bit_counts(name: str) -> None:
+    """Any one bit changes the sum, the same values in another layout do not."""
+    tensor = SHAPES[name]
+    whole = sum_of(tensor)
+    assert whole.dtype == torch.int64
+    assert whole.shape == ()
+    assert whole == sum_of(tensor.clone(memory_format=torch.contiguous_format))
+    plain = tensor.clone(memory_format=torch.contiguous_format)
+    size = plain.numel() * plain.element_size()
+    for byte in {*range(0, size, size // 37 + 1), size - 1}:
+        for bit in range(8) if tensor.dtype != torch.bool else [0]:
+            flip_bit(plain, byte, bit)
+            assert sum_of(plain) != whole, (byte, bit)
+            flip_bit(plain, byte, bit)
+
+
+def test_rows_that_change_places_are_found() -> None:
+    rows = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
+    for i in range(49):
+        swapped = rows.clone()
+        swapped[[i, 49]] = rows[[49, i]]
+        assert sum_of(swapped) != sum_of(rows)
+
+
+def test_an_empty_tensor_has_a_sum() -> None:
+    assert sum_of(torch.zeros(0)) == 0
+
+
+def test_several_ranks_and_many_tensors_are_named() -> None:
+    message = _accuse("abcdef", "vwxyz", [[1] * 6, [1] * 6, [1, 1, 1, 1, 1, 2], [2] * 6, [1] * 6], 7)
+    assert message == (
+        "rank 2 (host x): f differs from the other ranks'; rank 3 (host y): a, b, c and 3 more differ from the other "
+        "ranks' at step 7; suspect their memory; the newest checkpoint is good"
+    )
+    message = _accuse("ab", "wxyz", [[1, 5], [1, 5], [1, 6], [1, 6]], 8)
+    assert re.findall(r"rank (\d) \(host (.)\): (.*?) differs from another rank's", message) == [
+        (str(rank), "wxyz"[rank], "b") for rank in range(4)
+    ]
