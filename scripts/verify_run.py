@@ -2,6 +2,7 @@
 
     python scripts/verify_run.py                                                  # the built-in run
     python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards          # where the shards have moved
+    python scripts/verify_run.py runs/gpt2_124m --replay 8000:8100                # trains these steps again, too
 
 Exits with 0 when everything is as it should be, with 1 when it is not.
 """

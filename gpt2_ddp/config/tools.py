@@ -1,5 +1,6 @@
 """What can be configured in the scripts that do not train."""
 
+import re
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -107,6 +108,16 @@ class VerifyConfig(Command):
     """run folder"""
     data: str | None = None
     """folder of token shards; null: the one the run was trained on"""
+    replay: str | None = None
+    """also train again from the checkpoint of one step up to another step, like 1000:1100, on as many processes as the
+    run had, in a folder of its own (in TMPDIR), and compare; null: train nothing"""
+
+    @field_validator("replay")
+    @classmethod
+    def _two_steps(cls, replay: str | None) -> str | None:
+        if replay is not None and not re.fullmatch(r"[0-9]{1,15}:[0-9]{1,15}", replay):
+            raise ValueError("should be two steps, a checkpoint's and a later one, like 1000:1100")
+        return replay
 
 
 class CheckClusterConfig(Command):

@@ -16,6 +16,7 @@ from gpt2_ddp.data.feed import Feed, contiguous
 from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.data.windows import count_windows
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.reports.replay import plan, replay
 from gpt2_ddp.run.checkpoint import STATE, Damaged, guess_kind, list_checkpoints, verify
 from gpt2_ddp.run.folder import CONFIG, METRICS, read_lines
 
@@ -27,13 +28,14 @@ Records = dict[str, dict[str, Any]]
 
 
 def verify_run(config: VerifyConfig) -> int:
-    """The command: checks metrics, checkpoints and data order, and prints an `ok` line for each, or its defects.
+    """The command: checks metrics, checkpoints and data order, and prints an `ok` line for each, or its defects; where
+    it is told to, trains a part of the run again.
 
     Returns:
         0 when the run is intact, 1 when it is not.
 
     Raises:
-        UserError: there is no such run, or the data are not those that it was trained on.
+        UserError: there is no such run, no such steps to replay, or the data are not those that it was trained on.
     """
     run = Path(config.run)
     if not (run / CONFIG).is_file():
@@ -42,6 +44,7 @@ def verify_run(config: VerifyConfig) -> int:
     if not settings:
         raise UserError("run", run / CONFIG, "is empty; put the run's own file back, or give it another run folder")
 
+    span = plan(run, config.replay) if config.replay else None
     rows, defects = read_metrics(run / METRICS)
     found = _tell(f"metrics.jsonl: {len(rows)} rows, steps strictly increasing", defects)
     states, defects = read_states(run / "checkpoints")
@@ -54,6 +57,8 @@ def verify_run(config: VerifyConfig) -> int:
     else:
         whole = f"order of the data: every digest up to step {end}, recomputed from seed {settings.get('seed')}"
         found += _tell(whole, defects)
+    for compared, defects in replay(run, span, states, config.data) if span else ():
+        found += _tell(compared, defects)
     print(f"{run} is {f'not intact, defects: {found}' if found else 'intact'}")
     return 1 if found else 0
 

@@ -1,0 +1,259 @@
+"""A part of a run, trained again from one of its checkpoints: is what the run recorded what its training gives?
+
+The training happens in a temporary folder, where the checkpoint's files are linked to; the run folder is only read. The
+same number of processes gives the same bits, another one sums in another order.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors import safe_open
+from torch import Tensor
+
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.config.yaml_file import read_yaml
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.launch import STOPPED, pick_device
+from gpt2_ddp.processes.spawn import run_processes
+from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints
+from gpt2_ddp.run.folder import CONFIG, METRICS, read_lines
+from gpt2_ddp.run.loop import train
+from gpt2_ddp.run.run import check_resumable
+from gpt2_ddp.run.session import Outcome
+from gpt2_ddp.run.task import Due, Task
+from gpt2_ddp.tasks.jobs import make_job
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.supervised import Supervised
+
+SUMMED = ("loss", "grad_norm", "train_loss", "val_loss")
+"""What is a sum over ranks, in some order."""
+
+COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
+
+NEARLY = 5e-6
+"""Relative difference of sums that another order explains."""
+
+Rows = dict[int, dict[str, Any]]
+"""Rows of metrics.jsonl by step."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The steps to train again: those after `start`, a checkpoint's, up to `stop`; and the rows that the run has of
+    them."""
+
+    start: int
+    stop: int
+    rows: Rows
+
+
+def rows_by_step(file: Path) -> Rows:
+    """The row of each step; the last one, where there are several."""
+    return {
+        line.row["step"]: line.row for line in read_lines(file) if line.row and isinstance(line.row.get("step"), int)
+    }
+
+
+def plan(run: Path, steps: str) -> Span:
+    """What `--replay 1000:1100` asks for, by small files alone.
+
+    Raises:
+        UserError: naming the checkpoints that there are.
+    """
+    start, stop = map(int, steps.split(":"))
+    rows = rows_by_step(run / METRICS)
+    checkpoints = [int(place.name[5:]) for place in list_checkpoints(run / "checkpoints")]
+    end = max([*rows, *checkpoints], default=0)
+    own = {step: row for step, row in rows.items() if start < step <= stop}
+    wrong = ""
+    if start not in checkpoints:
+        wrong = f"there is no checkpoint of step {start}"
+    elif stop <= start:
+        wrong = "should end after the step that it begins with"
+    elif stop > end:
+        wrong = f"the run has got to step {end}"
+    elif not own and stop not in checkpoints:
+        wrong = "the run recorded nothing there that could be compared"
+    if wrong:
+        there = f"there are {', '.join(map(str, checkpoints))}" if checkpoints else "there are none"
+        raise UserError("replay", steps, f"{wrong}; begin at a checkpoint ({there}) and end at a step up to {end}")
+    return Span(start, stop, own)
+
+
+def replay(
+    run: Path, span: Span, states: dict[str, dict[str, Any]], data: str | None
+) -> Iterator[tuple[str, list[str]]]:
+    """Trains the span again, each stretch from one checkpoint to the next on its own: where the run was stopped, it may
+    have gone on with other processes, and a defect stays in its stretch. Rows are compared, and weights and moments
+    where a stretch ends with a checkpoint.
+
+    Args:
+        states: of the run's intact checkpoints, by the place in the run where each stands.
+        data: folder of shards in place of the configured one.
+
+    Yields:
+        Of each stretch, what was compared, and what is wrong.
+
+    Raises:
+        UserError: the data are not those of the run, or this machine cannot train it.
+        SystemExit: 75, when a signal stopped it.
+    """
+    checkpoints = {state["step"]: _checkpoint(run / place, state) for place, state in states.items()}
+    if span.start not in checkpoints:
+        what = f"replay from step {span.start}"
+        yield what, [f"{what}: its checkpoint is not intact, and nothing can be trained from it"]
+        return
+    saved = sorted(checkpoints)
+    ends = [step for step in saved if span.start < step < span.stop]
+    for start, stop in pairwise([span.start, *ends, span.stop]):
+        # who saved the next checkpoint trained the stretch, and its settings may be others than before a stop
+        maker = next((checkpoints[step] for step in saved if step >= stop), None)
+        rows = {step: row for step, row in span.rows.items() if start < step <= stop}
+        yield _replay_stretch(run, Span(start, stop, rows), checkpoints, maker, data)
+
+
+def _replay_stretch(
+    run: Path, span: Span, checkpoints: dict[int, Checkpoint], maker: Checkpoint | None, data: str | None
+) -> tuple[str, list[str]]:
+    what = f"replay from step {span.start} to {span.stop}"
+    begin, end = checkpoints[span.start], checkpoints.get(span.stop)
+    files = [*([maker.path / CONFIG] if maker else []), run / CONFIG]
+    if defects := [f"{file.relative_to(run)}: {mistake}" for file in files for mistake in _changes(begin, file)]:
+        return what, defects
+    with TemporaryDirectory(prefix="replay-") as folder:
+        config = _config(begin.kind, files[0], folder, data)
+        processes, reasons = _how_exactly(config, (maker or begin).state)
+        again = Path(folder) / config.run_name
+        copy = again / "checkpoints" / begin.path.name
+        copy.mkdir(parents=True)
+        for file in begin.path.iterdir():
+            (copy / file.name).symlink_to(file.resolve())
+        bits = end is not None and not reasons
+        if run_processes(_train_again, processes, config, span, bits) == "stopped":
+            raise SystemExit(STOPPED)
+        defects = compare_rows(span.rows, rows_by_step(again / METRICS), exact=not reasons)
+        if end and bits:
+            ours = again / "checkpoints" / f"step-{span.stop:08d}"
+            defects += [defect for name in (MODEL, OPTIMIZER) for defect in _tensors(run, end.path / name, ours / name)]
+    compared = f"{len(span.rows)} row{'s' * (len(span.rows) != 1)}" + ", weights and moments" * bits
+    how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
+    return f"{what} by {processes} process{'es' * (processes > 1)}: {compared}, {how}", defects
+
+
+def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
+    """What differs between a run's rows and those of the same steps when they were trained again.
+
+    Args:
+        exact: bit for bit; otherwise, what is summed over ranks may differ by `NEARLY`.
+    """
+    defects = []
+    for step, row in sorted(rows.items()):
+        other = again.get(step, {})
+        for name in COMPARED:
+            old, new = row.get(name), other.get(name)
+            if name in ("train_loss", "val_loss") and not (name in row and name in other):
+                continue
+            tolerance = NEARLY if name in SUMMED and not exact else 0.0
+            if old != new and not (old and new and tolerance and math.isclose(old, new, rel_tol=tolerance)):
+                defects.append(f"metrics.jsonl: {name} of step {step} is {old}, and {new} when trained again")
+    return defects
+
+
+class _Again:
+    """A task whose run ends with the span, and which logs and evaluates where the run did."""
+
+    def __init__(self, task: Task, span: Span, save: bool):
+        self._task, self._span, self._save = task, span, save
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def total_steps(self, epoch_size: int | None) -> int:
+        return self._span.stop
+
+    def due(self, step: int, last: bool) -> Due:
+        row = self._span.rows.get(step)
+        return Due(log=row is not None, evaluate=row is not None and "val_loss" in row, save=last and self._save)
+
+
+def _train_again(config: RunConfig, span: Span, save: bool) -> Outcome:
+    make: Any = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
+
+    def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
+        return _Again(make(config, accelerator, saved), span, save)
+
+    return train(config, make_task).outcome
+
+
+def _checkpoint(state_file: Path, state: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(state_file.parent, state, read_yaml(str(state_file.parent / CONFIG), "run"))
+
+
+def _changes(begin: Checkpoint, file: Path) -> list[str]:
+    """Which settings in `file` do not go on with the training that the checkpoint is of."""
+    try:
+        check_resumable(read_config(begin.kind, read_yaml(str(file), "run"), file), begin)
+    except UserError as error:
+        return error.mistakes
+    return []
+
+
+def _config(kind: str, file: Path, folder: str, data: str | None) -> RunConfig:
+    """The settings in `file` for a run in another folder, which prepares, tracks and profiles nothing."""
+    config = read_config(kind, read_yaml(str(file), "run"), file)
+    values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "replay"}
+    values["train"] |= {"max_minutes": None, "profile_steps": 0}
+    values["tracking"] |= {"log_with": "none"}
+    if isinstance(config, TrainingConfig):
+        values["data"] |= {"prepare": None}
+    if isinstance(config, JobConfig):
+        values["launch"] |= {"processes": None}
+    if data and "path" in values.get("data", {}):
+        values["data"]["path"] = data
+    return type(config).model_validate(values)
+
+
+def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[str]]:
+    """How many processes train again what those trained who saved `state`, and why the last digits may be others."""
+    trained = processes = state.get("processes", 1)
+    version = state.get("versions", {}).get("torch", torch.__version__)
+    reasons = [] if version == torch.__version__ else [f"the run had torch {version}"]
+    if pick_device(config.train.device, "train.").type == "cuda":
+        processes = trained if trained <= torch.cuda.device_count() else 1
+        if not config.train.deterministic:
+            reasons.append("GPUs repeat their bits with train.deterministic alone")
+    if processes != trained:
+        reasons.append(f"the run had {trained} processes")
+        values = config.model_dump()
+        if values["model"].get("dropout") or values["data"].get("augment"):
+            cure = f"what is random in it depends on its {trained} processes; replay it where there are as many GPUs"
+            raise UserError("replay", config.kind, cure)
+    return processes, reasons
+
+
+def _tensors(run: Path, file: Path, again: Path) -> list[str]:
+    """Whether two files of tensors hold the same bits."""
+    with safe_open(file, "pt") as old, safe_open(again, "pt") as new:
+        names = sorted({*old.keys()} | {*new.keys()})
+        known = {*old.keys()} & {*new.keys()}
+        wrong = [n for n in names if n not in known or not _same_bits(old.get_tensor(n), new.get_tensor(n))]
+    if not wrong:
+        return []
+    return [
+        f"{file.relative_to(run)}: {len(wrong)} of {len(names)} tensors, {wrong[0]} first, differ when trained again"
+    ]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)

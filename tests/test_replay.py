@@ -1,0 +1,263 @@
+"""What a run recorded is what its training gives again, to the bit; what was altered since is found, and nothing in the
+run folder is touched."""
+
+import contextlib
+import fcntl
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import training_config
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from small_jobs import job_config, rows, run_small_job
+from test_verify import change, run_training
+
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.data.shards import MANIFEST as DATA_MANIFEST
+from gpt2_ddp.data.shards import read_manifest
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.replay import compare_rows, plan
+from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, OPTIMIZER, STATE
+
+INTACT = (
+    "ok      replay from step 4 to 8 by 1 process: 4 rows, weights and moments, bit for bit",
+    "ok      replay from step 8 to 10 by 1 process: 2 rows, bit for bit",
+)
+
+
+def verify(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
+    """Exit code of verify_run.py, or 2 for a user's mistake, and its lines from the order of the data on."""
+    (told,) = run_ranks(_verify, 1, VerifyConfig(run=str(run), replay=replay, data=data and str(data)))
+    return told
+
+
+def _verify(config: VerifyConfig) -> tuple[int, list[str]]:
+    from gpt2_ddp.reports.verify import verify_run
+
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            code = verify_run(config)
+    except UserError as error:
+        return 2, error.mistakes
+    return code, out.getvalue().splitlines()[2:]
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 tiny steps with dropout and checkpoints at 4, 8 and 12; its shards are beside it."""
+    place = tmp_path_factory.mktemp("replayed")
+    shutil.copytree(corpus, place / "data")
+    changes = {"train.steps": 12, "checkpoint.every": 4, "eval.every": 3, "model.dropout": 0.1}
+    changes |= {"train.global_batch_tokens": 128, "eval.tokens": 200}
+    run_ranks(run_training, 1, training_config(place / "data", place, changes))
+    return place
+
+
+@pytest.fixture
+def place(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, with shards of its own that --data has to name."""
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def forge(file: Path) -> None:
+    """Makes the manifest beside a checkpoint's file fit what is in it now."""
+    manifest = json.loads((file.parent / MANIFEST).read_text())
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+    (file.parent / MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_trained_again_it_is_the_same_and_nothing_is_touched(trained: Path) -> None:
+    """While a trainer holds the run's lock; the last stretch ends between two checkpoints."""
+    run = trained / "run"
+    before = {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))}
+    with (run / ".lock").open("r+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        code, lines = verify(run, "4:10")
+    assert (code, lines[1:]) == (0, [*INTACT, f"{run} is intact"])
+    assert {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))} == before
+
+
+def alter_tensor(file: Path, name: str) -> None:
+    tensors = load_file(file)
+    tensors[name].view(-1)[5] *= 1.0001
+    save_file(tensors, file)
+    forge(file)
+
+
+def alter_first_weights(place: Path) -> None:
+    alter_tensor(checkpoint(place / "run", 4) / MODEL, "h.1.mlp.c_fc.weight")
+
+
+def alter_last_moments(place: Path) -> None:
+    alter_tensor(checkpoint(place / "run", 8) / OPTIMIZER, "exp_avg.ln_f.weight")
+
+
+def alter_row(place: Path) -> None:
+    loss = rows(place / "run")[6]["loss"]
+    change(place / "run" / "metrics.jsonl", f'"loss": {loss}', f'"loss": {np.nextafter(loss, 9)}')
+
+
+def alter_validation(place: Path) -> None:
+    loss = rows(place / "run")[6]["val_loss"]
+    change(place / "run" / "metrics.jsonl", f'"val_loss": {loss}', f'"val_loss": {loss - 0.25}')
+
+
+def alter_rate(place: Path) -> None:
+    change(place / "run" / "config.yaml", "lr: 0.003\n", "lr: 0.004\n")
+
+
+def alter_shard(place: Path) -> None:
+    """In every place where a hash of it stands."""
+    manifest = read_manifest(place / "data")
+    for shard in manifest.splits["train"]:
+        file, old = place / "data" / shard.file, shard.sha256
+        content = bytearray(file.read_bytes())
+        content[1024:] = content[1024:][::-1]
+        tokens = np.frombuffer(bytes(content[1024:]), ">u2").astype("<u2")
+        file.write_bytes(content[:1024] + tokens.tobytes())
+        change(place / "data" / DATA_MANIFEST, old, sha256_file(file))
+    for step in (4, 8, 12):
+        state = checkpoint(place / "run", step) / STATE
+        change(state, manifest.hash, read_manifest(place / "data").hash)
+        forge(state)
+
+
+@pytest.mark.parametrize(
+    ("alter", "first", "defects"),
+    [
+        (alter_first_weights, "metrics.jsonl: ", None),
+        (alter_last_moments, f"checkpoints/step-00000008/{OPTIMIZER}: 1 of ", None),
+        (alter_row, "metrics.jsonl: loss of step 6 is ", 1),
+        (alter_validation, "metrics.jsonl: val_loss of step 6 is ", 1),
+        (alter_rate, "config.yaml: optim.lr = 0.004: the run was started with 0.003", 1),
+        (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
+    ],
+)
+def test_what_was_altered_is_found(place: Path, alter: Callable, first: str, defects: int | None) -> None:
+    """Without the replay, none of them is."""
+    alter(place)
+    code, lines = verify(place / "run", "4:8", place / "data")
+    wrong = [line.removeprefix("defect  ") for line in lines if line.startswith("defect")]
+    assert code == 1
+    assert wrong[0].startswith(first), wrong
+    assert lines[-1].startswith(f"{place / 'run'} is not intact, defects: {defects or ''}")
+    assert lines[0].startswith("ok      order of the data")
+
+
+def test_an_altered_moment_spoils_only_the_stretches_that_it_belongs_to(place: Path) -> None:
+    alter_first_weights(place)
+    assert verify(place / "run", "8:12", place / "data")[0] == 0
+
+
+def test_a_checkpoint_that_is_not_intact_cannot_be_trained_from(place: Path) -> None:
+    (checkpoint(place / "run", 4) / MODEL).write_bytes(b"")
+    code, lines = verify(place / "run", "4:10", place / "data")
+    assert code == 1
+    assert "defect  replay from step 4: its checkpoint is not intact, and nothing can be trained from it" in lines
+
+
+def test_another_torch_is_compared_to_a_tolerance(place: Path) -> None:
+    state = checkpoint(place / "run", 8) / STATE
+    version = json.loads(state.read_text())["versions"]["torch"]
+    change(state, version, "2.0.0")
+    forge(state)
+    row = rows(place / "run")[6]
+    change(place / "run" / "metrics.jsonl", f'"loss": {row["loss"]}', f'"loss": {row["loss"] * (1 + 1e-6)}')
+    code, lines = verify(place / "run", "4:8", place / "data")
+    what = "replay from step 4 to 8 by 1 process: 4 rows, to 5e-06 (the run had torch 2.0.0), weights not compared"
+    assert (code, lines[1]) == (0, f"ok      {what}")
+
+
+def test_what_is_not_there_cannot_be_replayed(trained: Path, tmp_path: Path) -> None:
+    for steps, wrong in {
+        "5:8": "there is no checkpoint of step 5",
+        "8:8": "should end after the step that it begins with",
+        "8:4": "should end after the step that it begins with",
+        "8:13": "the run has got to step 12",
+    }.items():
+        with pytest.raises(UserError) as mistake:
+            plan(trained / "run", steps)
+        there = "begin at a checkpoint (there are 4, 8, 12) and end at a step up to 12"
+        assert str(mistake.value) == f"replay = {steps}: {wrong}; {there}"
+    with pytest.raises(UserError, match=r"no checkpoint of step 1; begin at a checkpoint \(there are none\)"):
+        plan(tmp_path, "1:2")
+    for text in ("8", "8:", "a:b", "-4:8", "4:8:12"):
+        with pytest.raises(UserError, match="should be two steps"):
+            load(VerifyConfig, ["--replay", text] if text[0] != "-" else [f"--replay={text}"])
+
+
+def test_steps_of_which_nothing_was_recorded(place: Path) -> None:
+    file = place / "run" / "metrics.jsonl"
+    file.write_text("".join(line for line in file.open() if '"val_loss"' in line))
+    with pytest.raises(UserError, match="the run recorded nothing there that could be compared"):
+        plan(place / "run", "4:5")
+
+
+def test_a_small_job_ends_where_it_is_told_to(tmp_path: Path) -> None:
+    """Inside its third epoch; the mean loss of the second is compared too."""
+    run_ranks(run_small_job, 1, job_config("regression", tmp_path, {"train.epochs": 3, "checkpoint.keep_last": 9}))
+    code, lines = verify(tmp_path / "run", "9:21")
+    assert (code, lines[1:3]) == (
+        0,
+        [
+            "ok      replay from step 9 to 18 by 1 process: 9 rows, weights and moments, bit for bit",
+            "ok      replay from step 18 to 21 by 1 process: 3 rows, bit for bit",
+        ],
+    )
+
+
+def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
+    row = {
+        "step": 1,
+        "loss": 2.0,
+        "train_loss": 2.0,
+        "grad_norm": None,
+        "lr": 0.1,
+        "tokens": 7,
+        "skipped": 0,
+        "order_digest": "a",
+    }
+    for changes, exact, near in [
+        ({}, 0, 0),
+        ({"loss": 2.0 + 9e-6}, 1, 0),
+        ({"loss": 2.0 + 2e-5}, 1, 1),
+        ({"loss": None}, 1, 1),
+        ({"grad_norm": 1.0}, 1, 1),
+        ({"lr": 0.1 + 1e-9}, 1, 1),
+        ({"tokens": 8, "skipped": 1}, 2, 2),
+        ({"order_digest": "b"}, 1, 1),
+        ({"train_loss": 2.0 + 9e-6}, 1, 0),
+        ({"tokens_per_second": 3.0, "val_loss": 1.0}, 0, 0),
+    ]:
+        again = {1: row | changes}
+        assert len(compare_rows({1: row}, again, exact=True)) == exact, changes
+        assert len(compare_rows({1: row}, again, exact=False)) == near, changes
+    assert len(compare_rows({1: row}, {}, exact=True)) == 5
+
+
+@pytest.mark.slow
+def test_each_stretch_has_the_processes_that_it_had(corpus: Path, tmp_path: Path) -> None:
+    """Two processes, then one, with dropout, which depends on their number."""
+    changes = {"model.dropout": 0.1, "checkpoint.every": 4}
+    for processes, steps in ((1, 4), (2, 8), (1, 12)):
+        run_ranks(run_training, processes, training_config(corpus, tmp_path, {**changes, "train.steps": steps}))
+    code, lines = verify(tmp_path / "run", "4:12")
+    assert (code, lines[1:3]) == (
+        0,
+        [
+            "ok      replay from step 4 to 8 by 2 processes: 4 rows, weights and moments, bit for bit",
+            "ok      replay from step 8 to 12 by 1 process: 4 rows, weights and moments, bit for bit",
+        ],
+    )
