@@ -14,7 +14,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "accelerate", "gpt2_ddp.tasks.jobs", "gpt2_ddp.tasks.pretraining"])
+CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
+    ["torch", "torch._dynamo", "accelerate", "gpt2_ddp.tasks.jobs", "gpt2_ddp.tasks.pretraining"]
+)
 
 
 def free_port() -> int:
