@@ -89,19 +89,19 @@ def test_trained_again_it_is_the_same_and_nothing_is_touched(trained: Path) -> N
     assert {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))} == before
 
 
-def alter_tensor(file: Path, name: str) -> None:
+def alter_tensor(file: Path, name: str, factor: float) -> None:
     tensors = load_file(file)
-    tensors[name].view(-1)[5] *= 1.0001
+    tensors[name].view(-1)[5] *= factor
     save_file(tensors, file)
     forge(file)
 
 
 def alter_first_weights(place: Path) -> None:
-    alter_tensor(checkpoint(place / "run", 4) / MODEL, "h.1.mlp.c_fc.weight")
+    alter_tensor(checkpoint(place / "run", 4) / MODEL, "h.1.mlp.c_fc.weight", 2)
 
 
 def alter_last_moments(place: Path) -> None:
-    alter_tensor(checkpoint(place / "run", 8) / OPTIMIZER, "exp_avg.ln_f.weight")
+    alter_tensor(checkpoint(place / "run", 8) / OPTIMIZER, "exp_avg.ln_f.weight", 1.00001)
 
 
 def alter_row(place: Path) -> None:
