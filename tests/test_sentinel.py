@@ -181,3 +181,9 @@ def test_several_ranks_and_many_tensors_are_named() -> None:
     assert re.findall(r"rank (\d) \(host (.)\): (.*?) differs from another rank's", message) == [
         (str(rank), "wxyz"[rank], "b") for rank in range(4)
     ]
+
+
+def test_bits_of_neighbouring_bytes_do_not_make_up_for_each_other() -> None:
+    """With weights of 1, 3, 5 ... three bits of a step count could: 3 · 1 - 1 · 2 - 1 · 1."""
+    count = torch.tensor([0b11, 0, 0, 0], dtype=torch.uint8)
+    assert sum_of(count) != sum_of(torch.tensor([0, 0b1, 0, 0], dtype=torch.uint8))

@@ -59,14 +59,16 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, optimizer: Optimi
 
 def sum_of(tensor: Tensor) -> Tensor:
     """A hash of a tensor's bytes: the sum, modulo 2⁶⁴, of its pages and of the bytes behind the last whole one, each
-    times an odd number of its own, so that a change of one bit never gets lost; int64 scalar on its device."""
+    times an odd number of its own, so that a change of one bit never gets lost; int64 scalar on its device. The numbers
+    look random, as the bits of a byte and those of its neighbour could make up for each other if they were 1, 3, 5."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.storage_offset() % 8:  # a view into something larger, where no 64-bit word begins
         data = data.clone()
     whole = len(data) // PAGE * PAGE
     pages = data[:whole].view(torch.int64).view(-1, PAGE // 8).sum(1)
     parts = torch.cat([pages, data[whole:].long()])
-    return (parts * (2 * torch.arange(len(parts), device=parts.device) + 1)).sum()
+    numbers = torch.arange(1, len(parts) + 1, device=parts.device) * 0x1E3779B97F4A7C15
+    return (parts * ((numbers ^ (numbers >> 29)) * 2 + 1)).sum()
 
 
 def _accuse(names: Sequence[str], hosts: Sequence[str], of_ranks: Sequence[Sequence[int]], step: int) -> str:
