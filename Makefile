@@ -22,8 +22,14 @@ train: $(VENV)/.installed  ## train the default model on the built-in corpus; AR
 test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minutes on 2 cores)
 	$(BIN)/pytest $(ARGS)
 
-test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 15 minutes more)
-	$(BIN)/pytest -m slow $(ARGS)
+test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 20 minutes more)
+	$(BIN)/pytest -m 'slow and not soak' $(ARGS)
+
+faults: $(VENV)/.installed-dev  ## every fault of docs/reliability.md at every place, with real processes (an hour or more)
+	$(BIN)/pytest -m soak tests/faults --deselect tests/faults/test_soak.py $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## half an hour of random faults on one run; SOAK_SECONDS=60 SOAK_SEED=1 make soak for less
+	$(BIN)/pytest -s -m soak tests/faults/test_soak.py $(ARGS)
 
 check: $(VENV)/.installed-dev  ## formatting, lint and types; edits nothing
 	$(BIN)/ruff format --check .
@@ -38,4 +44,4 @@ clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train test test-slow check format clean
+.PHONY: help train test test-slow faults soak check format clean

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_verify import change, run_training
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import MANIFEST as DATA_MANIFEST
 from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.errors import UserError
@@ -245,6 +247,34 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
         assert len(compare_rows({1: row}, again, exact=True)) == exact, changes
         assert len(compare_rows({1: row}, again, exact=False)) == near, changes
     assert len(compare_rows({1: row}, {}, exact=True)) == 5
+
+
+def train_with_a_bad_stretch(config: TrainingConfig) -> str:
+    """Gradients on the positions of steps 6 to 10 are not finite."""
+    from gpt2_ddp.run import loop
+
+    train_step = loop.train_step
+
+    def poisoned(run):
+        bad = 20 <= int(run.task.feed.take(run.task.feed.position)[0]) < 40
+        hook = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * (math.inf if bad else 1.0))
+        try:
+            return train_step(run)
+        finally:
+            hook.remove()
+
+    loop.train_step = poisoned
+    return run_training(config)
+
+
+def test_a_run_that_went_back_is_replayed_over_what_it_passed(corpus: Path, tmp_path: Path) -> None:
+    changes = {"train.steps": 16, "checkpoint.every": 4, "train.global_batch_tokens": 128, "eval.tokens": 200}
+    changes |= {"guard": {"patience": 3}, "checkpoint.keep_last": 9}
+    run_ranks(train_with_a_bad_stretch, 1, training_config(corpus, tmp_path, changes))
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open() if "event" in line]
+    assert [event["step"] for event in events] == [4]
+    code, lines = verify(tmp_path / "run", "4:12")
+    assert (code, lines[1][:26], lines[2][:26]) == (0, "ok      replay from step 4", "ok      replay from step 8")
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def evaluate_checkpoint(config) -> dict[str, float]:
 
     with closing(Run(config, partial(Supervised, make_job))) as run:
         run.build()
-        return run.evaluate()
+        return run.evaluate(lambda: None)
 
 
 # Stops and resumes

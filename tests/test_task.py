@@ -15,10 +15,10 @@ from ranks import run_ranks, start_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gpt2_ddp.config.training import ClipConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.training import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
 from gpt2_ddp.run.checkpoint import Checkpoint
-from gpt2_ddp.run.task import Due, Scores
+from gpt2_ddp.run.task import Due, Poll, Scores
 
 # ---- A new kind of training, from scratch
 
@@ -30,6 +30,7 @@ class LettersConfig(RunConfig):
     steps: int = 30
     optim: ClipConfig = ClipConfig(grad_clip=1.0)
     train: LoopConfig = LoopConfig(device="cpu")
+    guard: GuardConfig = GuardConfig()
     checkpoint: KeepConfig = KeepConfig()
     tracking: TrackingConfig = TrackingConfig(log_every=1)
 
@@ -73,7 +74,7 @@ class Letters:
     def due(self, step: int, last: bool) -> Due:
         return Due(log=True, evaluate=self.feed.ended_epoch, save=last or step % 7 == 0)
 
-    def evaluate(self, model: nn.Module) -> Scores:
+    def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         letters = Pairs.letters
         with torch.no_grad():
             loss = nn.functional.cross_entropy(model.eval()(letters[:-1]), letters[1:]).item()
@@ -81,7 +82,7 @@ class Letters:
         self.best = min(self.best, loss)
         return {"val_loss": loss, "val_best": self.best}
 
-    def sample(self) -> None: ...
+    def sample(self, poll: Poll) -> None: ...
 
     def state(self) -> dict[str, Any]:
         return {"best": self.best}

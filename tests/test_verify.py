@@ -91,8 +91,8 @@ def test_changed_digest_and_counts(run: Path, capsys: pytest.CaptureFixture) -> 
     expect_defect(
         run,
         capsys,
-        f"metrics.jsonl, line 8: step 7 does not go with tokens {tokens + 32}",
         f"metrics.jsonl, line 5: order_digest of step 4 is {'f' * 12}, not {digest[:12]}",
+        f"metrics.jsonl, line 8: step 7 does not go with tokens {tokens + 32}",
     )
 
 
@@ -135,8 +135,8 @@ def test_state_forged_together_with_its_hash(run: Path, capsys: pytest.CaptureFi
         run,
         capsys,
         "checkpoints/step-00000006/state.json: is the state of step 5",
-        "checkpoints/step-00000010/state.json: step 10 does not go with tokens 7680, position 264",
         "checkpoints/step-00000006/state.json: order_digest of step 5",
+        "checkpoints/step-00000010/state.json: step 10 does not go with tokens 7680, position 264",
     )
 
 
@@ -182,29 +182,49 @@ def test_a_small_job_is_intact_from_its_first_row_on(tmp_path: Path, capsys: pyt
         verify_run(VerifyConfig(run=str(run)))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "regression"])
-def test_positions_that_were_passed_over_are_replayed(corpus: Path, tmp_path: Path, kind: str) -> None:
-    """A run that went back from step 6 to step 4 and passed over what steps 5 and 6 had taken; then a forged count."""
-    config = training_config(corpus, tmp_path) if kind == "gpt2" else job_config(kind, tmp_path)
-    n_items = (read_manifest(corpus).tokens("train") - 1) // 32 if kind == "gpt2" else 101
-    size, per_item, unit = (24, 32, "tokens") if kind == "gpt2" else (12, 1, "samples")
-    feed = Feed(range(n_items), 1337, size, contiguous(1, 1), by_epoch=kind != "gpt2")
-    records = {}
-    for step in range(1, 13):
-        feed.next_step()
-        state = {"step": step, "order_digest": feed.order_digest, unit: feed.consumed * per_item, "kind": kind}
-        records[f"step {step}"] = state | {
-            "position": feed.position,
-            "passed": list(feed.passed),
-            "epoch_size": n_items,
-        }
-        if step == 4:
-            feed.pass_over(feed.position, feed.position + 2 * size)
-    settings = config.model_dump(mode="json")
+def went_back(corpus: Path) -> dict[str, dict]:
+    """Records of a run that went from step 6 back to step 4, and from step 7 back to step 3; and two checkpoints."""
+    feed = Feed(range((read_manifest(corpus).tokens("train") - 1) // 32), 1337, 24, contiguous(1, 1))
+    records, stood, rollbacks = {}, {}, 0
+    for step in (1, 2, 3, 4, 5, 6, -4, 5, 6, 7, -3, 4, 5, 6, 7, 8):
+        place = f"line {len(records) + 1}"
+        if step > 0:
+            feed.next_step()
+            records[place] = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest}
+            stood[step] = {"position": feed.position, "passed": list(feed.passed), "rollbacks": rollbacks}
+            newest = records[place] | stood[step]
+            if step == 3:
+                records["state of step 3"] = newest
+        else:
+            end, rollbacks, begun = feed.position, rollbacks + 1, newest["step"]
+            position, passed = stood[-step]["position"], stood[-step]["passed"]
+            digest = next(r["order_digest"] for r in records.values() if r["step"] == -step)
+            feed.seek(position, digest, passed)
+            feed.pass_over(position, end)
+            event = {"event": "rollback", "step": -step, "from": begun, "passed": [position, end]}
+            records[place] = event | {"order_digest": feed.order_digest}
+    return records | {"state of step 3": records.pop("state of step 3"), "state of step 8": newest}
+
+
+def test_a_run_that_went_back_is_replayed(corpus: Path, tmp_path: Path) -> None:
+    records = went_back(corpus)
+    settings = training_config(corpus, tmp_path).model_dump(mode="json")
     assert check_order(settings, None, records) == []
-    records["step 9"] = records["step 9"] | {unit: records["step 9"][unit] + 1}
-    (defect,) = check_order(settings, None, records)
-    assert defect.startswith(f"step 9: {unit} or position of step 9 are not ")
+    first = next(place for place, record in records.items() if "event" in record)
+    for place, altered in (
+        (first, {"passed": [96, 145]}),
+        (first, {"order_digest": "f" * 64}),
+        (first, {"from": 5}),
+        (first, {"from": 10**15}),
+        (first, {"passed": "all"}),
+        ("state of step 8", {"passed": [[72, 241]]}),
+        ("state of step 8", {"rollbacks": 3}),
+        ("state of step 8", {"rollbacks": 1}),
+        ("line 9", {"tokens": 6 * 24 * 32 + 1}),
+    ):
+        found = check_order(settings, None, records | {place: records[place] | altered})
+        assert found, (place, altered)
+        assert found[0].startswith(place), found
 
 
 def test_an_order_that_nothing_tells_yet_is_no_defect(tmp_path: Path) -> None:

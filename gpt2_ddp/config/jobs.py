@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Section
-from gpt2_ddp.config.training import ClipConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.training import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 
 
 class LaunchConfig(Section):
@@ -72,6 +72,7 @@ class JobConfig(RunConfig):
     optim: JobOptimConfig = JobOptimConfig()
     train: JobTrainConfig = JobTrainConfig()
     eval: JobEvalConfig = JobEvalConfig()
+    guard: GuardConfig = GuardConfig()
     checkpoint: JobCheckpointConfig = JobCheckpointConfig()
     tracking: TrackingConfig = TrackingConfig(log_every=50)
     launch: LaunchConfig = LaunchConfig()

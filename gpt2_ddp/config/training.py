@@ -32,6 +32,21 @@ class LoopConfig(Section):
     """record a torch profiler trace of this many steps, after three warm-up steps, into the run folder"""
 
 
+class GuardConfig(Section):
+    """What is done about steps that go wrong"""
+
+    skip: bool = True
+    """whether a step with a bad gradient changes nothing: one that is not finite, or beyond norm_sigmas"""
+    norm_sigmas: float | None = Field(default=None, gt=0)
+    """a gradient norm is bad that exceeds its running mean by so many standard deviations; null: none that is finite"""
+    loss_sigmas: float | None = Field(default=None, gt=0)
+    """a loss is bad that exceeds its running mean by so many standard deviations; null: none that is finite"""
+    patience: int = Field(default=20, ge=1)
+    """after so many bad steps in a row the run has diverged"""
+    check_every: int | None = Field(default=None, ge=1)
+    """steps between comparisons of all ranks' parameters and optimizer state; null: at each checkpoint alone"""
+
+
 class KeepConfig(Section):
     """Checkpoints"""
 
@@ -72,9 +87,15 @@ class RunConfig(Command):
         """Of the process group: auto, nccl or gloo."""
         return "auto"
 
+    @property
+    def rollbacks(self) -> int:
+        """How often a run that has diverged goes back and passes over what it was trained on."""
+        return 0
+
     if TYPE_CHECKING:  # sections of every run; each kind has its own, in its own order
         optim: ClipConfig
         train: LoopConfig
+        guard: GuardConfig
         checkpoint: KeepConfig
         tracking: TrackingConfig
 
@@ -178,6 +199,14 @@ class CheckpointConfig(KeepConfig):
     """steps between checkpoints; a stop and the last step always save one"""
 
 
+class RollbackConfig(GuardConfig):
+    """What is done about steps that go wrong"""
+
+    rollbacks: int = Field(default=3, ge=0)
+    """how often a run that has diverged goes back to the newest good checkpoint, to pass over the data that it was
+    trained on since; after that it stops, with exit code 1"""
+
+
 class TextTrackingConfig(TrackingConfig):
     """Metrics, and samples of text"""
 
@@ -198,8 +227,14 @@ class TrainingConfig(RunConfig):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
+    guard: RollbackConfig = RollbackConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TextTrackingConfig = TextTrackingConfig()
+
+    @property
+    def rollbacks(self) -> int:
+        """`guard.rollbacks`."""
+        return self.guard.rollbacks
 
     @property
     def global_batch_windows(self) -> int:

@@ -1,6 +1,7 @@
 """Loss of a model over a split: each of its targets scored exactly once, whatever the ranks and the batch."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,7 @@ def evaluate(
     batch_size: int,
     tokens: int | None = None,
     token_bytes: np.ndarray | None = None,
+    poll: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Scores `stream` in windows of block_size, the shorter last one included: its L - 1 targets, each once.
 
@@ -59,6 +61,7 @@ def evaluate(
         batch_size: windows per forward pass and rank.
         tokens: score about this many, in whole windows evenly spread over the split; None for all.
         token_bytes: int [vocab_size], UTF-8 bytes of each token, for bits per byte.
+        poll: called before each batch, by all ranks equally often; what it raises ends the evaluation.
     """
     windows = _chosen_windows(len(stream), block_size, tokens)
     device = accelerator.device
@@ -68,15 +71,21 @@ def evaluate(
     was_training = model.training
     model.eval()
     stride = batch_size * accelerator.num_processes
-    for first in range(batch_size * accelerator.process_index, len(windows), stride):
-        x, y = _batch(stream, windows[first : first + batch_size], block_size, batch_size)
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-        scored = y != IGNORED
-        totals[0] += model(x, y, reduction="none").to(exact).sum()
-        totals[1] += scored.sum()
-        if lengths is not None:
-            totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
-    model.train(was_training)
+    try:
+        for of_ranks in range(0, len(windows), stride):
+            poll()
+            first = of_ranks + batch_size * accelerator.process_index
+            if first >= len(windows):
+                continue
+            x, y = _batch(stream, windows[first : first + batch_size], block_size, batch_size)
+            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            scored = y != IGNORED
+            totals[0] += model(x, y, reduction="none").to(exact).sum()
+            totals[1] += scored.sum()
+            if lengths is not None:
+                totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
+    finally:
+        model.train(was_training)
     if accelerator.num_processes > 1:
         dist.all_reduce(totals)
     nll, count, spelled = totals.tolist()

@@ -24,6 +24,7 @@ def generate(
     top_k: int | None = 50,
     top_p: float = 1.0,
     seed: int = 0,
+    poll: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """Continues each prompt; a row's result does not depend on the other rows.
 
@@ -39,6 +40,7 @@ def generate(
         top_k: sample among the k likeliest tokens; None: all.
         top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
         seed: with the row's index, fixes its random numbers; global generators are neither read nor changed.
+        poll: called for each token; what it raises ends the generation.
 
     Returns:
         The new tokens of each row, end-of-text left out.
@@ -53,14 +55,19 @@ def generate(
             rows = range(first, first + len(batch))
             uniform = np.stack([np.random.default_rng([seed, row]).random(max_new_tokens, np.float32) for row in rows])
             uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
-            results += _continue(model, batch, eot, uniform, draw)
+            results += _continue(model, batch, eot, uniform, draw, poll)
         return results
     finally:
         model.train(training)
 
 
 def _continue(
-    model: GPT, prompts: list[list[int]], eot: int, uniform: Tensor, draw: Callable[[Tensor, Tensor], Tensor]
+    model: GPT,
+    prompts: list[list[int]],
+    eot: int,
+    uniform: Tensor,
+    draw: Callable[[Tensor, Tensor], Tensor],
+    poll: Callable[[], None],
 ) -> list[list[int]]:
     """`generate` for one batch of non-empty prompts; `uniform` holds its random numbers [B, max_new_tokens]."""
     block_size, steps = model.config.block_size, uniform.size(1)
@@ -69,6 +76,7 @@ def _continue(
     results: list[list[int]] = [[] for _ in windows]
     running = set(range(len(windows)))
     for step in range(steps):
+        poll()
         full = [row for row, window in enumerate(windows) if len(window) > block_size]
         for row in full:
             windows[row] = windows[row][-max(block_size // 2, 1) :]
@@ -123,8 +131,10 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | Non
     return ids.gather(1, choice)[:, 0]
 
 
-def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, seed: int) -> str:
+def sample_text(
+    model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, seed: int, poll: Callable[[], None]
+) -> str:
     """The prompt and its continuation as one text, sampled as `generate` does by default."""
     ids = tokenizer.encode(prompt).tolist()
-    (new,) = generate(model, [ids], max_new_tokens, tokenizer.eot, seed=seed)
+    (new,) = generate(model, [ids], max_new_tokens, tokenizer.eot, seed=seed, poll=poll)
     return tokenizer.decode(ids + new)

@@ -43,24 +43,76 @@ def lr_at(step: int, config: OptimConfig) -> float:
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
+WINDOW, WARM_UP = 100, 20
+"""Values that running statistics reach back over; how many they need before they know what is out of the ordinary."""
+
+
+class RunningStatistics:
+    """Mean and variance of the last values: exponentially weighted, all alike as long as they are fewer than `WINDOW`.
+
+    Args:
+        device: where they are kept; no call waits for it.
+        values: count, mean and variance to go on from.
+    """
+
+    def __init__(self, device: torch.device, values: list[float] | None = None):
+        exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
+        self.values = torch.tensor(values or [0.0, 0.0, 0.0], dtype=exact, device=device)
+
+    def add(self, value: Tensor, counts: Tensor) -> None:
+        """Takes a scalar, unless `counts` is 0."""
+        count, mean, variance = self.values
+        rate = counts / torch.clamp(count + 1, max=WINDOW)
+        change = torch.where(counts.bool(), value, mean) - mean
+        self.values = torch.stack([count + counts, mean + rate * change, (1 - rate) * (variance + rate * change**2)])
+
+    def limit(self, sigmas: float | None) -> Tensor:
+        """What a value may be: so many standard deviations above the mean, and these at least a thousandth of it.
+        Infinite without `sigmas`, and while too few values are known."""
+        if sigmas is None:
+            return torch.full_like(self.values[0], math.inf)
+        count, mean, variance = self.values
+        sigma = torch.maximum(variance.sqrt(), mean.abs() / 1000)
+        return torch.where(count < WARM_UP, math.inf, mean + sigmas * sigma)
+
+
 class StepGuard:
-    """Makes `optimizer.step` change nothing where the gradient norm is inf or NaN, without waiting for the device.
+    """Makes `optimizer.step` change nothing where the gradient norm is inf or NaN, or out of the ordinary, without
+    waiting for the device.
 
     The norm is that of the all-reduced gradient, so all ranks skip together. A fused kernel is told by `found_inf`,
     which it reads on the device; under an fp16 loss scaler, which sets that from the gradients, a norm that overflowed
     is added. Any other optimizer steps, and is put back: that takes a copy of parameters and state.
+
+    Args:
+        skip: whether to.
+        norm_sigmas: what is out of the ordinary, in standard deviations above the running mean; None: nothing finite.
+
+    Attributes:
+        bad: whether the last norm was, fp32 scalar on the device; the search for a scale does not count.
     """
 
-    def __init__(self, optimizer: Optimizer):
+    def __init__(self, optimizer: Optimizer, skip: bool = True, norm_sigmas: float | None = None):
         self._fused = all(group.get("fused") for group in optimizer.param_groups)
+        self._skip, self._norm_sigmas = skip, norm_sigmas
         self._before: dict[Tensor, Tensor] = {}
-        self._flag = torch.zeros(())
+        self._flag = self.bad = torch.zeros(())
         optimizer.register_step_pre_hook(self._ahead_of_step)
         optimizer.register_step_post_hook(self._after_step)
 
-    def judge(self, grad_norm: Tensor) -> Tensor:
-        """Decides about the step to come; fp32 scalar on the device: 1 where it is skipped."""
-        self._flag = (~torch.isfinite(grad_norm)).float()
+    def judge(self, grad_norm: Tensor, norms: RunningStatistics | None = None, scale: Tensor | None = None) -> Tensor:
+        """Decides about the step to come; fp32 scalar on the device: 1 where it is skipped.
+
+        Args:
+            norms: of the good steps before it, which it joins if it is one.
+            scale: the fp16 loss scaler's, which is lowered until no gradient overflows.
+        """
+        bad = (~torch.isfinite(grad_norm)).float()
+        searching = bad * (scale > 1) if scale is not None else 0
+        if norms is not None and self._norm_sigmas is not None:
+            bad = torch.maximum(bad, (grad_norm > norms.limit(self._norm_sigmas)).float())
+            norms.add(grad_norm, 1 - bad)
+        self._flag, self.bad = bad if self._skip else torch.zeros_like(bad), bad - searching
         return self._flag
 
     def _ahead_of_step(self, optimizer: Any, args: object, kwargs: object) -> None:

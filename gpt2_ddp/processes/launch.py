@@ -144,8 +144,9 @@ def under_launcher() -> bool:
 
 
 def exit_code(outcome: str) -> int:
-    """0, or 75 for a run that is `stopped` early, unless a launcher would take that for a failure."""
-    return STOPPED if outcome == "stopped" and not under_launcher() else 0
+    """0; 1 for a run that has `diverged`; 75 for one that is `stopped` early, where no launcher takes that for a
+    failure."""
+    return 1 if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0
 
 
 def processes_asked_for() -> int:

@@ -26,7 +26,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.launch import STOPPED, pick_device
 from gpt2_ddp.processes.spawn import run_processes
 from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints
-from gpt2_ddp.run.folder import CONFIG, METRICS, read_lines
+from gpt2_ddp.run.folder import CONFIG, METRICS, is_rollback, read_lines, standing
 from gpt2_ddp.run.loop import train
 from gpt2_ddp.run.run import check_resumable
 from gpt2_ddp.run.session import Outcome
@@ -55,13 +55,13 @@ class Span:
     start: int
     stop: int
     rows: Rows
+    passed: tuple[int, int] | None = None
+    """positions that the run passed over when it went back to `start`, which its checkpoint does not know"""
 
 
 def rows_by_step(file: Path) -> Rows:
-    """The row of each step; the last one, where there are several."""
-    return {
-        line.row["step"]: line.row for line in read_lines(file) if line.row and isinstance(line.row.get("step"), int)
-    }
+    """The row of each step that still holds."""
+    return {row["step"]: row for row in standing(_rows(file))}
 
 
 def plan(run: Path, steps: str) -> Span:
@@ -119,7 +119,9 @@ def replay(
         # who saved the next checkpoint trained the stretch, and its settings may be others than before a stop
         maker = next((checkpoints[step] for step in saved if step >= stop), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
-        yield _replay_stretch(run, Span(start, stop, rows), checkpoints, maker, data)
+        back = [row for row in _rows(run / METRICS) if is_rollback(row) and row["step"] <= start][-1:]
+        passed = next((tuple(row["passed"]) for row in back if row["step"] == start), None)
+        yield _replay_stretch(run, Span(start, stop, rows, passed), checkpoints, maker, data)
 
 
 def _replay_stretch(
@@ -181,6 +183,11 @@ class _Again:
     def total_steps(self, epoch_size: int | None) -> int:
         return self._span.stop
 
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._task.load_state(state)
+        if self._span.passed and self._span.passed not in self._task.feed.passed:
+            self._task.feed.pass_over(*self._span.passed)
+
     def due(self, step: int, last: bool) -> Due:
         row = self._span.rows.get(step)
         return Due(log=row is not None, evaluate=row is not None and "val_loss" in row, save=last and self._save)
@@ -193,6 +200,10 @@ def _train_again(config: RunConfig, span: Span, save: bool) -> Outcome:
         return _Again(make(config, accelerator, saved), span, save)
 
     return train(config, make_task).outcome
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    return [line.row for line in read_lines(file) if line.row and isinstance(line.row.get("step"), int)]
 
 
 def _checkpoint(state_file: Path, state: dict[str, Any]) -> Checkpoint:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints
-from gpt2_ddp.run.folder import read_lines
+from gpt2_ddp.run.folder import read_lines, standing
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
@@ -94,7 +94,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         cure = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
         raise UserError("runs", folder, f"{problem}; {cure}")
     notes: list[str] = []
-    rows = [row for row in read_rows(folder / "metrics.jsonl", notes) if _is_number(row.get("step"))]
+    rows = standing(row for row in read_rows(folder / "metrics.jsonl", notes) if _is_number(row.get("step")))
     for row in rows:  # JSON has no NaN: tracking writes null where a number was not finite
         row |= {metric: math.nan for metric in NEVER_UNKNOWN if metric in row and row[metric] is None}
     rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
@@ -105,7 +105,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or give another run")
     config = _read_mapping(folder / "config.yaml", notes)
     status = _read_mapping(folder / "status.json", notes)
-    samples = [row for row in read_rows(folder / "samples.jsonl", notes) if isinstance(row.get("text"), str)]
+    written = standing(row for row in read_rows(folder / "samples.jsonl", notes) if _is_number(row.get("step")))
+    samples = [row for row in written if isinstance(row.get("text"), str)]
     return RunRecord(name, rows, dict(_flat(config)), status, samples, _count_parameters(folder), notes, unit)
 
 

@@ -4,6 +4,7 @@ The items of every step follow from the seed, the step's size and the number of 
 replays their order, and its digest is compared with what each row of metrics.jsonl and each checkpoint recorded.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gpt2_ddp.data.windows import count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.replay import plan, replay
 from gpt2_ddp.run.checkpoint import STATE, Damaged, guess_kind, list_checkpoints, verify
-from gpt2_ddp.run.folder import CONFIG, METRICS, read_lines
+from gpt2_ddp.run.folder import CONFIG, METRICS, is_rollback, read_lines
 
 SHOWN = 5
 """Defects of one kind that are printed; more of them are counted."""
@@ -49,7 +50,7 @@ def verify_run(config: VerifyConfig) -> int:
     found = _tell(f"metrics.jsonl: {len(rows)} rows, steps strictly increasing", defects)
     states, defects = read_states(run / "checkpoints")
     found += _tell(f"checkpoints: {len(states)}, every file as it was written", defects)
-    records = {place: record for place, record in (rows | states).items() if record["step"] > 0}
+    records = rows | states
     defects = check_order(settings, config.data, records)
     end = max((record["step"] for record in records.values()), default=0)
     if defects is None:
@@ -64,7 +65,8 @@ def verify_run(config: VerifyConfig) -> int:
 
 
 def read_metrics(file: Path) -> tuple[Records, list[str]]:
-    """The rows of metrics.jsonl and what is wrong with them. A torn last line is what a kill leaves, and no defect."""
+    """The rows of metrics.jsonl, rollbacks among them, and what is wrong with them. A torn last line is what a kill
+    leaves, and no defect."""
     rows: Records = {}
     defects, before = [], -1
     for line in read_lines(file):
@@ -74,7 +76,7 @@ def read_metrics(file: Path) -> tuple[Records, list[str]]:
         if line.row is None or not isinstance(line.row.get("step"), int):
             defects.append(f"{place}: is not a row with a step")
             continue
-        if line.row["step"] <= before:
+        if line.row["step"] <= before and not is_rollback(line.row):
             defects.append(f"{place}: step {line.row['step']} after step {before}")
         before = line.row["step"]
         rows[place] = line.row
@@ -99,10 +101,12 @@ def read_states(folder: Path) -> tuple[Records, list[str]]:
 
 
 def check_order(settings: dict[str, Any], data: str | None, records: Records) -> list[str] | None:
-    """Compares what `records` count, their positions and order digests with those that `settings` and the data ask for.
+    """Compares what `records` count, their positions, order digests and rollbacks with those that `settings` and the
+    data ask for.
 
     Args:
         settings: the run's config.yaml. data: folder of shards in place of the configured one.
+        records: rows in their order; a checkpoint's state, which says how many rollbacks it has behind it.
 
     Returns:
         What is wrong; None while nothing says how many samples or processes a small job has.
@@ -114,26 +118,68 @@ def check_order(settings: dict[str, Any], data: str | None, records: Records) ->
     if replay is None:
         return None
     feed, unit, per_item = replay
-    passed = {(start, stop) for record in records.values() for start, stop in record.get("passed", [])}
-    defects, sound = [], {}
-    for place, record in records.items():  # first, so that a nonsensical step does not have us count to it
-        step, units, position = record["step"], record.get(unit), record.get("position")
-        items = feed.consumed_after(step)
-        plausible = units == items * per_item and position in (None, items)
-        if plausible or (passed and isinstance(units, int) and step <= units):
-            sound[place] = record
-        else:
-            defects.append(f"{place}: step {step} does not go with {unit} {units}, position {position}")
-    expected = _recompute(feed, passed, max((record["step"] for record in sound.values()), default=0))
-    for place, record in sound.items():
-        step, digest = record["step"], record.get("order_digest")
-        position, consumed = expected[step].get(digest, (None, None))
-        if position is None or consumed is None:
-            right = " or ".join(found[:12] for found in expected[step])
-            defects.append(f"{place}: order_digest of step {step} is {str(digest)[:12]}, not {right}")
-        elif record.get("position", position) != position or record[unit] != consumed * per_item:
-            defects.append(f"{place}: {unit} or position of step {step} are not {consumed * per_item} and {position}")
+    defects, order = [], _History(feed)
+    parts: list[Records] = [{}]  # between the rollbacks
+    for place, record in records.items():
+        if is_rollback(record):
+            parts.append({place: record})
+        elif record["step"] > 0 and record.get("rollbacks", len(parts) - 1) < len(parts):
+            parts[record.get("rollbacks", -1)][place] = record
+        elif record["step"] > 0:
+            defects.append(f"{place}: has {record['rollbacks']} rollbacks behind it, metrics.jsonl {len(parts) - 1}")
+    for part in parts:
+        for place, record in part.items():
+            defects += [f"{place}: {defect}" for defect in order.check(record, unit, per_item)]
     return defects
+
+
+class _History:
+    """Where the data stood after each step, as `feed` replays them."""
+
+    def __init__(self, feed: Feed):
+        self.feed = feed
+        self.stood = [self._now()]
+
+    def check(self, record: dict[str, Any], unit: str, per_item: int) -> Iterator[str]:
+        """What is wrong with a row or a state; a rollback changes what is right from there on."""
+        feed, step, digest = self.feed, record["step"], record.get("order_digest")
+        if is_rollback(record):
+            begun, passed = record.get("from"), record.get("passed")
+            ends = passed if isinstance(passed, list) and len(passed) == 2 else [0, 0]
+            # so that nonsense does not have us count to it
+            if not isinstance(begun, int) or not 0 <= step < begun or feed.consumed_after(begun) > ends[1]:
+                yield f"from step {begun} to {step}, over {passed}, does not go together"
+                return
+            end, _, _ = self._at(begun)
+            position, before, gaps = self._at(step)
+            del self.stood[step + 1 :]
+            feed.seek(position, before, gaps)
+            start = int(feed.take(position)[0])
+            feed.pass_over(start, end)
+            self.stood[step] = self._now()
+            if (passed, digest) != ([start, end], feed.order_digest):
+                right = f"{[start, end]}, order_digest {feed.order_digest[:12]}"
+                yield f"passed over {passed}, order_digest {str(digest)[:12]}, not {right}"
+            return
+        items, position = feed.consumed_after(step), record.get("position")
+        gaps = sum(stop - start for start, stop in self.stood[-1][2])
+        if record.get(unit) != items * per_item or position not in (None, items + gaps):
+            yield f"step {step} does not go with {unit} {record.get(unit)}, position {position}"
+            return
+        _, right, passed = self._at(step)
+        if digest != right:
+            yield f"order_digest of step {step} is {str(digest)[:12]}, not {right[:12]}"
+        elif "passed" in record and [tuple(gap) for gap in record["passed"]] != passed:
+            yield f"passed over {record['passed']}, not {passed}"
+
+    def _at(self, step: int) -> tuple[int, str, list[tuple[int, int]]]:
+        while len(self.stood) <= step:
+            self.feed.next_step()
+            self.stood.append(self._now())
+        return self.stood[step]
+
+    def _now(self) -> tuple[int, str, list[tuple[int, int]]]:
+        return self.feed.position, self.feed.order_digest, list(self.feed.passed)
 
 
 def _replay(settings: dict[str, Any], data: str | None, records: Records) -> tuple[Feed, str, int] | None:
@@ -160,20 +206,6 @@ def _replay(settings: dict[str, Any], data: str | None, records: Records) -> tup
     if not items or not batch:
         return None
     return Feed(range(items), config.seed, batch, share, by_epoch=True), "samples", 1
-
-
-def _recompute(feed: Feed, passed: set[tuple[int, int]], steps: int) -> list[dict[str, tuple[int, int]]]:
-    """Of each step up to `steps`, its order digest, and the position and the items consumed behind it; two of each
-    where the run went back to a step, and passed over the positions of those that had followed it."""
-    found = [{feed.order_digest: (0, 0)}]
-    ahead = sorted(passed)
-    for _ in range(steps):
-        feed.next_step()
-        found.append({feed.order_digest: (feed.position, feed.consumed)})
-        while ahead and feed.position == ahead[0][0]:
-            feed.pass_over(*ahead.pop(0))
-            found[-1][feed.order_digest] = feed.position, feed.consumed
-    return found
 
 
 def _tell(checked: str, defects: list[str]) -> int:

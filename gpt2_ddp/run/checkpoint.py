@@ -71,9 +71,9 @@ class CheckpointFolder:
         self.keep_last = keep_last
         self._verified: dict[Path, dict[str, Any]] = {}  # checked by this process, with their state
 
-    def save(self, snapshot: Snapshot) -> Path:
+    def save(self, snapshot: Snapshot, good: int | None = None) -> Path:
         """Writes the checkpoint of step `snapshot.state["step"]`, durably, and only then removes what is no longer
-        kept."""
+        kept; see `prune`."""
         place = self.folder / f"step-{snapshot.state['step']:08d}"
         temporary = self.folder / f".{place.name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -94,7 +94,7 @@ class CheckpointFolder:
         temporary.rename(place)
         fsync_folder(self.folder)
         self._verified[place] = snapshot.state
-        self.prune()
+        self.prune(good)
         return place
 
     def peek(self) -> Checkpoint | None:
@@ -121,23 +121,49 @@ class CheckpointFolder:
             self._verified[found.path] = found.state
         return found
 
-    def prune(self) -> None:
-        """Removes verified checkpoints but the newest `keep_last` and the best; a damaged one is left as it is."""
-        intact = []
+    def newest_until(self, step: int) -> Path | None:
+        """The newest intact checkpoint of a step that is not after `step`; its hashes are checked once."""
+        return next((place for place, state in reversed(self._intact()) if state["step"] <= step), None)
+
+    def remove_after(self, step: int) -> None:
+        """Removes the checkpoints of steps after `step`, which the run has gone back to."""
         for place in list_checkpoints(self.folder):
-            try:
-                intact.append((place, self._verify(place)))
-            except Damaged as damage:
-                print(f"warning: {damage}; not counted, not removed", file=sys.stderr)
+            if int(place.name[5:]) > step:
+                self._remove(place)
+
+    def prune(self, good: int | None = None) -> None:
+        """Removes verified checkpoints but the newest `keep_last` and the best; a damaged one is left as it is.
+
+        Args:
+            good: the last step that is known to be good: the newest checkpoint until there is kept as well, to go back
+                to, and those after it, of which nothing is known yet.
+        """
+        intact = self._intact(warn=True)
         scores = [(state.get("val_loss"), place) for place, state in intact]
         scored = [(loss, place) for loss, place in scores if loss is not None and math.isfinite(loss)]
         keep = {place for place, _ in intact[-self.keep_last :]} | ({min(scored)[1]} if scored else set())
+        if good is not None:
+            until = [place for place, state in intact if state["step"] <= good]
+            keep |= {*until[-1:], *(place for place, state in intact if state["step"] > good)}
         for place, _ in intact:
             if place not in keep:
-                hidden = place.with_name(f".{place.name}.removed")
-                place.rename(hidden)  # so that a crash halfway leaves nothing that looks like a checkpoint
-                shutil.rmtree(hidden)
-                del self._verified[place]
+                self._remove(place)
+
+    def _intact(self, warn: bool = False) -> list[tuple[Path, dict[str, Any]]]:
+        found = []
+        for place in list_checkpoints(self.folder):
+            try:
+                found.append((place, self._verify(place)))
+            except Damaged as damage:
+                if warn:
+                    print(f"warning: {damage}; not counted, not removed", file=sys.stderr)
+        return found
+
+    def _remove(self, place: Path) -> None:
+        hidden = place.with_name(f".{place.name}.removed")
+        place.rename(hidden)  # so that a crash halfway leaves nothing that looks like a checkpoint
+        shutil.rmtree(hidden)
+        self._verified.pop(place, None)
 
     def _verify(self, place: Path) -> dict[str, Any]:
         if place not in self._verified:

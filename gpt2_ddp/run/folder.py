@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,18 +69,44 @@ class RunFolder:
         if not (self.path / STATUS).is_file() or (self.path / STATUS).read_text() != content:
             write_atomically(self.path / STATUS, content)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drops the rows after `step`, which will be trained again, and a last line that a crash left torn."""
+    def cut_metrics(self, step: int, rollbacks: int = 0) -> None:
+        """Drops the rows after `step`, which will be trained again, and a last line that a crash left torn.
+
+        Args:
+            rollbacks: how many the run has behind it at that step; rows before the last of them are kept.
+        """
         for file in (self.path / METRICS, self.path / SAMPLES):
             if file.exists():
-                lines = [(line.text, (line.row or {}).get("step")) for line in read_lines(file)]
-                kept = [text + "\n" for text, at in lines if isinstance(at, int) and at <= step]
+                lines = [(line.text, line.row or {}) for line in read_lines(file)]
+                ahead, kept = min(rollbacks, sum(is_rollback(row) for _, row in lines)), []
+                for text, row in lines:
+                    at = row.get("step")
+                    if ahead or (isinstance(at, int) and at <= step and not is_rollback(row)):
+                        kept.append(text + "\n")
+                    ahead -= bool(ahead) and is_rollback(row)
                 write_atomically(file, "".join(kept))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Adds a row to the file `name`, METRICS or SAMPLES."""
         with (self.path / name).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
+
+
+def is_rollback(row: dict[str, Any]) -> bool:
+    """Whether a row of a .jsonl file says that the run went back to the step that it names; rows that follow begin
+    behind that step again."""
+    return row.get("event") == "rollback"
+
+
+def standing(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that still hold: without those that a rollback has undone, and without the rollbacks."""
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        if is_rollback(row):
+            found = [kept for kept in found if kept["step"] <= row["step"]]
+        else:
+            found.append(row)
+    return found
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The training loop: the one that every task is trained by."""
 
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.config.training import RunConfig
+from gpt2_ddp.processes.ranks import on_main
+from gpt2_ddp.run.checkpoint import list_checkpoints
+from gpt2_ddp.run.folder import finite
 from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.seeds import seed_step
 from gpt2_ddp.run.session import Outcome, Session, session
+from gpt2_ddp.run.stop import GivenUp
 from gpt2_ddp.run.task import MakeTask, Scores
 from gpt2_ddp.run.tracking import Throughput, profile
 
@@ -37,7 +41,7 @@ class Result:
     @property
     def checkpoint(self) -> Path:
         """The newest checkpoint, which holds the parameters (model.safetensors)."""
-        return self.run / "checkpoints" / f"step-{self.step:08d}"
+        return list_checkpoints(self.run / "checkpoints")[-1]
 
 
 def train(config: RunConfig, make_task: MakeTask) -> Result:
@@ -65,35 +69,107 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
 
 def train_steps(run: Run, running: Session) -> Outcome:
     """The loop over the steps that are still to be done."""
-    task, metrics, throughput = run.task, running.metrics, running.throughput
-    if run.step == 0 and (scores := run.evaluate()):
-        metrics.log({"step": 0, "epoch": 0.0, task.unit: 0, **scores})
+    task, stop, throughput, steps = run.task, running.stop, running.throughput, run.steps or 0
+    run.keep_start()
+    if run.step == 0 and not run.owed:
+        run.owed = {"row": {"step": 0, "epoch": 0.0, task.unit: 0}}
+        if not follow(run, running):
+            save(run, running)
+    elif run.owed and follow(run, running):
+        save(run, running)
+    if stop.is_agreed:
+        return "stopped"
     run.settle()
     throughput.restart()
     with profile(run.config.train.profile_steps, run.folder) as profiler_step:
-        for step in range(run.step + 1, (run.steps or 0) + 1):
+        while run.step < steps:
+            begun = time.perf_counter()
             result = train_step(run)
             throughput.add(result.units)
-            metrics.advance()
+            running.metrics.advance()
             profiler_step()
-            due = task.due(step, last=step == run.steps)
-            scores = {}
+            run.guard.note(result.loss_sum / result.units, run.step_guard.bad)
+            number, bad = run.step, run.guard.review(run.step, stop)
+            stop.took("step", time.perf_counter() - begun)
+            if bad and not recover(run, running):
+                return "diverged"
+            if run.step < number:
+                continue
+            due = task.due(number, last=number == steps)
             if due.log:
-                row = _row(run, result, throughput)
-                if due.evaluate:
-                    with throughput.paused():
-                        scores = run.evaluate()
-                metrics.log(row | scores)
-            stopping = running.stop.agreed()
-            if due.save or stopping:
-                with throughput.paused():
-                    run.save(scores.get("val_loss"))
+                run.owed = {"row": finite(_row(run, result, throughput))}
+            if run.owed and not due.evaluate:
+                running.metrics.log(run.owed.pop("row"))
             if due.sample:
-                with throughput.paused():
-                    metrics.show_sample(step, task)
-            if stopping and step != run.steps:
+                run.owed = (run.owed or {}) | {"sample": True}
+            if not (run.owed or due.save or stop.is_agreed):
+                continue
+            with throughput.paused():
+                followed = follow(run, running)
+                if number == steps and followed and run.is_ruined():
+                    running.reason = "its parameters or its validation loss are not finite, or no step changed them"
+                    return "diverged"
+                if due.save or stop.is_agreed:
+                    save(run, running)
+            if stop.is_agreed and (number < steps or not followed):
                 return "stopped"
     return "completed"
+
+
+def follow(run: Run, running: Session) -> bool:
+    """Does what is owed after a step: the evaluation that its row awaits, a sample. Collective.
+
+    Returns:
+        whether all is done. Where a stop came first, what is not is still in `run.owed`.
+    """
+    metrics, stop, owed = running.metrics, running.stop, run.owed or {}
+    with suppress(GivenUp):  # an evaluation, by all ranks at the same batch
+        if "row" in owed:
+            scores = run.evaluate(stop.poll)
+            if scores or run.step:
+                metrics.log(owed["row"] | scores)
+            del owed["row"]
+    if owed.get("sample") and not stop.is_agreed:
+        with suppress(GivenUp):  # by the main process, which the others wait for
+            metrics.show_sample(run.step, run.task, stop.poll_here)
+            del owed["sample"]
+    if stop.agreed_now():
+        run.owed = on_main(run.accelerator, lambda: owed or None)
+    else:
+        run.owed = None
+    return not run.owed
+
+
+def save(run: Run, running: Session) -> None:
+    """Saves a checkpoint of the present step. Collective; afterwards all know of a stop that came meanwhile."""
+    begun = time.perf_counter()
+    run.save()
+    running.stop.took("save", time.perf_counter() - begun)
+    running.stop.agreed_now()
+
+
+def recover(run: Run, running: Session) -> bool:
+    """What is done about a bad step: a word about the first, and when the run has diverged, a step back. Collective.
+
+    Returns:
+        whether the run can go on.
+    """
+    guard, say = run.guard, running.metrics.say
+    if guard.bad_steps == 1:
+        left_out = "left out" if run.config.guard.skip else "trained on"
+        say(f"warning: step {guard.judged} is bad: {guard.wrong}; {left_out}, and no further one is mentioned here")
+    if not guard.diverged:
+        return True
+    count = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.wrong}"
+    if run.rollbacks < run.config.rollbacks and (event := run.roll_back()):
+        running.metrics.go_back(event)
+        a, b = event["passed"]
+        say(f"warning: {count}; went back to step {run.step}, and passes over the data at [{a}, {b})")
+        running.throughput.restart()
+        return True
+    running.reason = count + (f", after {run.rollbacks} rollbacks" if run.rollbacks else "")
+    run.drop_bad()
+    return False
 
 
 class StepResult(NamedTuple):
@@ -129,7 +205,8 @@ def train_step(run: Run) -> StepResult:
     lr = task.lr_at(number)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    skipped = run.guard.judge(grad_norm)
+    scaler = accelerator.scaler
+    skipped = run.step_guard.judge(grad_norm, run.guard.norms, getattr(scaler, "_scale", None))
     optimizer.step()
     # DDP's gradients are views of its buckets, and None would lose them; alone, None saves a pass over the memory
     optimizer.zero_grad(set_to_none=accelerator.num_processes == 1)

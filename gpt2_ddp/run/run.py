@@ -1,6 +1,7 @@
 """A run: opened by cheap checks, built by long work, and at any step captured and restored on all ranks together."""
 
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +18,11 @@ from gpt2_ddp.model.optim import StepGuard
 from gpt2_ddp.processes.ddp import settle_buckets
 from gpt2_ddp.processes.launch import start_run
 from gpt2_ddp.processes.ranks import check_ranks_agree, on_main
-from gpt2_ddp.run.checkpoint import Checkpoint
+from gpt2_ddp.run.checkpoint import Checkpoint, verify
 from gpt2_ddp.run.folder import RunFolder, finite
+from gpt2_ddp.run.guard import Guard
 from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights, put_moments, put_weights
-from gpt2_ddp.run.task import MakeTask, Scores, Task
+from gpt2_ddp.run.task import MakeTask, Poll, Scores, Task
 from gpt2_ddp.run.tracking import new_run_id
 
 
@@ -38,6 +40,10 @@ class Run:
         epoch_loss, epoch_units: sum of the losses (this rank's) and number of units (all ranks') since an epoch ended,
             without skipped steps; on the device.
         scores: the newest of each.
+        owed: what the present step is still to be followed by, as a stop came first; None for nothing. Its `row` awaits
+            an evaluation; `sample` is one that was not shown.
+        rollbacks: how often the run went back to an earlier step.
+        guard: which steps were good. step_guard: leaves bad ones out.
         model, optimizer: as Accelerate prepared them; the plain model is the task's.
 
     Raises:
@@ -46,11 +52,13 @@ class Run:
 
     model: nn.Module
     optimizer: AcceleratedOptimizer
-    guard: StepGuard
+    step_guard: StepGuard
 
     def __init__(self, config: RunConfig, make_task: MakeTask):
+        self.begun = time.monotonic()
         self.accelerator: Accelerator = start_run(config)
         check_ranks_agree("configuration", config.run_name, dump(config))
+        self._start: Snapshot | None = None  # to go back to, until there is a good checkpoint; on the main process
         opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
         on_main(self.accelerator, lambda: opened.append(RunFolder(config)))
         self.folder = opened[0] if opened else None
@@ -60,9 +68,10 @@ class Run:
                 self.accelerator.print(f"note: {field} of the run's configuration is not known any more, and ignored")
             self.task: Task = make_task(config, self.accelerator, saved)
             self.steps = self.task.total_steps(saved.state.get("epoch_size") if saved else None)
-            self._stand_at(saved)
+            self._stand_at(saved.state if saved else {})
             if self.is_complete:  # what is complete is whole, too
-                self._stand_at(self._newest())
+                newest = self._newest()
+                self._stand_at(newest.state if newest else {})
         except BaseException:
             self.close()
             raise
@@ -74,8 +83,8 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done."""
-        return self.steps is not None and self.step >= self.steps
+        """Whether all steps are done, with what follows them."""
+        return self.steps is not None and self.step >= self.steps and not self.owed
 
     def build(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
         """The long work: data, model and optimizer, and all ranks at the newest checkpoint. A run that turns out to be
@@ -88,13 +97,14 @@ class Run:
         task.load()
         self.steps = task.total_steps(len(task.feed.order))
         newest = self._newest()
-        self._stand_at(newest)
+        self._stand_at(newest.state if newest else {})
         if self.is_complete:
             return
         plain = wrap(task.model.to(accelerator.device))
         module = torch.compile(plain, dynamic=False) if self.config.train.compile else plain
         plain_optimizer = task.build_optimizer()
-        self.guard = StepGuard(plain_optimizer)
+        self.step_guard = StepGuard(plain_optimizer, self.config.guard.skip, self.config.guard.norm_sigmas)
+        self.guard = Guard(self.config.guard, accelerator)
         self.model, self.optimizer = accelerator.prepare(module, plain_optimizer)
         exact = torch.float64 if accelerator.device.type != "mps" else torch.float32  # mps has no fp64
         self.skipped = torch.zeros((), device=accelerator.device)
@@ -104,17 +114,13 @@ class Run:
         self.run_id = self.run_id or on_main(accelerator, new_run_id)
         if self.folder:
             self.folder.write_config(self.config)
-            self.folder.cut_metrics(self.step if newest else -1)
+            self.folder.cut_metrics(self.step if newest else -1, self.rollbacks)
 
-    def capture(self, val_loss: float | None = None) -> Snapshot | None:
-        """Everything a checkpoint of the present step holds, as a copy; on the main process. Collective.
-
-        Args:
-            val_loss: of this very step, or None where it was not evaluated.
-        """
+    def capture(self) -> Snapshot | None:
+        """Everything a checkpoint of the present step holds, as a copy; on the main process. Collective."""
         task, feed, scaler = self.task, self.task.feed, self.accelerator.scaler
         epoch_loss, epoch_units = self.sum_over_ranks(self.epoch_loss).item(), round(self.epoch_units.item())
-        skipped, own = round(self.skipped.item()), task.state()
+        skipped, guard, own = round(self.skipped.item()), self.guard.state(), task.state()
         if self.folder is None:
             return None
         state = {
@@ -128,8 +134,11 @@ class Run:
             "epoch_loss": epoch_loss,
             "epoch_units": epoch_units,
             "skipped": skipped,
+            "guard": guard,
+            "rollbacks": self.rollbacks,
+            "owed": self.owed,
             "run_id": self.run_id,
-            "val_loss": val_loss,
+            "val_loss": self.scores.get("val_loss") if self._scored == self.step else None,
             "metrics": finite(self.scores),
             "scaler": scaler.state_dict() if scaler else None,
             **own,
@@ -149,7 +158,8 @@ class Run:
         put_moments(self.accelerator, held.optimizer, task.model, self.optimizer.optimizer)
         if state.get("scaler") and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.step, self.run_id, self.scores = state["step"], state.get("run_id", ""), dict(state.get("metrics", {}))
+        self._stand_at(state)
+        self.guard.load_state(state.get("guard", {}))
         position = state["position"] if "position" in state else state.get("samples", 0)  # of the first small jobs
         task.feed.seek(position, state.get("order_digest", FIRST_DIGEST), state.get("passed", []))
         self.skipped.fill_(state.get("skipped", 0))
@@ -160,17 +170,65 @@ class Run:
         self.epoch_units.fill_(state.get("epoch_units", in_epoch))
         task.load_state(state)
 
-    def save(self, val_loss: float | None) -> None:
-        """Saves a checkpoint of the present step; `val_loss` as in `capture`. Collective."""
-        snapshot = self.capture(val_loss)
+    def save(self) -> None:
+        """Saves a checkpoint of the present step. Collective."""
+        snapshot = self.capture()
         if self.folder and snapshot:
-            self.folder.checkpoints.save(snapshot)
+            self.folder.checkpoints.save(snapshot, self.guard.good)
+            if self.folder.checkpoints.newest_until(self.guard.good):
+                self._start = None
 
-    def evaluate(self) -> Scores:
-        """The task's scores of the present parameters. Collective."""
+    def keep_start(self) -> None:
+        """Keeps what a run begins with, until there is a good checkpoint to go back to. Collective."""
+        if self.config.rollbacks and self.step == 0:
+            self._start = self.capture()
+
+    def roll_back(self) -> dict[str, Any] | None:
+        """Puts all ranks at the newest checkpoint from before the present stretch of bad steps, and passes over what
+        was trained on since. Collective.
+
+        Returns:
+            what metrics.jsonl records of it; None where there is nothing good to go back to.
+        """
+        begun, end, rollbacks = self.step, self.task.feed.position, self.rollbacks + 1
+        found: list[Snapshot] = []
+        if self.folder:
+            checkpoint = self.folder.checkpoints.newest_until(self.guard.good)
+            found = [verify(checkpoint).read()] if checkpoint else [self._start] if self._start else []
+        if not on_main(self.accelerator, lambda: bool(found)):
+            return None
+        self.restore(found[0] if found else None)
+        self.rollbacks, self.owed = rollbacks, None
+        if self.folder:
+            self.folder.checkpoints.remove_after(self.step)
+        start = int(self.task.feed.take(self.task.feed.position)[0])
+        self.task.feed.pass_over(start, end)
+        digest = self.task.feed.order_digest
+        return {"event": "rollback", "step": self.step, "from": begun, "passed": [start, end], "order_digest": digest}
+
+    def drop_bad(self) -> None:
+        """Removes the checkpoints from the present stretch of bad steps, if there is an earlier one."""
+        if self.folder and self.folder.checkpoints.newest_until(self.guard.good):
+            self.folder.checkpoints.remove_after(self.guard.good)
+
+    def is_ruined(self) -> bool:
+        """Whether what was trained is of no use: the parameters or the newest validation loss are not finite, or no
+        step has changed anything. Collective."""
+        parameters = torch.stack([parameter.isfinite().all() for parameter in self.task.model.parameters()])
+        none = self.step > 0 and round(self.skipped.item()) == self.step
+        loss = self.scores.get("val_loss")
+        return not parameters.all().item() or none or (loss is not None and not math.isfinite(loss))
+
+    def evaluate(self, poll: Poll) -> Scores:
+        """The task's scores of the present parameters. Collective.
+
+        Raises:
+            GivenUp: as `poll` does, which is called now and then.
+        """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
-        scores = self.task.evaluate(model)
+        scores = self.task.evaluate(model, poll)
         self.scores |= scores
+        self._scored = self.step
         return scores
 
     def settle(self) -> None:
@@ -196,11 +254,13 @@ class Run:
     def _newest(self) -> Checkpoint | None:
         return on_main(self.accelerator, lambda: self.folder.checkpoints.newest() if self.folder else None)
 
-    def _stand_at(self, saved: Checkpoint | None) -> None:
-        state = saved.state if saved else {}
+    def _stand_at(self, state: dict[str, Any]) -> None:
         self.step: int = state.get("step", 0)
+        self.owed: dict[str, Any] | None = state.get("owed")
+        self.rollbacks: int = state.get("rollbacks", 0)
         self.run_id: str = state.get("run_id", "")
         self.scores: Scores = dict(state.get("metrics", {}))
+        self._scored = self.step if state.get("val_loss") is not None else -1
 
     def close(self) -> None:
         """Lets other trainers into the folder."""

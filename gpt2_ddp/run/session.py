@@ -11,18 +11,20 @@ from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.stop import StopRequest
 from gpt2_ddp.run.tracking import Metrics, Throughput, start_tracker
 
-Outcome = Literal["completed", "stopped"]
-"""How a run ended that did not fail; `stopped` is early, on request, with a checkpoint saved."""
+Outcome = Literal["completed", "stopped", "diverged"]
+"""How a run ended that did not fail; `stopped` is early, on request, with a checkpoint saved; `diverged` is of no use
+since its newest checkpoint."""
 
 
 @dataclass
 class Session:
-    """What a loop needs while it runs; it sets `outcome` before it ends."""
+    """What a loop needs while it runs; before it ends it sets `outcome`, and where that is `diverged`, why."""
 
     metrics: Metrics
     stop: StopRequest
     throughput: Throughput
     outcome: Outcome = "completed"
+    reason: str = ""
 
 
 @contextmanager
@@ -30,7 +32,7 @@ def session(run: Run) -> Iterator[Session]:
     """Takes signals and starts the tracker; records in status.json that the run runs, and how it ended."""
     accelerator, config, folder = run.accelerator, run.config, run.folder
     start_tracker(accelerator, config, folder, run.run_id)
-    stop = StopRequest(accelerator, config.train.max_minutes)
+    stop = StopRequest(accelerator, run.begun, config.train.max_minutes)
     running = Session(Metrics(accelerator, folder, run.step, run.steps or 0), stop, Throughput(run.task, accelerator))
     try:
         if folder:
@@ -38,10 +40,11 @@ def session(run: Run) -> Iterator[Session]:
         running.metrics.say(_opening_words(run))
         yield running
         if folder:
-            reason = stop.reason if running.outcome == "stopped" else ""
+            reason = stop.reason if running.outcome == "stopped" else running.reason
             folder.write_status(running.outcome, run.step, reason)
-            again = f" ({reason}); the same command goes on from there" if reason else ""
-            running.metrics.say(f"{config.run_name} {running.outcome} at step {run.step}{again}")
+            after = f" ({reason})" if reason else ""
+            after += "; the same command goes on from there" if running.outcome == "stopped" else ""
+            running.metrics.say(f"{config.run_name} {running.outcome} at step {run.step}{after}")
     except BaseException as error:
         if isinstance(error, UserError) and not folder:  # of this rank alone: the main process does not know it
             print(f"error: rank {accelerator.process_index}: {error}", file=sys.stderr)

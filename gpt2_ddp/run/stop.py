@@ -1,35 +1,53 @@
 """Stopping early, on request, with a checkpoint saved."""
 
+import os
 import signal
 import time
+from collections.abc import Sequence
 from types import FrameType
 
-import torch
-import torch.distributed as dist
 from accelerate import Accelerator
+
+from gpt2_ddp.processes.agreement import Agreement
+
+CARRIED = 4
+"""Further integers that travel with a rank's wish to stop: the guard's (`run.guard`)."""
+
+
+class GivenUp(Exception):
+    """Something long that follows a step was broken off, as a stop was asked for; what it was is still owed."""
 
 
 class StopRequest:
     """A stop that all ranks agree on, asked for by a signal to any of them or by main's clock.
 
-    Each step starts a tiny all-reduce on a group of the CPU and reads the one before: no rank waits for another, and no
-    GPU is synchronised. A second SIGINT ends the process at once.
+    A lone process stops after the step that it is in, several after that or the next one: they agree one call late
+    (`Agreement`). A second SIGINT ends the process at once.
 
     Args:
-        max_minutes: of main's clock, from now on; None: no limit.
+        begun: `time.monotonic()` when the run began.
+        max_minutes: of main's clock, from then on; None: no limit but Slurm's.
+
+    Attributes:
+        is_agreed: whether all ranks have agreed to stop.
+        carried: sums over all ranks of what calls of `agreed` handed over, since they were last taken out.
+        reserve: seconds before the deadline at which to stop, so that the checkpoint is saved by then.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self, accelerator: Accelerator, max_minutes: float | None = None):
-        self.reason = ""
-        self._deadline = float("inf")
-        if max_minutes and accelerator.is_main_process:
-            self._deadline = time.monotonic() + 60 * max_minutes
-        self._over = f"train.max_minutes = {max_minutes}"
-        self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-        self._flag = torch.zeros(1, dtype=torch.int32)
-        self._pending: dist.Work | None = None
+    def __init__(self, accelerator: Accelerator, begun: float, max_minutes: float | None = None):
+        self.reason, self.is_agreed, self.reserve = "", False, 0.0
+        self.carried = [0] * CARRIED
+        self._alone = accelerator.num_processes == 1
+        self._deadlines: list[tuple[float, str]] = []
+        if accelerator.is_main_process:
+            if max_minutes:
+                self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
+            if end := os.environ.get("SLURM_JOB_END_TIME", ""):  # in seconds since 1970
+                self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
+        self._agreement = Agreement(accelerator, 1 + CARRIED)
+        self._slowest = {"step": 0.0, "save": 0.0}
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -41,20 +59,38 @@ class StopRequest:
         """Asks all ranks to stop after the step that they are in, or the one after it."""
         self.reason = self.reason or reason
 
-    def agreed(self) -> bool:
-        """Whether all ranks stop now; every rank calls it once a step and gets the same answer."""
-        if time.monotonic() > self._deadline:
-            self.request(self._over)
-        if self._group is None:
-            return bool(self.reason)
-        if self._pending is not None:
-            self._pending.wait()
-            if self._flag.item():
-                self.reason = self.reason or "another rank"
-                return True
-        self._flag.fill_(bool(self.reason))
-        self._pending = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return False
+    def took(self, what: str, seconds: float) -> None:
+        """Learns how long a `step` or a `save` takes: two steps and a save pass until a stop is agreed on and saved."""
+        self._slowest[what] = max(self._slowest[what], seconds)
+        self.reserve = 2 * self._slowest["step"] + 1.5 * self._slowest["save"]
+
+    def agreed(self, carry: Sequence[int] = (0,) * CARRIED) -> bool:
+        """Whether all ranks stop now. Every rank calls it at the same places, at least once a step, and gets the same
+        answer; `carry` is summed up over them on the way."""
+        for deadline, reason in self._deadlines:
+            if time.monotonic() > deadline - self.reserve:
+                self.request(reason)
+        asked, *sums = self._agreement.exchange([bool(self.reason), *carry])
+        self.carried = [a + b for a, b in zip(self.carried, sums, strict=True)]
+        if asked or (self._alone and self.reason):
+            self.reason = self.reason or "another rank"
+            self.is_agreed = True
+        return self.is_agreed
+
+    def agreed_now(self) -> bool:
+        """The same, with what any rank has heard until now; the ranks wait for each other."""
+        return self.agreed() or self.agreed()
+
+    def poll(self) -> None:
+        """To be called by all ranks at the same places of something long. Raises: GivenUp, on all of them alike, when
+        a stop was asked for meanwhile."""
+        if self.agreed():
+            raise GivenUp
+
+    def poll_here(self) -> None:
+        """To be called by one rank in something long that it does alone. Raises: GivenUp when it was asked to stop."""
+        if self.reason:
+            raise GivenUp
 
     def restore_handlers(self) -> None:
         """Gives the signals back to whom they belonged."""

@@ -15,6 +15,10 @@ Scores = dict[str, float | int]
 """An evaluation's results, as metrics.jsonl names them; `val_loss` among them decides which checkpoint is the best."""
 
 
+Poll = Callable[[], None]
+"""Called now and then by what takes long: a sign of life. Raises `run.stop.GivenUp` where a stop was asked for."""
+
+
 class Due(NamedTuple):
     """What happens after a step, besides training."""
 
@@ -73,13 +77,13 @@ class Task(Protocol):
         """What follows a step; equal on every rank. The feed knows whether an epoch ended. The last step saves."""
         ...
 
-    def evaluate(self, model: nn.Module) -> Scores:
+    def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """Scores of the model (without DDP; compiled, if the run compiles), equal on every rank; collective. Empty
-        where there is nothing to score."""
+        where there is nothing to score. Every rank calls `poll` equally often, about once a batch."""
         ...
 
-    def sample(self) -> str | None:
-        """Text to show, on the main process alone; None for a task that writes none."""
+    def sample(self, poll: Poll) -> str | None:
+        """Text to show, on the main process alone; None for a task that writes none. Calls `poll` for every token."""
 
     def state(self) -> dict[str, Any]:
         """Plain JSON values that checkpoints keep besides the run's own: what the data are, the task's own fields."""

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from gpt2_ddp.config.training import RunConfig
 from gpt2_ddp.run.folder import METRICS, SAMPLES, RunFolder, finite
-from gpt2_ddp.run.task import Task
+from gpt2_ddp.run.task import Poll, Task
 
 PEAK_FLOPS = {  # dense bf16 FLOP/s, from NVIDIA's data sheets; the first name that the device's contains counts
     "B200": 2250e12,
@@ -103,6 +103,7 @@ class Metrics:
         self.accelerator = accelerator
         self.run = run
         self.steps = steps
+        self._tracked = -1  # the last step that the tracker has
         self._bar = tqdm(
             total=steps, initial=step, unit="step", dynamic_ncols=True, disable=run is None or not sys.stderr.isatty()
         )
@@ -114,7 +115,9 @@ class Metrics:
         row = finite(row)
         self.run.append(METRICS, row)
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
-        self.accelerator.log(numbers, step=row["step"])
+        if row["step"] > self._tracked:  # trackers cannot go back
+            self.accelerator.log(numbers, step=row["step"])
+            self._tracked = row["step"]
         shown = {name: f"{row[name]:{layout}}" for name, layout in SHOWN.items() if row.get(name) is not None}
         if self._bar.disable or "val_loss" in shown:
             fields = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -130,9 +133,17 @@ class Metrics:
         if self.run is not None:
             tqdm.write(text, file=sys.stderr)
 
-    def show_sample(self, step: int, task: Task) -> None:
+    def go_back(self, event: dict[str, Any]) -> None:
+        """Records that the run goes on behind the step that a rollback names."""
+        if self.run is not None:
+            for name in (METRICS, SAMPLES):
+                if (self.run.path / name).exists():
+                    self.run.append(name, event)
+        self._bar.update(event["step"] - self._bar.n)
+
+    def show_sample(self, step: int, task: Task, poll: Poll) -> None:
         """Prints and keeps what the task writes at this step, if it writes; on the main process alone."""
-        text = task.sample() if self.run else None
+        text = task.sample(poll) if self.run else None
         if self.run and text is not None:
             self.run.append(SAMPLES, {"step": step, "text": text})
             self.say(f"--- sample at step {step} ---\n{text}\n---")

@@ -28,7 +28,7 @@ from gpt2_ddp.model.optim import build_optimizer, lr_at
 from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint
 from gpt2_ddp.run.snapshot import fit_weights
-from gpt2_ddp.run.task import Due, Scores
+from gpt2_ddp.run.task import Due, Poll, Scores
 
 PREPARATION = timedelta(days=7)
 """How long the other ranks wait while data are prepared on first use."""
@@ -110,16 +110,16 @@ class Pretraining:
             sample=config.tracking.sample_every > 0 and (last or step % config.tracking.sample_every == 0),
         )
 
-    def evaluate(self, model: nn.Module) -> Scores:
+    def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         if self.val_stream is None:
             return {}
         config, lengths = self.config, self.tokenizer.token_bytes()
         size, batch_size, tokens = config.model.block_size, config.eval.batch_size, config.eval.tokens
-        found = evaluate(self.accelerator, model, self.val_stream, size, batch_size, tokens, lengths)
+        found = evaluate(self.accelerator, model, self.val_stream, size, batch_size, tokens, lengths, poll)
         return {"val_loss": found.loss, "val_tokens": found.tokens, "val_bits_per_byte": found.bits_per_byte}
 
-    def sample(self) -> str:
-        return sample_text(self.model, self.tokenizer, self.config.tracking.sample_prompt, 200, self.config.seed)
+    def sample(self, poll: Poll) -> str:
+        return sample_text(self.model, self.tokenizer, self.config.tracking.sample_prompt, 200, self.config.seed, poll)
 
     def state(self) -> dict[str, Any]:
         """What the data are."""

@@ -57,6 +57,7 @@ def score_samples(
     samples: Samples,
     score: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]],
     batch_size: int,
+    poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Mean of each score over all samples, equal on every rank.
 
@@ -67,6 +68,7 @@ def score_samples(
         model: plain or prepared, on the accelerator's device; in evaluation mode meanwhile.
         score: (model, inputs, targets) -> named scores [batch].
         batch_size: samples per forward pass and rank.
+        poll: called before each batch, by all ranks equally often; what it raises ends the scoring.
     """
     loader = prepare_data_loader(
         DataLoader(
@@ -89,15 +91,18 @@ def score_samples(
     names: list[str] = []
     was_training = model.training
     model.eval()
-    for inputs, targets, index in loader:
-        with accelerator.autocast():
-            scores = score(model, inputs, targets)
-        names = list(scores)
-        row = torch.stack([scores[name].float() for name in names])  # [scores, batch]
-        index, row = accelerator.gather_for_metrics((index, row.T.contiguous()))
-        indices.append(index)
-        rows.append(row)
-    model.train(was_training)
+    try:
+        for inputs, targets, index in loader:
+            poll()
+            with accelerator.autocast():
+                scores = score(model, inputs, targets)
+            names = list(scores)
+            row = torch.stack([scores[name].float() for name in names])  # [scores, batch]
+            index, row = accelerator.gather_for_metrics((index, row.T.contiguous()))
+            indices.append(index)
+            rows.append(row)
+    finally:
+        model.train(was_training)
     index = torch.cat(indices).cpu()
     if not torch.equal(index.sort().values, torch.arange(len(samples))):
         raise RuntimeError(f"{len(index)} scores for {len(samples)} samples: not each of them once")

@@ -17,7 +17,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.ranks import check_ranks_agree
 from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.run.snapshot import share
-from gpt2_ddp.run.task import Due, Scores
+from gpt2_ddp.run.task import Due, Poll, Scores
 from gpt2_ddp.tasks.samples import Samples, score_samples
 
 
@@ -121,12 +121,12 @@ class Supervised:
             save=last or (ended and epochs % config.checkpoint.save_every == 0),
         )
 
-    def evaluate(self, model: nn.Module) -> Scores:
+    def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
         share(self.accelerator, dict(self.model.named_buffers()))
-        return score_job(self.accelerator, self.job, model, self.config.eval.batch_size)
+        return score_job(self.accelerator, self.job, model, self.config.eval.batch_size, poll)
 
-    def sample(self) -> None:
+    def sample(self, poll: Poll) -> None:
         """Nothing: a job writes no text."""
 
     def state(self) -> dict[str, Any]:
@@ -137,18 +137,21 @@ class Supervised:
         """Nothing: batch, rate and data have been compared."""
 
 
-def score_job(accelerator: Accelerator, job: Job, model: nn.Module, batch_size: int) -> Scores:
+def score_job(
+    accelerator: Accelerator, job: Job, model: nn.Module, batch_size: int, poll: Poll = lambda: None
+) -> Scores:
     """Means over the test samples, each scored once, with `val_` before their names; equal on every rank. Collective.
 
     Args:
         model: the job's, on the accelerator's device. batch_size: samples per forward pass and rank.
+        poll: called once a batch.
     """
 
     def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs = model(job.transform(inputs, False)).float()
         return {"loss": job.losses(outputs, targets), **job.scores(outputs, targets)}
 
-    found = score_samples(accelerator, model, job.test, score, batch_size)
+    found = score_samples(accelerator, model, job.test, score, batch_size, poll)
     return {f"val_{name}": value for name, value in found.items()} | {"val_samples": len(job.test)}
 
 

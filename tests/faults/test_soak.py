@@ -1,0 +1,181 @@
+"""Half an hour of random faults on one run of two processes, beside the same run left alone.
+
+Every round starts the run again and does one thing to it: it is killed, stopped, suspended; a rank raises, hangs, flips
+a bit of its weights, finds the disk full or loses a loader worker; between rounds, files of the run folder are damaged.
+Its data hold a stretch that makes every gradient NaN. Nobody repairs anything. At the end, the run's digest and weights
+are those of the run that was left alone.
+"""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from statistics import median
+
+import psutil
+import pytest
+import torch
+from conftest import training_config
+from disk import interpose, refuse
+from ranks import start_ranks
+from small_jobs import newest_checkpoint, same, weights
+
+from gpt2_ddp.config.training import TrainingConfig
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "1800"))
+SEED = int(os.environ.get("SOAK_SEED", "1337"))
+PATIENCE = 8
+POISON = (24 * 400, 24 * 406)
+"""Positions whose gradients are NaN, in the run that is left alone as well."""
+
+INSIDE = ("raise", "hang", "flip", "full disk", "worker")
+OUTSIDE = ("kill", "kill all", "term", "int", "usr1", "suspend")
+BETWEEN = ("nothing", "nothing", "flip a file", "torn rows", "no status")
+
+
+def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: int) -> str:
+    """Trains; `fault` happens on that rank when this process has taken `after` steps."""
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    step, taken = loop.train_step, [0]
+
+    def train_step(run):
+        taken[0] += 1
+        here = run.accelerator.process_index == rank and taken[0] == after
+        if here and fault == "raise":
+            raise ZeroDivisionError("a rank of the soak raises")
+        if here and fault == "hang":
+            time.sleep(10**6)
+        if here and fault == "flip":
+            parameter = random.choice(list(run.task.model.parameters()))
+            parameter.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << (number % 31))
+        if here and fault == "worker":
+            for child in psutil.Process().children():
+                child.kill()
+        position = int(run.task.feed.take(run.task.feed.position)[0])
+        times = math.nan if POISON[0] <= position < POISON[1] else 1.0
+        handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
+        try:
+            return step(run)
+        finally:
+            handle.remove()
+
+    if fault == "full disk":
+        count = [0]
+
+        def tell(operation: str, name: str) -> None:
+            count[0] += 1
+            if count[0] > number % 200 + 20:
+                refuse()
+
+        interpose(Path(config.output_dir), tell)
+    loop.train_step = train_step
+    return loop.train(config, Pretraining).outcome
+
+
+def settings(corpus: Path, folder: Path, steps: int) -> TrainingConfig:
+    changes = {
+        "train": {"steps": steps, "global_batch_tokens": 24 * 32, "micro_batch_size": 4, "device": "cpu"},
+        "data": {"path": str(corpus), "workers": 1},
+        "eval": {"every": 150, "tokens": 4000},
+        "guard": {"patience": 3, "check_every": 10},
+        "checkpoint": {"every": 25, "keep_last": 2},
+        "model.dropout": 0.1,
+        "optim.decay_steps": 100_000,
+    }
+    config = training_config(corpus, folder, changes)
+    return config.model_copy(update={"train": config.train.model_copy(update={"patience_seconds": PATIENCE})})
+
+
+def ended(started, seconds: float) -> bool:
+    """Whether all ranks end within that time; those that do not are killed."""
+    deadline = time.monotonic() + seconds
+    for process, _ in started:
+        process.join(max(deadline - time.monotonic(), 0))
+    alive = [process for process, _ in started if process.is_alive()]
+    for process in alive:
+        process.kill()
+        process.join()
+    return not alive
+
+
+def status(run: Path) -> dict:
+    file = run / "status.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def damage(run: Path, what: str, rng: random.Random) -> None:
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    if what == "flip a file" and len(checkpoints) > 1:
+        file = rng.choice([file for file in checkpoints[-1].iterdir() if file.stat().st_size])
+        content = bytearray(file.read_bytes())
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+    if what == "torn rows" and (run / "metrics.jsonl").is_file():
+        with (run / "metrics.jsonl").open("a") as rows:
+            rows.write('{"step": 10, "lo')
+    if what == "no status":
+        (run / "status.json").unlink(missing_ok=True)
+
+
+@pytest.mark.soak
+def test_soak(corpus, tmp_path):
+    rng, begun = random.Random(SEED), time.monotonic()
+    print(f"\nseed {SEED}, {SECONDS:.0f} s")
+
+    steps = max(int(SECONDS * 2), 600)
+    alone = settings(corpus, tmp_path / "alone", steps)
+    started, readings = start_ranks(trains, 2, alone, "", 0, 0, 0), []
+    while started[0][0].is_alive():
+        time.sleep(1)
+        try:
+            processes = [psutil.Process(process.pid) for process, _ in started]
+            readings.append((sum(p.memory_info().rss for p in processes), sum(p.num_fds() for p in processes)))
+        except psutil.Error:
+            break
+    assert ended(started, 60)
+    assert status(tmp_path / "alone/run")["state"] == "completed"
+    part = len(readings) // 4
+    (memory, files), (memory_end, files_end) = (
+        tuple(median(reading[i] for reading in readings[where]) for i in (0, 1))
+        for where in (slice(part, 2 * part), slice(-part, -1))
+    )
+    print(
+        f"left alone: {steps} steps, memory {memory / 1e6:.1f} -> {memory_end / 1e6:.1f} MB, "
+        f"open files {files} -> {files_end}"
+    )
+    assert memory_end < 1.02 * memory
+    assert files_end <= files
+
+    config, run, counts, rounds = settings(corpus, tmp_path / "soaked", steps), tmp_path / "soaked/run", {}, 0
+    while time.monotonic() - begun < SECONDS - 30 and status(run).get("state") != "completed":
+        fault, rank, after = rng.choice(INSIDE + OUTSIDE), rng.randrange(2), rng.randrange(1, 120)
+        started = start_ranks(trains, 2, config, fault, rank, after, rng.randrange(10**6))
+        if fault in OUTSIDE:
+            time.sleep(rng.uniform(1, 12))
+            number = {"term": signal.SIGTERM, "int": signal.SIGINT, "usr1": signal.SIGUSR1, "suspend": signal.SIGSTOP}
+            for other, (process, _) in enumerate(started):
+                if (other == rank or fault == "kill all") and process.is_alive():
+                    os.kill(process.pid, number.get(fault, signal.SIGKILL))
+        limit = 90 if fault in INSIDE else 15 if "kill" in fault else PATIENCE + 50
+        in_time = ended(started, limit)
+        counts[fault] = counts.get(fault, 0) + 1
+        rounds += 1
+        print(f"{time.monotonic() - begun:6.0f} s  {fault:10} on rank {rank}: {status(run)}"[:200], flush=True)
+        assert in_time, f"{fault} on rank {rank}: not ended after {limit} s"
+        damage(run, rng.choice(BETWEEN), rng)
+    last = start_ranks(trains, 2, config, "", 0, 0, 0)
+    assert ended(last, SECONDS)
+    print(f"{rounds} rounds: {counts}")
+    assert status(run)["state"] == "completed", status(run)
+    ours, theirs = (
+        json.loads((newest_checkpoint(place) / "state.json").read_text()) for place in (run, tmp_path / "alone/run")
+    )
+    assert ours["order_digest"] == theirs["order_digest"]
+    assert same(weights(run), weights(tmp_path / "alone/run"))
+    shutil.rmtree(run)
