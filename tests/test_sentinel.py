@@ -1,5 +1,6 @@
 """A bit that changed on one rank ends the run, and the message names rank, host and tensor."""
 
+import json
 import re
 import socket
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from ranks import run_ranks
 from small_jobs import job_config
 from torch import Tensor
 
-from gpt2_ddp.config.training import RunConfig
+from gpt2_ddp.config.training import RunConfig, TrainingConfig
 from gpt2_ddp.run.sentinel import Corrupted, _accuse, check_replicas, sum_of
 
 
@@ -187,3 +188,36 @@ def test_bits_of_neighbouring_bytes_do_not_make_up_for_each_other() -> None:
     """With weights of 1, 3, 5 ... three bits of a step count could: 3 · 1 - 1 · 2 - 1 · 1."""
     count = torch.tensor([0b11, 0, 0, 0], dtype=torch.uint8)
     assert sum_of(count) != sum_of(torch.tensor([0, 0b1, 0, 0], dtype=torch.uint8))
+
+
+def flipped_in_training(config: TrainingConfig) -> str:
+    """Trains; before step 7, rank 1 flips a high bit of a weight. Returns what that comes to."""
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    step = loop.train_step
+
+    def train_step(run):
+        if run.step + 1 == 7 and run.accelerator.process_index == 1:
+            run.task.model.wte.weight.data[3, 3:4].view(torch.int32).bitwise_xor_(1 << 28)
+        return step(run)
+
+    loop.train_step = train_step
+    try:
+        return loop.train(config, Pretraining).outcome
+    except Corrupted as corrupted:
+        return str(corrupted)
+
+
+@pytest.mark.parametrize("check_every", [None, 1])
+def test_a_training_ends_before_it_saves_what_was_flipped(corpus, tmp_path, check_every):
+    changes = {"guard": {"check_every": check_every}, "optim.grad_clip": 0.0}
+    config = training_config(corpus, tmp_path, changes)
+    for said in run_ranks(flipped_in_training, 3, config):
+        assert said.startswith("rank 1 (host ")
+        assert f"at step {7 if check_every else 10}" in said
+        assert "wte.weight" in said
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert status["state"] == "failed"
+    assert "rank 1 (host " in status["reason"]
+    assert [place.name for place in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000005"]

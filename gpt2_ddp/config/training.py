@@ -44,7 +44,7 @@ class GuardConfig(Section):
     patience: int = Field(default=20, ge=1)
     """after so many bad steps in a row the run has diverged"""
     check_every: int | None = Field(default=None, ge=1)
-    """steps between comparisons of all ranks' parameters and optimizer state; null: at each checkpoint alone"""
+    """steps between comparisons of all ranks' parameters and optimizer state; null: before each checkpoint alone"""
 
 
 class KeepConfig(Section):

@@ -95,6 +95,8 @@ def train_steps(run: Run, running: Session) -> Outcome:
                 return "diverged"
             if run.step < number:
                 continue
+            if (every := run.config.guard.check_every) and number % every == 0:
+                run.check_replicas()
             due = task.due(number, last=number == steps)
             if due.log:
                 run.owed = {"row": finite(_row(run, result, throughput))}

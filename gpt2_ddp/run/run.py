@@ -21,6 +21,7 @@ from gpt2_ddp.processes.ranks import check_ranks_agree, on_main
 from gpt2_ddp.run.checkpoint import Checkpoint, verify
 from gpt2_ddp.run.folder import RunFolder, finite
 from gpt2_ddp.run.guard import Guard
+from gpt2_ddp.run.sentinel import check_replicas
 from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights, put_moments, put_weights
 from gpt2_ddp.run.task import MakeTask, Poll, Scores, Task
 from gpt2_ddp.run.tracking import new_run_id
@@ -170,8 +171,13 @@ class Run:
         self.epoch_units.fill_(state.get("epoch_units", in_epoch))
         task.load_state(state)
 
+    def check_replicas(self) -> None:
+        """Raises: Corrupted, on every rank, where they do not all hold the same parameters and moments. Collective."""
+        check_replicas(self.accelerator, self.task.model, self.optimizer.optimizer, self.step)
+
     def save(self) -> None:
-        """Saves a checkpoint of the present step. Collective."""
+        """Saves a checkpoint of the present step, if all ranks hold the same. Collective."""
+        self.check_replicas()
         snapshot = self.capture()
         if self.folder and snapshot:
             self.folder.checkpoints.save(snapshot, self.guard.good)
