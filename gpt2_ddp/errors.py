@@ -8,7 +8,12 @@ class UserError(Exception):
         field: what is wrong, as the user wrote it (`optim.lr`, a file, a folder).
         value: the value it had.
         cure: what is wrong with it and what to do.
+
+    Attributes:
+        on_every_rank: whether all ranks raise it, so that the main process tells it and the others need not.
     """
+
+    on_every_rank = False
 
     def __init__(self, field: str, value: object, cure: str):
         self.mistakes = [f"{field} = {value}: {cure}"]

@@ -1,19 +1,55 @@
-"""Files that survive a crash: written beside their place, fsynced, renamed."""
+"""Files that survive a crash: written beside their place, fsynced, renamed. And what is said of a disk that refuses."""
 
+import errno
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from gpt2_ddp.errors import UserError
+
+CURES = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room in your quota",
+    errno.EFBIG: "allow larger files (`ulimit -f`)",
+    errno.EROFS: "make that disk writable",
+}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever a disk refuses inside, where `path` is written, renamed or removed, is for the user to mend.
+
+    Raises:
+        UserError: in the place of an OSError; it names `path` and the cure.
+    """
+    try:
+        yield
+    except OSError as error:
+        cure = f"{CURES.get(error.errno or 0, 'mend that disk or folder')}, and give the same command again to go on"
+        raise UserError("file", path, f"cannot be written ({error.strerror or error}); {cure}") from error
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces `path` with `content`; a reader, or a crash, sees the old file or the new one, never a part."""
+    """Replaces `path` with `content`; a reader, or a crash, sees the old file or the new one, never a part.
+
+    Raises:
+        UserError: as `writing`; the old file is still there then.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_folder(path.parent)
+    with writing(path):
+        try:
+            with temporary.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        fsync_folder(path.parent)
 
 
 def fsync_file(path: Path) -> None:
@@ -35,3 +71,13 @@ def sha256_file(path: Path) -> str:
     """SHA-256 of the file's bytes, in hex; about a second per GB."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_name(path: Path) -> Path:
+    """`path`, or with the first number behind it, like `path-2`, that no file has."""
+    number = 1
+    free = path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free

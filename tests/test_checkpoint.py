@@ -1,8 +1,10 @@
 """Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
 
+import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -18,6 +20,7 @@ from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.run import checkpoint
 from gpt2_ddp.run.checkpoint import CheckpointFolder, Damaged, find_checkpoint, list_checkpoints, verify
 from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights, put_moments, put_weights
 from gpt2_ddp.tasks.pretraining import load_weights
@@ -285,3 +288,125 @@ def test_peeking_reads_the_small_files_alone(tmp_path):
 def test_a_checkpoint_knows_its_kind(tmp_path, state, config, kind):
     place = CheckpointFolder(tmp_path).save(snapshot({"step": 1, **state}, yaml.safe_dump(config)))
     assert verify(place).kind == kind
+
+
+# Faults
+
+
+def killed_at_every_operation(folder: Path, scenario: str) -> int:
+    """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a file; after each, the
+    next trainer finds an intact checkpoint and saves its own. Returns how often it was killed."""
+    from disk import interpose
+
+    torch.manual_seed(7)
+    first = snapshot({"step": 1, "val_loss": None})
+    second = snapshot({"step": 1 if scenario == "again" else 2, "val_loss": 2.0})
+    kills, told, limit = 0, 0, 0
+
+    def tell(operation: str, name: str) -> None:
+        nonlocal told
+        told += 1
+        if told == limit:
+            os._exit(9)
+
+    os.fsync = lambda descriptor: None  # what a kill does not undo
+    interpose(folder, tell)
+    while True:
+        shutil.rmtree(folder, ignore_errors=True)
+        for step in (0, 1) if scenario == "no room" else (1,):
+            CheckpointFolder(folder).save(dataclasses.replace(first, state={**first.state, "step": step}))
+        child = os.fork()
+        if not child:
+            told, limit = 0, kills + 1
+            if scenario == "no room":
+                checkpoint._free_bytes = lambda folder: 0
+            CheckpointFolder(folder, keep_last=1).save(second)
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if scenario != "again":
+            assert [verify(place) for place in list_checkpoints(folder)], kills
+        found = CheckpointFolder(folder, keep_last=1)
+        newest = found.newest()
+        assert newest, kills
+        assert newest.state in (first.state, second.state), kills
+        assert not list(folder.glob(".*")), kills
+        found.save(dataclasses.replace(second, state={**second.state, "step": 3, "val_loss": 1.0}))
+        assert steps(folder) == [3], kills
+        if code == 0:
+            assert newest.state == second.state
+            return kills
+        assert code == 9
+        kills += 1
+
+
+@pytest.mark.parametrize("scenario", ["the next", "again", "no room"])
+def test_killed_at_every_operation_an_intact_one_is_left(tmp_path, scenario):
+    """Also where the same step is saved again, and where the old ones have to go first."""
+    (kills,) = run_ranks(killed_at_every_operation, 1, tmp_path / "checkpoints", scenario)
+    assert kills > 20
+
+
+def test_killed_while_a_step_is_replaced_the_new_one_counts(tmp_path):
+    """It is whole before the old one loses its name; and the old one may be of steps that were given up."""
+    for folder, mark in ((tmp_path, "old"), (tmp_path / "new", "new")):
+        save(folder, 1, mark=mark)
+    place = tmp_path / "step-00000001"
+    place.rename(tmp_path / ".step-00000001.replaced")
+    (tmp_path / "new/step-00000001").rename(tmp_path / ".step-00000001.tmp")
+    (tmp_path / "new").rmdir()
+    found = CheckpointFolder(tmp_path).newest()
+    assert (found.path, found.state["mark"]) == (place, "new")
+    assert list(tmp_path.iterdir()) == [place]
+    place.rename(tmp_path / ".step-00000001.replaced")
+    assert CheckpointFolder(tmp_path).newest().state["mark"] == "new"
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_flipped_bit_is_found(tmp_path, count):
+    """In every file alike, however small it is: its manifest too."""
+    place = save(tmp_path, 1, val_loss=2.5)
+    random = np.random.default_rng(count)
+    files = sorted(place.iterdir())
+    assert len(files) == 5
+    for number in range(count):
+        file = files[number % len(files)]
+        data = bytearray(file.read_bytes())
+        bit = int(random.integers(8 * len(data)))
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+        with pytest.raises(Damaged, match=re.escape(file.name)):
+            verify(place)
+        data[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(data)
+    verify(place)
+
+
+@pytest.mark.slow
+def test_every_bit_of_a_manifest_counts(tmp_path):
+    place = save(tmp_path, 1)
+    file = place / "manifest.json"
+    data = file.read_bytes()
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        with pytest.raises(Damaged, match=r"manifest\.json"):
+            verify(place, weights=False)
+
+
+def test_what_has_to_go_anyway_goes_first_where_room_is_short(tmp_path, monkeypatch):
+    """The newest that is there stays until the new one is; so does the best, unless the new one is better."""
+    room = {"free": 10**12}
+    monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: room["free"])
+    at_work: list[list[int]] = []
+    write = checkpoint._write
+    monkeypatch.setattr(checkpoint, "_write", lambda *given: (at_work.append(steps(tmp_path)), write(*given)))
+    for step, loss in ((1, 2.0), (2, 3.0), (3, 4.0)):
+        save(tmp_path, step, val_loss=loss)
+    save(tmp_path, 4, keep_last=3, val_loss=2.5)
+    room["free"] = 0
+    save(tmp_path, 5, keep_last=3, val_loss=2.5)
+    save(tmp_path, 6, keep_last=1, val_loss=1.0)
+    save(tmp_path, 6, keep_last=1, val_loss=1.0)
+    assert at_work == [[], [1], [1, 2], [1, 2, 3], [1, 3, 4], [5], [6]]
+    assert steps(tmp_path) == [6]

@@ -1,9 +1,13 @@
 """Files that survive a crash: on disk before they get their name, and their names on disk before anybody needs them."""
 
+import errno
 import os
 from pathlib import Path
 
-from gpt2_ddp.files import write_atomically
+import pytest
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import write_atomically, writing
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -30,3 +34,28 @@ def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     ]
     assert (tmp_path / "file").read_text() == "new"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"file = .*/file: cannot be written \(No space left on device\); make room"):
+        write_atomically(tmp_path / "file", "new")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [(errno.EDQUOT, "quota"), (errno.EIO, "mend"), (errno.EROFS, "writable"), (errno.EFBIG, "ulimit -f")],
+)
+def test_every_refusal_names_its_cure(number, cure):
+    with pytest.raises(UserError, match=f"file = place: cannot be written .*{cure}"), writing(Path("place")):
+        raise OSError(number, os.strerror(number))
+
+
+def test_what_is_no_disk_s_crashes():
+    with pytest.raises(KeyError), writing(Path("place")):
+        raise KeyError

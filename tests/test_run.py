@@ -21,7 +21,7 @@ from gpt2_ddp.config.training import RunConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.run.checkpoint import MANIFEST
-from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.folder import SAVED, STATUS, RunFolder
 
 
 def train(config: RunConfig) -> str:
@@ -115,6 +115,7 @@ def forge(place: Path, name: str, change: Any) -> None:
     entries = json.loads(manifest)
     assert entries["files"][name]["bytes"] == size
     entries["files"][name]["bytes"] = file.stat().st_size
+    entries["version"] = 1  # theirs had no hash of its own
     (place / MANIFEST).write_text(json.dumps(entries))
 
 
@@ -259,6 +260,46 @@ def test_a_killed_end_is_recorded_as_completed(corpus, tmp_path):
     (tmp_path / "run/status.json").write_text(whole.replace("completed", "running"))
     run_ranks(train, 1, config)
     assert (tmp_path / "run/status.json").read_text() == whole
+
+
+# Whose checkpoints are gone
+
+
+def remove_checkpoints(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "regression"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, halfway, kind, older):
+    """Nor when it is of a release that left no mark. Whoever wants that removes the metrics, or takes another name."""
+    if kind == "gpt2":
+        shutil.copytree(halfway, tmp_path, dirs_exist_ok=True)
+        config = training_config(corpus, tmp_path, {"train.steps": 6})
+    else:
+        config = job_config(kind, tmp_path, {"train.epochs": 1})
+        run_ranks(train, 1, config)
+    run = tmp_path / "run"
+    remove_checkpoints(run)
+    (run / (SAVED if older else STATUS)).unlink()
+    metrics = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(RankError, match=r"run_name = run: the checkpoints in .*/run are gone"):
+        run_ranks(train_without_long_work, 1, config)
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    (run / "metrics.jsonl").unlink()
+    RunFolder(config).release()
+
+
+def test_a_run_that_never_had_a_checkpoint_starts_over(corpus, tmp_path, halfway):
+    """As when it was killed before its first one."""
+    shutil.copytree(halfway, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "run"
+    remove_checkpoints(run)
+    (run / SAVED).unlink()
+    (run / STATUS).write_text('{"state": "running", "step": 4, "reason": ""}')
+    config = training_config(corpus, tmp_path, {"train.steps": 2})
+    assert run_ranks(train, 1, config) == ["completed"]
+    assert [row["step"] for row in rows(run)] == [0, 1, 2]
 
 
 # Held by one trainer

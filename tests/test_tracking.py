@@ -15,7 +15,7 @@ from ranks import run_ranks, start_ranks
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.folder import METRICS, RunFolder
+from gpt2_ddp.run.folder import METRICS, SAMPLES, RunFolder
 from gpt2_ddp.run.tracking import Throughput, peak_flops
 
 
@@ -99,6 +99,60 @@ def test_metrics_are_cut_back_and_a_torn_line_is_dropped(corpus, tmp_path):
         file.write('{"step": 1, "lo')
     run.cut_metrics(3)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 2, 3]
+
+
+def test_a_torn_line_is_no_damage(corpus, tmp_path, capsys):
+    run = RunFolder(training_config(corpus, tmp_path))
+    for name in (METRICS, SAMPLES):
+        run.append(name, {"step": 1})
+        (run.path / name).write_bytes((run.path / name).read_bytes() + b'{"step": 2, "\xc3')
+    run.cut_metrics(9)
+    assert [(run.path / name).read_text() for name in (METRICS, SAMPLES)] == ['{"step": 1}\n'] * 2
+    assert not list(run.path.glob("*.damaged*"))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", [METRICS, SAMPLES])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"x",
+        b"[1]",
+        b"\0" * 20,
+        b'{"loss": 1}',
+        b'{"step": true}',
+        b'{"step": 2, "loss": NaN}',
+        b'{"step": 2, "loss": 1e999}',
+        b'{"step": 2, "a": [-Infinity]}',
+        b'{"step": 2, "text": "\xff"}',
+        b'{"step": 2}{"step": 3}',
+    ],
+)
+def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(corpus, tmp_path, capsys, name, line):
+    run = RunFolder(training_config(corpus, tmp_path))
+    damaged = b'{"step": 1}\n' + line + b'\n\n{"event": "x", "step": 3}\n{"step": 4}\n'
+    for aside in (f"{name}.damaged", f"{name}.damaged-2"):
+        (run.path / name).write_bytes(damaged)
+        run.cut_metrics(3)
+        assert (run.path / name).read_text() == '{"step": 1}\n{"event": "x", "step": 3}\n'
+        assert (run.path / aside).read_bytes() == damaged
+        (warning,) = capsys.readouterr().err.splitlines()
+        assert warning.startswith(f"warning: {run.path / name}: line 2 ")
+        assert aside in warning
+    run.cut_metrics(3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_set_aside(corpus, tmp_path, capsys, make):
+    """Without reading it: a FIFO would wait for its writer for ever."""
+    run = RunFolder(training_config(corpus, tmp_path))
+    make(run.path / METRICS)
+    run.cut_metrics(3)
+    run.append(METRICS, {"step": 4})
+    assert (run.path / METRICS).read_text() == '{"step": 4}\n'
+    assert (run.path / "metrics.jsonl.damaged").exists()
+    assert "is no file; set aside as metrics.jsonl.damaged" in capsys.readouterr().err
 
 
 def test_the_lock_is_gone_with_its_process(corpus, tmp_path):

@@ -18,7 +18,7 @@ from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import check_order, verify_run
-from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, STATE
+from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, STATE, seal
 
 
 def run_training(config: TrainingConfig) -> str:
@@ -130,6 +130,8 @@ def test_state_forged_together_with_its_hash(run: Path, capsys: pytest.CaptureFi
         before = sha256_file(checkpoint / STATE)
         change(checkpoint / STATE, old, new)
         change(checkpoint / MANIFEST, before, sha256_file(checkpoint / STATE))
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        change(checkpoint / MANIFEST, manifest["sha256"], seal(manifest))
     five.rename(five.with_name("step-00000006"))
     expect_defect(
         run,

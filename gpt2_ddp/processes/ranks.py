@@ -25,6 +25,7 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     broadcast_object_list(outcome)
     result, error = outcome[0]
     if error is not None:
+        error.on_every_rank = True
         raise error
     return result  # pyright: ignore[reportReturnType]
 
@@ -46,6 +47,7 @@ def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience:
         dist.all_gather_object(errors, error, group=group)
     for failure in errors:
         if failure is not None:
+            failure.on_every_rank = True
             raise failure
     return result  # pyright: ignore[reportReturnType]
 

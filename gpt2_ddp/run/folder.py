@@ -4,6 +4,8 @@ import fcntl
 import json
 import math
 import os
+import shutil
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,17 +14,21 @@ from typing import Any, NamedTuple
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import RunConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import write_atomically
+from gpt2_ddp.files import free_name, fsync_file, write_atomically, writing
 from gpt2_ddp.run.checkpoint import CheckpointFolder
+from gpt2_ddp.run.snapshot import Snapshot
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
+SAVED = ".saved"
+"""There once a checkpoint was: without any, the run is not at its beginning, but has lost them."""
 
 
 class RunFolder:
     """`output_dir/run_name`, held by one trainer at a time; on the main process only.
 
     Raises:
-        UserError: the folder cannot be written, another trainer holds it, or `--fresh` finds it in use.
+        UserError: the folder cannot be written, another trainer holds it, `--fresh` finds it in use, or its checkpoints
+            are gone.
     """
 
     def __init__(self, config: RunConfig):
@@ -44,10 +50,31 @@ class RunFolder:
             os.close(self._lock)
             cure = "another trainer is running in this folder; stop it or choose another run_name"
             raise UserError("run_name", config.run_name, cure) from error
-        if config.fresh and (any(self.checkpoints.folder.iterdir()) or (self.path / METRICS).exists()):
+        try:
+            self._check_content(config)
+        except UserError:
             os.close(self._lock)
+            raise
+
+    def _check_content(self, config: RunConfig) -> None:
+        self.checkpoints.recover()
+        begun = (self.path / METRICS).exists()
+        if config.fresh and (any(self.checkpoints.folder.iterdir()) or begun):
             cure = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
             raise UserError("fresh", "true", cure)
+        if begun and self._was_saved() and not any(self.checkpoints.folder.glob("step-*")):
+            cure = (
+                f"the checkpoints in {self.path} are gone, and starting over would erase its {METRICS}; put them back"
+            )
+            raise UserError("run_name", config.run_name, f"{cure}, or choose another run_name, or remove the folder")
+
+    def _was_saved(self) -> bool:
+        """Whether the run once had a checkpoint. The first releases left no mark, but who ended a run had saved it."""
+        if (self.path / SAVED).exists():
+            return True
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return json.loads((self.path / STATUS).read_bytes())["state"] in ("completed", "stopped")
+        return False
 
     def release(self) -> None:
         """Lets other trainers in. A folder that is new and never came to hold anything is removed."""
@@ -69,6 +96,12 @@ class RunFolder:
         if not (self.path / STATUS).is_file() or (self.path / STATUS).read_text() != content:
             write_atomically(self.path / STATUS, content)
 
+    def save(self, snapshot: Snapshot, good: int | None = None) -> None:
+        """Saves a checkpoint (`CheckpointFolder.save`), and marks a run that has its first one."""
+        self.checkpoints.save(snapshot, good)
+        if not (self.path / SAVED).exists():
+            write_atomically(self.path / SAVED, "")
+
     def cut_metrics(self, step: int, rollbacks: int = 0) -> None:
         """Drops the rows after `step`, which will be trained again, and a last line that a crash left torn.
 
@@ -77,18 +110,17 @@ class RunFolder:
         """
         for file in (self.path / METRICS, self.path / SAMPLES):
             if file.exists():
-                lines = [(line.text, line.row or {}) for line in read_lines(file)]
+                lines = [(line.text, line.row) for line in _sound_lines(file) if line.row]
                 ahead, kept = min(rollbacks, sum(is_rollback(row) for _, row in lines)), []
                 for text, row in lines:
-                    at = row.get("step")
-                    if ahead or (isinstance(at, int) and at <= step and not is_rollback(row)):
+                    if ahead or (row["step"] <= step and not is_rollback(row)):
                         kept.append(text + "\n")
                     ahead -= bool(ahead) and is_rollback(row)
                 write_atomically(file, "".join(kept))
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Adds a row to the file `name`, METRICS or SAMPLES."""
-        with (self.path / name).open("a", encoding="utf-8") as stream:
+        with writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
 
@@ -126,15 +158,45 @@ class Line(NamedTuple):
 
 def read_lines(file: Path) -> list[Line]:
     """The lines of metrics.jsonl or samples.jsonl, none for a file that is not there."""
-    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    *lines, rest = text.split("\n")
-    found = [Line(number, line, _parse(line), torn=False) for number, line in enumerate(lines, 1)]
-    return [*found, Line(len(found) + 1, rest, _parse(rest), torn=True)] if rest else found
+    *lines, rest = (file.read_bytes() if file.is_file() else b"").split(b"\n")
+    found = [Line(number, *_parse(line), torn=False) for number, line in enumerate(lines, 1)]
+    return [*found, Line(len(found) + 1, *_parse(rest), torn=True)] if rest else found
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: bytes) -> tuple[str, dict[str, Any] | None]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode())
     except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+        row = None
+    return line.decode(errors="replace"), row if isinstance(row, dict) else None
+
+
+def _is_sound(row: dict[str, Any]) -> bool:
+    """Whether it has a step, and no number that JSON has not."""
+    with suppress(ValueError):
+        json.dumps(row, allow_nan=False)
+        return type(row.get("step")) is int
+    return False
+
+
+def _sound_lines(file: Path) -> list[Line]:
+    """The lines that hold a row with a step. A file with others is set aside, with a warning: it may be worth mending.
+    A torn last line is what a kill leaves, and no damage."""
+    sound: list[Line] = []
+    bad: list[Line] = []
+    with writing(file):
+        for line in read_lines(file):
+            if line.row and _is_sound(line.row):
+                sound.append(line)
+            elif line.text.strip() and not line.torn:
+                bad.append(line)
+        if bad or not file.is_file():
+            aside = free_name(file.with_name(f"{file.name}.damaged"))
+            if bad:
+                shutil.copyfile(file, aside)  # and not renamed: whatever happens now, the good rows are in their place
+                fsync_file(aside)
+            else:
+                file.rename(aside)
+            what = f"line {bad[0].number} is no row with a step" if bad else "is no file"
+            print(f"warning: {file}: {what}; set aside as {aside.name}, {len(sound)} rows are kept", file=sys.stderr)
+    return sound

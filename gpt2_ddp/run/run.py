@@ -113,9 +113,7 @@ class Run:
         if newest:
             self.restore(newest.read() if self.folder else None)
         self.run_id = self.run_id or on_main(accelerator, new_run_id)
-        if self.folder:
-            self.folder.write_config(self.config)
-            self.folder.cut_metrics(self.step if newest else -1, self.rollbacks)
+        on_main(accelerator, lambda: self._record_start(newest is not None))
 
     def capture(self) -> Snapshot | None:
         """Everything a checkpoint of the present step holds, as a copy; on the main process. Collective."""
@@ -179,10 +177,11 @@ class Run:
         """Saves a checkpoint of the present step, if all ranks hold the same. Collective."""
         self.check_replicas()
         snapshot = self.capture()
-        if self.folder and snapshot:
-            self.folder.checkpoints.save(snapshot, self.guard.good)
-            if self.folder.checkpoints.newest_until(self.guard.good):
-                self._start = None
+        on_main(
+            self.accelerator, lambda: self.folder.save(snapshot, self.guard.good) if self.folder and snapshot else None
+        )
+        if self.folder and self.folder.checkpoints.newest_until(self.guard.good):
+            self._start = None
 
     def keep_start(self) -> None:
         """Keeps what a run begins with, until there is a good checkpoint to go back to. Collective."""
@@ -197,16 +196,18 @@ class Run:
             what metrics.jsonl records of it; None where there is nothing good to go back to.
         """
         begun, end, rollbacks = self.step, self.task.feed.position, self.rollbacks + 1
-        found: list[Snapshot] = []
-        if self.folder:
-            checkpoint = self.folder.checkpoints.newest_until(self.guard.good)
-            found = [verify(checkpoint).read()] if checkpoint else [self._start] if self._start else []
-        if not on_main(self.accelerator, lambda: bool(found)):
+        held: list[Snapshot] = []  # on the main process
+
+        def find() -> bool:
+            checkpoint = self.folder.checkpoints.newest_until(self.guard.good) if self.folder else None
+            held.extend([verify(checkpoint).read()] if checkpoint else [self._start] if self._start else [])
+            return bool(held)
+
+        if not on_main(self.accelerator, find):
             return None
-        self.restore(found[0] if found else None)
+        self.restore(held[0] if held else None)
         self.rollbacks, self.owed = rollbacks, None
-        if self.folder:
-            self.folder.checkpoints.remove_after(self.step)
+        on_main(self.accelerator, lambda: self.folder.checkpoints.remove_after(self.step) if self.folder else None)
         start = int(self.task.feed.take(self.task.feed.position)[0])
         self.task.feed.pass_over(start, end)
         digest = self.task.feed.order_digest
@@ -259,6 +260,14 @@ class Run:
 
     def _newest(self) -> Checkpoint | None:
         return on_main(self.accelerator, lambda: self.folder.checkpoints.newest() if self.folder else None)
+
+    def _record_start(self, resumed: bool) -> None:
+        if self.folder:
+            self.folder.checkpoints.prune(
+                self.guard.good
+            )  # first: keep_last may have been lowered for a disk that is full
+            self.folder.write_config(self.config)
+            self.folder.cut_metrics(self.step if resumed else -1, self.rollbacks)
 
     def _stand_at(self, state: dict[str, Any]) -> None:
         self.step: int = state.get("step", 0)

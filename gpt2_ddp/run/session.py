@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.stop import StopRequest
-from gpt2_ddp.run.tracking import Metrics, Throughput, start_tracker
+from gpt2_ddp.run.tracking import Metrics, Throughput
 
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended that did not fail; `stopped` is early, on request, with a checkpoint saved; `diverged` is of no use
@@ -31,10 +31,10 @@ class Session:
 def session(run: Run) -> Iterator[Session]:
     """Takes signals and starts the tracker; records in status.json that the run runs, and how it ended."""
     accelerator, config, folder = run.accelerator, run.config, run.folder
-    start_tracker(accelerator, config, folder, run.run_id)
     stop = StopRequest(accelerator, run.begun, config.train.max_minutes)
     running = Session(Metrics(accelerator, folder, run.step, run.steps or 0), stop, Throughput(run.task, accelerator))
     try:
+        running.metrics.start_tracker(config, run.run_id)
         if folder:
             folder.write_status("running", run.step)
         running.metrics.say(_opening_words(run))
@@ -46,14 +46,16 @@ def session(run: Run) -> Iterator[Session]:
             after += "; the same command goes on from there" if running.outcome == "stopped" else ""
             running.metrics.say(f"{config.run_name} {running.outcome} at step {run.step}{after}")
     except BaseException as error:
-        if isinstance(error, UserError) and not folder:  # of this rank alone: the main process does not know it
+        if isinstance(error, UserError) and not folder and not error.on_every_rank:  # the main process does not know it
             print(f"error: rank {accelerator.process_index}: {error}", file=sys.stderr)
         if folder:  # and nothing else: the other ranks may be gone, and the newest checkpoint is good
-            folder.write_status("failed", run.step, f"{type(error).__name__}: {error}")
+            with suppress(UserError):  # of a disk that is full: the error to tell is the first one
+                folder.write_status("failed", run.step, f"{type(error).__name__}: {error}")
         raise
     finally:
         stop.restore_handlers()
         running.metrics.close()
+    running.metrics.end_tracker()
     accelerator.end_training()
 
 

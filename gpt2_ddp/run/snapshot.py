@@ -32,6 +32,11 @@ class Snapshot:
     optimizer: dict[str, Tensor]
     files: tuple[Path, ...] = ()
 
+    @property
+    def bytes(self) -> int:
+        """Of its tensors: nearly all that it takes on a disk."""
+        return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
+
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of the plain module, copied to the CPU."""

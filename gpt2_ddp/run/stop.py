@@ -14,8 +14,9 @@ CARRIED = 4
 """Further integers that travel with a rank's wish to stop: the guard's (`run.guard`)."""
 
 
-class GivenUp(Exception):
-    """Something long that follows a step was broken off, as a stop was asked for; what it was is still owed."""
+class GivenUp(BaseException):
+    """Something long that follows a step was broken off, as a stop was asked for; what it was is still owed. It is no
+    Exception: nobody is to take it for a failure."""
 
 
 class StopRequest:

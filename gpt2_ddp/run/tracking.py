@@ -5,9 +5,10 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from netrc import NetrcParseError, netrc
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +17,8 @@ from tqdm import tqdm
 from gpt2_ddp.config.training import RunConfig
 from gpt2_ddp.run.folder import METRICS, SAMPLES, RunFolder, finite
 from gpt2_ddp.run.task import Poll, Task
+
+T = TypeVar("T")
 
 PEAK_FLOPS = {  # dense bf16 FLOP/s, from NVIDIA's data sheets; the first name that the device's contains counts
     "B200": 2250e12,
@@ -102,8 +105,9 @@ class Metrics:
     def __init__(self, accelerator: Accelerator, run: RunFolder | None, step: int, steps: int):
         self.accelerator = accelerator
         self.run = run
-        self.steps = steps
+        self.step, self.steps = step, steps
         self._tracked = -1  # the last step that the tracker has
+        self._failed: set[str] = set()
         self._bar = tqdm(
             total=steps, initial=step, unit="step", dynamic_ncols=True, disable=run is None or not sys.stderr.isatty()
         )
@@ -116,8 +120,8 @@ class Metrics:
         self.run.append(METRICS, row)
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
         if row["step"] > self._tracked:  # trackers cannot go back
-            self.accelerator.log(numbers, step=row["step"])
             self._tracked = row["step"]
+            self._attempt("tracker", lambda: self.accelerator.log(numbers, step=row["step"]))
         shown = {name: f"{row[name]:{layout}}" for name, layout in SHOWN.items() if row.get(name) is not None}
         if self._bar.disable or "val_loss" in shown:
             fields = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -131,7 +135,8 @@ class Metrics:
     def say(self, text: str) -> None:
         """Prints on the main process, above the bar."""
         if self.run is not None:
-            tqdm.write(text, file=sys.stderr)
+            with suppress(OSError):  # a log file on a full disk is not worth the run
+                tqdm.write(text, file=sys.stderr)
 
     def go_back(self, event: dict[str, Any]) -> None:
         """Records that the run goes on behind the step that a rollback names."""
@@ -143,34 +148,54 @@ class Metrics:
 
     def show_sample(self, step: int, task: Task, poll: Poll) -> None:
         """Prints and keeps what the task writes at this step, if it writes; on the main process alone."""
-        text = task.sample(poll) if self.run else None
+        text = self._attempt("sample", lambda: task.sample(poll)) if self.run else None
         if self.run and text is not None:
             self.run.append(SAMPLES, {"step": step, "text": text})
             self.say(f"--- sample at step {step} ---\n{text}\n---")
 
+    def start_tracker(self, config: RunConfig, run_id: str) -> None:
+        """Starts the tracker that the Accelerator was built with; the same run_id goes on with the same wandb run.
+
+        wandb logs offline, into the run folder, when nobody is logged in and WANDB_MODE does not say otherwise.
+        """
+        settings: dict[str, Any] = {}
+        if config.tracking.log_with == "wandb" and self.run is not None:
+            mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline")
+            folder = str(self.run.path)
+            settings = {"id": run_id, "name": config.run_name, "resume": "allow", "dir": folder, "mode": mode}
+        elif config.tracking.log_with == "trackio":
+            settings = {"name": config.run_name, "resume": "allow"}
+        elif config.tracking.log_with == "tensorboard":  # hides what is trained again, or it would stand there twice
+            settings = {"purge_step": self.step + 1 if self.step else 0}
+        flat = {
+            f"{section}.{name}": value if isinstance(value, int | float | bool | str) else str(value)
+            for section, values in config.model_dump(mode="json").items()
+            if isinstance(values, dict)
+            for name, value in values.items()
+        }
+        start = partial(self.accelerator.init_trackers, config.tracking.project, flat)
+        self._attempt("tracker", lambda: start({config.tracking.log_with: settings}))
+
+    def end_tracker(self) -> None:
+        """Has the tracker write what it still holds; Accelerate's own end does not come upon it again."""
+        trackers, self.accelerator.trackers = self.accelerator.trackers, []
+        for tracker in trackers:
+            self._attempt("tracker", tracker.finish)
+
+    def _attempt(self, what: str, action: Callable[[], T]) -> T | None:
+        """Calls what a training can do without. If it raises, that is one warning."""
+        try:
+            return action()
+        except Exception as error:  # whatever other people's code may raise: no curve and no sample is worth the run
+            if what not in self._failed:
+                self._failed.add(what)
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                self.say(f"warning: the {what} failed ({said}); the training goes on without it")
+            return None
+
     def close(self) -> None:
         """Ends the progress bar."""
         self._bar.close()
-
-
-def start_tracker(accelerator: Accelerator, config: RunConfig, run: RunFolder | None, run_id: str) -> None:
-    """Starts the tracker that the Accelerator was built with; the same run_id goes on with the same wandb run.
-
-    wandb logs offline, into the run folder, when nobody is logged in and WANDB_MODE does not say otherwise.
-    """
-    settings: dict[str, Any] = {}
-    if config.tracking.log_with == "wandb" and run is not None:
-        mode = os.environ.get("WANDB_MODE") or ("online" if _wandb_login() else "offline")
-        settings = {"id": run_id, "name": config.run_name, "resume": "allow", "dir": str(run.path), "mode": mode}
-    elif config.tracking.log_with == "trackio":
-        settings = {"name": config.run_name, "resume": "allow"}
-    flat = {
-        f"{section}.{name}": value if isinstance(value, int | float | bool | str) else str(value)
-        for section, values in config.model_dump(mode="json").items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-    }
-    accelerator.init_trackers(config.tracking.project, flat, {config.tracking.log_with: settings})
 
 
 @contextmanager

@@ -1,0 +1,95 @@
+"""A disk for the tests: stands between Python and its files, tells every operation that changes them, may refuse it."""
+
+import builtins
+import errno
+import io
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from gpt2_ddp.run import checkpoint
+
+FULL = errno.ENOSPC
+NAMED = ("mkdir", "rename", "replace", "unlink", "rmdir")
+
+
+class File:
+    """A file open for writing, whose writes are told."""
+
+    def __init__(self, file: Any, name: str, tell: Callable[[str, str], None]):
+        self._file, self._name, self._tell = file, name, tell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> "File":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def write(self, content: Any) -> int:
+        self._tell("write", self._name)
+        return self._file.write(content)
+
+
+def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
+    """From now on, and in this process, `tell(operation, name)` is called before whatever changes a file in `folder`:
+    what it raises is raised in the place of the operation. `name` is the path inside `folder`, or the file's own name
+    where a tree is removed. Only this thread's operations count."""
+    thread = threading.get_ident()
+
+    def note(operation: str, path: Any, inside: bool = False) -> str | None:
+        path = os.fspath(path) if not isinstance(path, int) else os.readlink(f"/proc/self/fd/{path}")
+        inside = (inside or str(path).startswith(str(folder))) and threading.get_ident() == thread
+        name = str(path).removeprefix(f"{folder}/")
+        if inside:
+            tell(operation, name)
+        return name if inside else None
+
+    def named(operation: str) -> Callable[..., Any]:
+        original = getattr(os, operation)
+
+        def interposed(path: Any, *args: Any, **kwargs: Any) -> Any:
+            note(operation, path, inside=kwargs.get("dir_fd") is not None)
+            return original(path, *args, **kwargs)
+
+        return interposed
+
+    for operation in NAMED:
+        setattr(os, operation, named(operation))
+
+    fsync, sendfile, save_file, opening = os.fsync, os.sendfile, checkpoint.save_file, io.open
+
+    def interposed_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        name = note("open", file) if mode[0] in "wax" and not isinstance(file, int) else None
+        opened = opening(file, mode, *args, **kwargs)
+        return File(opened, name, tell) if name else opened
+
+    def interposed_fsync(descriptor: int) -> None:
+        note("fsync", descriptor)
+        fsync(descriptor)
+
+    def interposed_sendfile(out: int, *args: Any, **kwargs: Any) -> int:
+        note("write", out)
+        return sendfile(out, *args, **kwargs)
+
+    def interposed_save_file(tensors: Any, file: Path) -> None:
+        try:
+            note("save", file)
+        except OSError as error:  # as the library words it
+            said = f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
+            raise SafetensorError(said) from None
+        save_file(tensors, file)
+
+    os.fsync, os.sendfile, checkpoint.save_file = interposed_fsync, interposed_sendfile, interposed_save_file
+    io.open = builtins.open = interposed_open
+
+
+def refuse(number: int = FULL) -> None:
+    """What a disk answers."""
+    raise OSError(number, os.strerror(number))

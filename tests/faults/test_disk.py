@@ -1,0 +1,286 @@
+"""Disks that are full, over quota, read-only or broken, wherever a training writes: one line, nothing lost, goes on."""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import training_config
+from disk import interpose, refuse
+from ranks import run_ranks
+from test_wrong_input import run_script
+
+from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints, verify
+
+HALFWAY = {"train.steps": 5, "optim.decay_steps": 10, "checkpoint.every": 1}
+FURTHER = {
+    "train.steps": 7,
+    "optim.decay_steps": 10,
+    "eval.every": 100,
+    "checkpoint.every": 3,
+    "checkpoint.keep_last": 1,
+    "tracking.sample_every": 5,
+}
+FAST = ("save checkpoints/.step-N.tmp/model.safetensors", "write metrics.jsonl", "rename checkpoints/.step-N.tmp")
+
+HARMLESS = ("mkdir checkpoints",)  # it is there already
+
+
+@pytest.fixture(scope="module")
+def halfway(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 5 steps, with three checkpoints."""
+    folder = tmp_path_factory.mktemp("halfway")
+    run_ranks(train, 1, training_config(corpus, folder, HALFWAY | {"tracking.sample_every": 5}))
+    return folder
+
+
+def train(config: TrainingConfig) -> str:
+    """What a training of one process came to: its outcome, or the user's mistake."""
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    try:
+        return loop.train(config, Pretraining).outcome
+    except UserError as error:
+        return str(error)
+
+
+def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str, ...]) -> list[str]:
+    """Trains the second half once for every place where it writes, which is refused once; then once more.
+
+    Returns:
+        The places, as `operation path`; those of `wanted` alone if it names any.
+    """
+    output = Path(config.output_dir)
+    run = output / config.run_name
+    told: list[str] = []
+    failing = ""
+
+    def tell(operation: str, name: str) -> None:
+        nonlocal failing
+        told.append(f"{operation} {re.sub('step-[0-9]+', 'step-N', name)}")
+        if told[-1] == failing:
+            failing = ""
+            refuse()
+
+    interpose(run, tell)
+
+    def begin() -> None:
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.copytree(halfway, output)
+
+    begin()
+    told.clear()
+    assert train(config) == "completed"
+    whole = ended(run)
+    before = (halfway / "run/status.json").read_text()
+    places = [place for place in dict.fromkeys(told) if not wanted or place in wanted]
+    for place in places:
+        begin()
+        failing = place
+        said = train(config)
+        assert failing == "", f"{place} was not come to"
+        at = rf"(file|output_dir) = {re.escape(str(run))}.*: cannot be written \(No space left"
+        assert re.match(at, said) or place in HARMLESS, (place, said)
+        kept = list_checkpoints(run / "checkpoints")
+        assert kept, place
+        assert all(verify(one).state["step"] == int(one.name[5:]) for one in kept), place
+        if not place.startswith(("unlink", "rmdir")):  # what could not be removed is there until the next start
+            assert left_behind(run) == [], place
+        status = (run / "status.json").read_text()
+        assert said == "completed" or status == before or ('"failed"' in status and "No space left" in status), place
+        assert train(config) == "completed", place
+        assert ended(run) == whole, place
+        assert left_behind(run) == [], place
+    return places
+
+
+def left_behind(run: Path) -> list[str]:
+    return [str(file) for file in run.rglob(".*") if file.name not in (".lock", ".saved")]
+
+
+def ended(run: Path) -> tuple[list[Any], bytes, list[str]]:
+    """Rows without timings, weights, checkpoints."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = [place.name for place in list_checkpoints(run / "checkpoints")]
+    losses = [(row["step"], row.get("loss"), row.get("order_digest")) for row in rows]
+    return losses, (run / "checkpoints" / names[-1] / MODEL).read_bytes(), names
+
+
+@pytest.mark.parametrize("wanted", [FAST, pytest.param((), marks=pytest.mark.slow, id="all")])
+def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, wanted):
+    config = training_config(corpus, tmp_path / "runs", FURTHER)
+    (places,) = run_ranks(refused_everywhere, 1, halfway, config, wanted, timeout=600)
+    assert len(places) == len(wanted) if wanted else len(places) >= 24, places
+    print(len(places), *places, sep="\n")
+
+
+# ---- On two ranks
+
+
+def script_on_a_disk_that_refuses(arguments: list[str], run: Path, place: str, number: int) -> tuple[Any, str]:
+    """Runs the training script; the main process's disk refuses one place for ever. Its exit code and stderr."""
+
+    def tell(operation: str, name: str) -> None:
+        if f"{operation} {name}" == place:
+            refuse(number)
+
+    if os.environ.get("RANK", "0") == "0":
+        interpose(run, tell)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return run_script("train_gpt2", arguments)
+    except RuntimeError as error:  # of a rank that the main process left
+        return type(error).__name__, said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "cure", "together"),
+    [
+        ("save checkpoints/.step-00000006.tmp/optimizer.safetensors", errno.EDQUOT, "quota", True),
+        pytest.param("write metrics.jsonl", errno.EIO, "mend that disk", False, marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_end(corpus, tmp_path, halfway, place, number, cure, together):
+    """Where a checkpoint is saved all ranks raise the same; elsewhere the others find that the main process is gone."""
+    shutil.copytree(halfway, tmp_path / "runs")
+    config = training_config(corpus, tmp_path / "runs", FURTHER)
+    arguments = write_config(tmp_path, config)
+    main, other = run_ranks(script_on_a_disk_that_refuses, 2, arguments, tmp_path / "runs/run", place, number)
+    lines = [line for line in (main[1] + other[1]).splitlines() if line.startswith("error:")]
+    assert len(lines) == 1
+    assert cure in lines[0]
+    assert place.split("/")[-1].split()[-1] in lines[0]
+    assert main[0] == 2
+    assert other[0] == 2 if together else other[0] != 0
+    assert steps(tmp_path / "runs/run") == [5]  # what a lower keep_last leaves went first
+    assert run_ranks(train, 2, config) == ["completed", "completed"]
+
+
+def script_on_a_disk_that_dies(arguments: list[str], run: Path) -> tuple[int, str]:
+    """From the first save on, nothing can be changed any more: as when Linux mounts a broken disk read-only."""
+    dead = False
+
+    def tell(operation: str, name: str) -> None:
+        nonlocal dead
+        dead = dead or operation == "save"
+        if dead:
+            refuse(errno.EROFS)
+
+    interpose(run, tell)
+    return run_script("train_gpt2", arguments)
+
+
+def test_a_disk_that_dies(corpus, tmp_path, halfway):
+    """Then status.json cannot be written either; what is told is what came first."""
+    shutil.copytree(halfway, tmp_path / "runs")
+    config, run = training_config(corpus, tmp_path / "runs", FURTHER), tmp_path / "runs/run"
+    ((code, said),) = run_ranks(script_on_a_disk_that_dies, 1, write_config(tmp_path, config), run)
+    assert code == 2, said
+    (line,) = [line for line in said.splitlines() if line.startswith("error:")]
+    assert MODEL in line
+    assert "Read-only" in line
+    assert "Traceback" not in said
+    assert run_ranks(train, 1, config) == ["completed"]
+    assert steps(run) == [7]
+    assert left_behind(run) == []
+
+
+def write_config(folder: Path, config: TrainingConfig) -> list[str]:
+    (folder / "config.yaml").write_text(dump(config))
+    return ["--config", str(folder / "config.yaml")]
+
+
+# ---- Real ones
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 3 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True)
+    if made.returncode:
+        pytest.skip(f"a disk cannot be mounted here: {made.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def expect_full(found: list[tuple[int, str]], run: Path, *words: str) -> None:
+    ((code, said),) = found
+    lines = [line for line in said.splitlines() if line.startswith("error:")]
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert len(lines) == 1, said
+    assert all(word in lines[0] for word in (str(run), *words)), lines
+    assert left_behind(run) == []
+    for place in list_checkpoints(run / "checkpoints"):
+        verify(place)
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "failed"
+    assert words[0] in status["reason"]
+
+
+def steps(run: Path) -> list[int]:
+    return [int(place.name[5:]) for place in list_checkpoints(run / "checkpoints")]
+
+
+WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps": 20}
+
+
+def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
+    """A checkpoint takes 1.6 MB: the second does not fit, and the first one stays; with room, the same command ends."""
+    config = training_config(corpus, small_disk, WIDE)
+    arguments, run = write_config(tmp_path, config), small_disk / "run"
+    expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "make room")
+    assert steps(run) == [5]
+    expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "make room")
+    assert steps(run) == [5]
+    subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
+    ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
+    assert code == 0, said
+    assert steps(run) == [10, 15, 20]
+
+
+@pytest.mark.slow
+def test_a_disk_too_small_for_a_third(corpus, tmp_path, small_disk):
+    """With keep_last of 3 it ends at the third. With 2 the first one goes before the third is written."""
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    config, run = training_config(corpus, small_disk, WIDE), small_disk / "run"
+    found = run_ranks(run_script, 1, "train_gpt2", write_config(tmp_path, config))
+    expect_full(found, run, "No space left", "make room")
+    assert steps(run) == [5, 10]
+    config = training_config(corpus, small_disk, WIDE | {"checkpoint.keep_last": 2})
+    ((code, said),) = run_ranks(run_script, 1, "train_gpt2", write_config(tmp_path, config))
+    assert code == 0, said
+    assert steps(run) == [15, 20]
+
+
+def script_with_small_files(arguments: list[str], limit: int) -> tuple[int, str]:
+    """As after `ulimit -f`."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    return run_script("train_gpt2", arguments)
+
+
+def test_a_limit_on_the_size_of_files(corpus, tmp_path, halfway):
+    shutil.copytree(halfway, tmp_path / "runs")
+    config, run = training_config(corpus, tmp_path / "runs", FURTHER), tmp_path / "runs/run"
+    arguments = write_config(tmp_path, config)
+    found = run_ranks(script_with_small_files, 1, arguments, 100_000)
+    expect_full(found, run, "File too large", "ulimit -f", MODEL)
+    assert steps(run) == [5]
+    assert run_ranks(train, 1, config) == ["completed"]
+    assert steps(run) == [7]
