@@ -1,5 +1,8 @@
 """The user's mistakes. Everything else that goes wrong is ours and crashes with its traceback."""
 
+FIELD, VALUE, CURE = 100, 160, 320
+"""Characters that a message gives its parts at most: a name may have 5,000, and a file's content any number."""
+
 
 class UserError(Exception):
     """One or several mistakes in the user's input; a command prints each on an `error:` line and exits with 2.
@@ -16,7 +19,7 @@ class UserError(Exception):
     on_every_rank = False
 
     def __init__(self, field: str, value: object, cure: str):
-        self.mistakes = [f"{field} = {value}: {cure}"]
+        self.mistakes = [f"{shown(field, FIELD)} = {shown(value, VALUE)}: {shown(' '.join(cure.split()), CURE)}"]
         super().__init__(self.mistakes[0])
 
     @classmethod
@@ -29,3 +32,11 @@ class UserError(Exception):
 
     def __reduce__(self):  # ranks send their mistakes to each other
         return UserError.join, (self.mistakes,)
+
+
+def shown(what: object, most: int = VALUE) -> str:
+    """One line of at most `most` characters: what cannot be seen is escaped, the middle of more is left out."""
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(what))
+    line = "".join(escaped)
+    half = (most - 5) // 2
+    return line if len(line) <= most else f"{line[:half]} ... {line[-half:]}"

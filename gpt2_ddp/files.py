@@ -1,8 +1,11 @@
-"""Files that survive a crash: written beside their place, fsynced, renamed. And what is said of a disk that refuses."""
+"""Files that survive a crash: written beside their place, fsynced, renamed. What is said of a disk that refuses. And
+files that others named: read only where reading ends.
+"""
 
 import errno
 import hashlib
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,3 +84,29 @@ def free_name(path: Path) -> Path:
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free
+
+
+def regular(path: Path) -> Path:
+    """`path`, if an ordinary file is there: opening a pipe waits for a writer, and reading a device may never end.
+
+    Raises:
+        OSError: it is missing or something else, or no file can have its name.
+    """
+    try:
+        mode = path.stat().st_mode
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "No file can have such a name") from error
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not an ordinary file, but a pipe or a device")
+    return path
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """The content of an ordinary file of at most `most` bytes; OSError for anything else, which is not read."""
+    with regular(path).open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"More than {most:,} bytes")
+    return content

@@ -1,5 +1,7 @@
 """Fixtures shared by the tests: a small real corpus, and the configuration of a run that takes seconds."""
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for text in part:
             writer.add(np.concatenate([[tokenizer.eot], tokenizer.encode(text)]))
         splits[split] = writer.close()
-    write_manifest(folder, Manifest(1, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "stdlib", splits))
+    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "stdlib", splits))
     return folder
 
 
@@ -51,6 +53,15 @@ def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., TrainingConfig]:
         return training_config(corpus, tmp_path / "runs", changes)
 
     return make
+
+
+def edit_manifest(folder: Path, **changes: object) -> None:
+    """Changes values of a manifest.json, and its own hash with them, so that only what they mean is wrong."""
+    file = folder / "manifest.json"
+    values = {**json.loads(file.read_text()), **changes}
+    values.pop("sha256")
+    values["sha256"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(values))
 
 
 def training_config(corpus: Path, output_dir: Path, changes: dict[str, Any] | None = None) -> TrainingConfig:

@@ -148,6 +148,23 @@ def test_lists_and_negative_numbers_on_the_command_line():
 # Saved configurations
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("true", "changed"),
+        ("false", "never"),
+        ("yes", "changed"),
+        ("off", "never"),
+        ("0", "never"),
+        ("always", "always"),
+    ],
+)
+def test_whether_hashes_are_verified_was_yes_or_no_once(write, before, now):
+    assert train("--data.verify_hashes", before).data.verify_hashes == now
+    assert train("--config", write(f"data: {{verify_hashes: {before}}}")).data.verify_hashes == now
+    assert "should be 'always', 'changed' or 'never'" in mistakes(*STEPS, "--data.verify_hashes", "maybe")[0]
+
+
 def test_complete_leaves_todays_dump_as_it_is():
     saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--optim.betas", "0.8", "0.9", "--data.prepare", "x")))
     assert complete(TrainingConfig, saved) == (saved, [])
@@ -298,7 +315,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
         (BOMB.replace("[", "{<<: [").replace("]", "]}"), "repeated with *"),
         ("model: &a {n_layer: *a}", "repeated with *"),
         ("seed: " + "[" * 2000 + "]" * 2000, "nested too deeply"),
-        ("".join(" " * i + "a:\n" for i in range(1000)), "nested too deeply"),
+        ("".join(" " * i + "a:\n" for i in range(350)), "nested too deeply"),
         ("seed: 1\nseed: 2", "the key seed stands there twice"),
         ("model: {n_layer: 1}\nmodel: {n_head: 2}", "the key model stands there twice"),
         ("seed: 1\n---\nseed: 2", "single document"),
@@ -328,7 +345,8 @@ def test_a_single_value_can_be_repeated_in_a_file(write):
 def test_files_that_cannot_be_read(tmp_path):
     assert "Is a directory" in mistakes("--config", str(tmp_path))[0]
     assert "File name too long" in mistakes("--config", "a" * 5000)[0]
-    assert "not a file's name" in mistakes("--config", "a\0b")[0]
+    assert "cannot be read (No file can have such a name" in mistakes("--config", "a\0b")[0]
+    assert "--config = []" in mistakes("--config=--")[0]
     assert "missing.yaml" in mistakes("--config", "missing.yaml")[0]
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00\x81")

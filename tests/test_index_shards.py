@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data.hashes import RECORD, verify_shards
 from gpt2_ddp.data.prepare import prepare
-from gpt2_ddp.data.shards import HEADER_BYTES, read_manifest, verify_shards
+from gpt2_ddp.data.shards import HEADER_BYTES, read_manifest
 from gpt2_ddp.errors import UserError
 
 
@@ -34,7 +35,7 @@ def test_dumps_of_others_are_indexed_in_place(tmp_path, capsys):
     assert (manifest.tokens("train"), manifest.tokens("val"), manifest.eot) == (300, 300, 50256)
     verify_shards(folder, read_manifest(folder))
     assert before == {name: (folder / name).read_bytes() for name in before}
-    assert {path.name for path in folder.iterdir()} == {*before, "manifest.json"}
+    assert {path.name for path in folder.iterdir()} == {*before, "manifest.json", RECORD}
     assert prepare(indexing) == manifest
     assert "is already indexed" in capsys.readouterr().out
     make_dump(tmp_path / "more", fineweb_train_000003=100)
@@ -65,6 +66,15 @@ def test_dumps_that_are_wrong(tmp_path):
     with pytest.raises(UserError, match=r"train_0\.bin: has 1500 bytes"):
         prepare(PrepareConfig(source=source, tokenizer="gpt2"))
     (folder / "train_0.bin").rename(folder / "shard_0.bin")
-    with pytest.raises(UserError, match="neither train nor val"):
+    with pytest.raises(UserError, match="either train or val"):
         prepare(PrepareConfig(source=source, tokenizer="gpt2"))
     assert not (folder / "manifest.json").exists()
+
+
+def test_a_file_belongs_to_the_split_that_its_name_says_as_a_word(tmp_path):
+    make_dump(tmp_path / "dump", retrieval_train_0=300, edu_validation_0=200)
+    manifest = prepare(PrepareConfig(source=f"bin:{tmp_path}/dump/*.bin", tokenizer="gpt2"))
+    assert (manifest.tokens("train"), manifest.tokens("val")) == (300, 200)
+    make_dump(tmp_path / "other", trainval_0=300)
+    with pytest.raises(UserError, match="either train or val"):
+        prepare(PrepareConfig(source=f"bin:{tmp_path}/other/*.bin", tokenizer="gpt2"))

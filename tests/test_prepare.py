@@ -14,8 +14,9 @@ import pytest
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import encode, sources
+from gpt2_ddp.data.hashes import verify_shards
 from gpt2_ddp.data.prepare import default_output, prepare
-from gpt2_ddp.data.shards import TokenStream, read_manifest, verify_shards
+from gpt2_ddp.data.shards import TokenStream, read_manifest
 from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
@@ -183,8 +184,8 @@ def test_killed_and_run_again(tmp_path):
     subprocess.run([*arguments, "--output", str(output)], check=True)
     whole = prepare(PrepareConfig(output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000, workers=1))
     assert read_manifest(output) == whole
-    verify_shards(output, whole)
     assert {path.name for path in output.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+    verify_shards(output, whole)
     assert not any(Path(f"/proc/{child}").exists() for child in children.split())  # none outlives its parent
 
 
@@ -203,6 +204,7 @@ FILES = {
     "image.png": b"\x89PNG\0\0",
     "rows.jsonl": b'{"body": "x", "n": 1}\n',
     "broken.jsonl": b'{"text": "x"}\n{"text": \n',
+    "deep.jsonl": b"[" * 100_000,
     "list.json": b'[{"text": "x"}]\n',
     "torn.parquet": b"PAR1torn",
     "torn.txt.gz": gzip.compress(b"text" * 1000)[:30],
@@ -219,6 +221,7 @@ FILES = {
         ("rows.jsonl", {}, "column = text: .*rows.jsonl, line 1, has no such column, but body, n"),
         ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
         ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"),
+        ("deep.jsonl", {}, r"deep\.jsonl: line 1 is not JSON"),
         ("list.json", {}, "line 1 is not an object"),
         ("torn.parquet", {}, "is not a whole parquet file"),
         ("torn.txt.gz", {}, r"torn\.txt\.gz: cannot be read"),

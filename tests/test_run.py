@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from contextlib import closing, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ranks import RankError, run_ranks, start_ranks
 from small_jobs import job_config
 
 from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.data.shards import read_manifest, write_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.run.checkpoint import MANIFEST
@@ -159,7 +161,7 @@ def test_fields_that_have_come_or_gone_since(corpus, tmp_path, halfway):
 def train_without_long_work(config: RunConfig, large: tuple[str, ...] = (".bin", ".safetensors")) -> str:
     """`train_and_tell`, while nothing is hashed but small files, and no model is built."""
     import gpt2_ddp.files
-    from gpt2_ddp.data import shards
+    from gpt2_ddp.data import hashes
     from gpt2_ddp.run import checkpoint
     from gpt2_ddp.tasks import jobs, pretraining
 
@@ -170,7 +172,7 @@ def train_without_long_work(config: RunConfig, large: tuple[str, ...] = (".bin",
     def build(*args: object) -> None:
         raise AssertionError("a model is built")
 
-    shards.sha256_file = checkpoint.sha256_file = small
+    hashes.sha256_file = checkpoint.sha256_file = small
     pretraining.GPT = jobs.make_job = build
     return train_and_tell(config)
 
@@ -197,9 +199,8 @@ def test_other_data_are_refused(corpus, tmp_path, halfway):
     shutil.copytree(halfway, tmp_path / "runs")
     other = tmp_path / "other"
     shutil.copytree(corpus, other)
-    manifest = json.loads((other / "manifest.json").read_text())
-    manifest["splits"]["val"][0]["sha256"] = "0" * 64
-    (other / "manifest.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(other)
+    write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"]}))
     before = files(tmp_path / "runs")
     with pytest.raises(RankError, match=r"data.path = .*not the ones that the run was started with"):
         run_ranks(train_without_long_work, 1, training_config(other, tmp_path / "runs", {"train.steps": 10}))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gpt2_ddp.data.hashes import verify_shards
 from gpt2_ddp.data.shards import (
     HEADER_BYTES,
     OPEN_FILES,
@@ -15,7 +16,6 @@ from gpt2_ddp.data.shards import (
     ShardWriter,
     TokenStream,
     read_manifest,
-    verify_shards,
     write_manifest,
 )
 from gpt2_ddp.errors import UserError
@@ -172,7 +172,10 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m | {"version": 2}, "version"),
+        (lambda m: m | {"version": 3}, "version"),
+        (lambda m: m | {"eot": "0"}, "eot"),
+        (lambda m: m | {"eot": False}, "eot"),
+        (lambda m: m | {"vocab_size": 50257.0}, "vocab_size"),
         (lambda m: m | {"splits": {}}, "splits"),
         (lambda m: m | {"splits": {"train": []}}, "splits.train"),
         (lambda m: {key: value for key, value in m.items() if key != "eot"}, "eot"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, contiguous
-from gpt2_ddp.data.shards import MANIFEST as DATA_MANIFEST
-from gpt2_ddp.data.shards import read_manifest
+from gpt2_ddp.data.shards import read_manifest, write_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import check_order, verify_run
@@ -154,9 +154,8 @@ def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data = .*/absent"):
         verify_run(VerifyConfig(run=str(run), data=str(tmp_path / "absent")))
     other = shutil.copytree(corpus, tmp_path / "other")
-    manifest = json.loads((other / DATA_MANIFEST).read_text())
-    manifest["splits"]["train"].pop()
-    (other / DATA_MANIFEST).write_text(json.dumps(manifest))
+    manifest = read_manifest(other)
+    write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"][:-1]}))
     with pytest.raises(UserError, match=r"data = .*/other: other tokens than the run was trained on"):
         verify_run(VerifyConfig(run=str(run), data=str(other)))
     assert verify_run(VerifyConfig(run=str(run), data=str(shutil.copytree(corpus, tmp_path / "moved")))) == 0

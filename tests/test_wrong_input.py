@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import training_config
+from conftest import edit_manifest, training_config
 from ranks import run_ranks, start_ranks
 
 from gpt2_ddp.config.cli import dump
@@ -164,16 +164,11 @@ def edit(file: Path, offset: int, data: bytes) -> None:
     file.write_bytes(content)
 
 
-def edit_manifest(place: Path, **changes: object) -> None:
-    file = place / "data/manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
 def claim_hash(place: Path) -> None:
     """Makes the manifest agree with the shard's bytes, so that only what they mean is wrong."""
     manifest = json.loads((place / "data/manifest.json").read_text())
     manifest["splits"]["train"][1]["sha256"] = hashlib.sha256(shard(place).read_bytes()).hexdigest()
-    edit_manifest(place, splits=manifest["splits"])
+    edit_manifest(place / "data", splits=manifest["splits"])
 
 
 def too_large_id(place: Path) -> None:
@@ -191,11 +186,18 @@ DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "token id outside the vocabulary": (too_large_id, "train_000001.bin", "vocabulary"),
     "manifest missing": (lambda place: (place / "data/manifest.json").unlink(), "data", "manifest.json"),
     "manifest torn": (lambda place: (place / "data/manifest.json").write_text('{"vers'), "manifest.json", "again"),
-    "manifest of another version": (lambda place: edit_manifest(place, version=9), "version", "manifest.json"),
-    "no training split": (lambda place: edit_manifest(place, splits={}), "manifest.json", "prepare"),
+    "manifest of another version": (lambda place: edit_manifest(place / "data", version=9), "version", "manifest.json"),
+    "manifest changed": (lambda place: edit(place / "data/manifest.json", 14, b"1"), "manifest.json", "sha256 differs"),
+    "another vocabulary": (lambda place: edit_manifest(place / "data", vocab_size=500), "vocab_size 500", "has 512"),
+    "another end-of-text": (lambda place: edit_manifest(place / "data", eot=5), "eot 5", "has 0"),
+    "no training split": (lambda place: edit_manifest(place / "data", splits={}), "manifest.json", "prepare"),
     "tokenizer missing": (lambda place: (place / "data/tokenizer.json").unlink(), "tokenizer", "tokenizer.json"),
-    "another tokenizer": (lambda place: edit_manifest(place, tokenizer="gpt2"), "tokenizer", "put that one back"),
-    "unknown tokenizer": (lambda place: edit_manifest(place, tokenizer="gpt9"), "gpt9", "gpt2"),
+    "another tokenizer": (
+        lambda place: edit_manifest(place / "data", tokenizer="gpt2"),
+        "tokenizer",
+        "put that one back",
+    ),
+    "unknown tokenizer": (lambda place: edit_manifest(place / "data", tokenizer="gpt9"), "gpt9", "gpt2"),
 }
 
 
@@ -266,7 +268,9 @@ def test_resume_names_every_field_that_differs(run):
 
 
 def test_resume_on_other_data(run):
-    edit_manifest(run, eot=5)
+    edit_manifest(
+        run / "data", splits={"train": json.loads((run / "data/manifest.json").read_text())["splits"]["train"]}
+    )
     expect_mistake(run, "train_gpt2", train_arguments(run, "--train.steps", "20"), "data.path", "not the ones")
 
 

@@ -15,9 +15,11 @@ from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.yaml_file import read_yaml
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import FIELD, UserError, shown
 
 C = TypeVar("C", bound=Command)
+MOST = 20
+"""Mistakes that are told at once; an unquoted `*.txt` on the command line makes as many as there are files."""
 
 
 def run_command(command: type[C], main: Callable[[C], int | None], default: str | None = None) -> NoReturn:
@@ -33,7 +35,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: str 
     except UserError as error:
         if is_main_process():
             for mistake in error.mistakes:
-                print("error: " + " ".join(mistake.split()), file=sys.stderr)
+                print(f"error: {mistake}", file=sys.stderr)
         code = 2
         _leave_process_group()
     sys.exit(code)
@@ -56,32 +58,34 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
     """Builds and validates a configuration from command-line arguments.
 
     Raises:
-        UserError: with every mistake found, each naming the field, its value and the cure.
+        UserError: with the mistakes found, the first MOST of them, each naming the field, its value and the cure.
         SystemExit: after `--help` or `--print_config`.
     """
     parser = _parser(command, default)
     arguments, unknown = parser.parse_known_args(argv)
     flags = {name: value for name, value in vars(arguments).items() if name not in ("config", "print_config")}
     known = dict(_leaves(command))
-    if words := flags.pop("positional", None):
-        flags.setdefault(command.positional, words)
-    mistakes = [_unknown_word(word, list(known)) for word in _without_values(unknown)]
+    if positional := flags.pop("positional", None):
+        flags.setdefault(command.positional, positional)
+    words = _without_values(unknown)
+    mistakes = [_unknown_word(word, list(known)) for word in words[: MOST + 1]]
 
     values = {name: default.model_dump(exclude_unset=True) for name, default in _sections(command).items()}
     files = arguments.config or ([default] if default else [])
     for file in files:
-        _merge(values, read_yaml(file))
+        _merge(values, read_yaml(str(file)))  # argparse makes an empty list of a lone `--`
     for name, text in flags.items():
         _set(values, name.split("."), _flag_value(known[name], text))
     config = None
     try:
         config = command.model_validate(values)
     except ValidationError as error:
-        mistakes += dict.fromkeys(_mistake(command, details) for details in error.errors())
+        found = error.errors()
+        mistakes += dict.fromkeys(_mistake(command, details) for details in found[: MOST + 1])
     except UserError as error:
         mistakes += error.mistakes
     if mistakes or config is None:
-        raise UserError.join(mistakes)
+        raise UserError.join(mistakes[:MOST] + ["and more mistakes like these"] * (len(mistakes) > MOST))
     if arguments.print_config:
         print(dump(config), end="")
         sys.exit(0)
@@ -184,8 +188,8 @@ def _metavar(field: FieldInfo) -> str:
 
 def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
     if isinstance(text, list):
-        if len(text) > 1 or get_args(field.annotation)[0] is str:
-            return text
+        if len(text) != 1 or get_origin(field.annotation) is not tuple or get_args(field.annotation)[0] is str:
+            return text  # of no words, when they are behind a lone `--`
         inside = text[0].strip("[] ")
         return [item.strip() for item in inside.split(",")] if inside else []
     if text.lower() in ("null", "none") and type(None) in get_args(field.annotation):
@@ -216,9 +220,9 @@ def _without_values(words: list[str]) -> list[str]:
 
 def _unknown_word(word: str, known: list[str]) -> str:
     if word[:1] != "-":
-        return f"command line = {word}: a value without a flag; write --FIELD {word}"
+        return UserError("command line", word, f"a value without a flag; write --FIELD {word}").mistakes[0]
     name = word.split("=")[0].lstrip("-")
-    return f"{word}: there is no such flag{_nearest(name, [*known, 'config', 'print_config'], '--')}"
+    return f"{shown(word)}: there is no such flag{_nearest(name, [*known, 'config', 'print_config'], '--')}"
 
 
 def _nearest(name: str, known: list[str], prefix: str = "") -> str:
@@ -233,19 +237,20 @@ def _mistake(command: type[Command], details: Any) -> str:
     """Words one of pydantic's errors as `field = value: what is wrong; cure`."""
     name = ".".join(part for part in details["loc"] if isinstance(part, str))
     known = dict(_leaves(command))
-    if details["type"] == "invalid_key":  # a number, null or a date
-        return f"{'.'.join(map(str, [*details['loc'][:-1], details['input']]))}: there is no such key; --help lists all"
-    if details["type"] == "extra_forbidden":
-        if name in known:  # `optim.lr: 1` in a file
-            cure = "; write `{}: {{{}: ...}}`".format(*name.split("."))
-        else:
-            cure = _nearest(name, [*known, *_sections(command)])
-        return f"{name} = {details['input']}: there is no such key{cure}"
-    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if details["type"] == "model_type":
-        return f"{name} = {details['input']}: should be a section of keys, like `{name}: {{key: value}}`"
     field = known.get(name)
-    if field is not None and details["type"] == "missing":
-        message = f"should be {len(get_args(field.annotation))} values"
-    default = f"; the default is {field.default}" if field is not None and field.default is not None else ""
-    return f"{name} = {details['input']}: {message}{default}"
+    if details["type"] == "invalid_key":  # a number, null or a date
+        name = ".".join(map(str, [*details["loc"][:-1], details["input"]]))
+        return f"{shown(name, FIELD)}: there is no such key; --help lists all"
+    if details["type"] == "model_type":
+        cure = f"should be a section of keys, like `{name}: {{key: value}}`"
+    elif details["type"] == "extra_forbidden" and name in known:  # `optim.lr: 1` in a file
+        cure = "there is no such key; write `{}: {{{}: ...}}`".format(*name.split("."))
+    elif details["type"] == "extra_forbidden":
+        cure = f"there is no such key{_nearest(name, [*known, *_sections(command)])}"
+    else:
+        cure = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if field is not None and details["type"] == "missing":
+            cure = f"should be {len(get_args(field.annotation))} values"
+        if field is not None and field.default is not None:
+            cure += f"; the default is {field.default}"
+    return UserError(name, details["input"], cure).mistakes[0]

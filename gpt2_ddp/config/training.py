@@ -1,9 +1,10 @@
 """What can be configured in train_gpt2.py, and what other training runs share with it."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from gpt2_ddp.config.base import Command, Section
 
@@ -107,10 +108,19 @@ class DataConfig(Section):
     """folder of token shards with a manifest.json, as prepare_data.py writes it"""
     prepare: str | None = None
     """recipe (a config of prepare_data.py whose output is `path`) that is followed first when there are no shards"""
-    verify_hashes: bool = True
-    """check every shard's SHA-256 before the first step (about a second per GB, shared among a node's processes)"""
+    verify_hashes: Literal["always", "changed", "never"] = "changed"
+    """check the shards' SHA-256 before the first step (about a second per GB, shared among a node's processes): of all
+    of them always; of those that have changed since they were last found right, by size, times and inode, which are
+    kept in path/.verified.jsonl (bits that decay on the disk change none of these); or never"""
     workers: int = Field(default=0, ge=0, le=64)
     """loader processes per rank; 0 reads in the training process, which costs about 0.1 ms a batch"""
+
+    @field_validator("verify_hashes", mode="before")
+    @classmethod
+    def _yes_or_no(cls, value: object) -> object:
+        with suppress(ValidationError):  # of the first releases: true, or any other word for it
+            return "changed" if TypeAdapter(bool).validate_python(value) else "never"
+        return value
 
 
 class ModelConfig(Section):

@@ -3,6 +3,7 @@
 import glob
 import hashlib
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,7 +36,7 @@ def index_shards(config: PrepareConfig) -> Manifest:
 
     Raises:
         UserError: there are no such files, they lie in several folders, one is not whole or has ids outside the
-            tokenizer's vocabulary, or the folder has the manifest of other shards.
+            tokenizer's vocabulary, one is in both splits, or the folder has the manifest of other shards.
     """
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     if not files:
@@ -43,7 +44,7 @@ def index_shards(config: PrepareConfig) -> Manifest:
     folder = files[0].parent
     if any(path.parent != folder for path in files):
         raise UserError("source", config.source, "these lie in several folders; index each folder by itself")
-    if config.output is not None and Path(config.output).resolve() != folder.resolve():
+    if config.output is not None and os.path.realpath(config.output) != os.path.realpath(folder):
         raise UserError("output", config.output, f"shards are indexed where they are; give {folder}, or nothing")
     tokenizer = _tokenizer_of_shards(config.tokenizer, folder)
     recipe = {"files": [path.name for path in files], "tokenizer_sha256": tokenizer.sha256}
@@ -59,7 +60,7 @@ def index_shards(config: PrepareConfig) -> Manifest:
         for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
             splits[_split(path)].append(shard)
     identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-    manifest = Manifest(1, *identity, config.source, splits, recipe)
+    manifest = Manifest(2, *identity, config.source, splits, recipe)
     try:
         write_manifest(folder, manifest)
     except OSError as error:
@@ -76,16 +77,17 @@ def _summary(manifest: Manifest) -> str:
 def _tokenizer_of_shards(name: str, folder: Path) -> Tokenizer:
     if name == "bpe":
         raise UserError("tokenizer", name, "name the tokenizer that the shards were made with, such as gpt2")
-    if name not in tiktoken.list_encoding_names() and Path(name).parent.resolve() != folder.resolve():
+    if name not in tiktoken.list_encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
         raise UserError("tokenizer", name, f"copy the file into {folder}, beside the shards, and name it there")
     return load_tokenizer(name)
 
 
 def _split(path: Path) -> str:
-    for split in ("val", "train"):
-        if split in path.name:
-            return split
-    raise UserError("shard", path, "its name says neither train nor val; rename it, or narrow the glob")
+    names = [split for split in ("val", "train") if split in path.name]
+    names = [split for split in names if split in re.split("[^a-z]", path.name)] or names  # not for its `interval`
+    if len(names) != 1:
+        raise UserError("shard", path, "its name should say either train or val; rename it, or narrow the glob")
+    return names[0]
 
 
 def _index(path: Path, tokenizer: Tokenizer) -> Shard:

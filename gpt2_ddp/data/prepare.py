@@ -4,6 +4,7 @@ usable only when it is whole: its manifest.json is written last, and a preparati
 
 import errno
 import fcntl
+import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -58,7 +59,7 @@ def default_output(config: PrepareConfig) -> str:
 
 def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
     """The manifest of a folder that was prepared in the same way; UserError if in another; None if it is not ready."""
-    if not (folder / MANIFEST).exists():
+    if not os.path.exists(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
     recipe, made_with = _recipe(config), manifest.recipe
@@ -115,7 +116,7 @@ def _prepare(folder: Path, config: PrepareConfig) -> Manifest:
         tokenizer = load_tokenizer(name)
         splits = write_splits(folder, config, name)
         identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-        manifest = Manifest(1, *identity, describe(config), splits, _recipe(config))
+        manifest = Manifest(2, *identity, describe(config), splits, _recipe(config))
         write_manifest(folder, manifest)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

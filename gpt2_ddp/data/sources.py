@@ -4,6 +4,7 @@ a corpus of any size, or a single file of any size, passes through little memory
 import glob
 import io
 import json
+import os
 import platform
 import re
 import sysconfig
@@ -81,12 +82,12 @@ def _library_files() -> list[Path]:
 
 
 def _local_files(source: str) -> list[Path]:
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(source))
+    if os.path.isdir(path):
         found = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
     else:
-        found = [path] if path.exists() else map(Path, glob.iglob(str(path), recursive=True))
-    files = sorted(file for file in found if file.is_file())
+        found = [path] if os.path.exists(path) else map(Path, glob.iglob(str(path), recursive=True))
+    files = sorted(file for file in found if os.path.isfile(file))
     if not files:
         cure = "there is no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
         raise UserError("source", source, cure)
@@ -134,7 +135,7 @@ def _json_documents(path: Path, column: str) -> Iterator[Blocks]:
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError("source", path, f"line {number} is not JSON ({error}); one object a line") from error
             if not isinstance(row, dict):
                 raise UserError("source", path, f"line {number} is not an object; write one object a line")

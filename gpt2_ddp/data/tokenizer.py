@@ -7,6 +7,7 @@ other programs read too; here tiktoken runs it, several times faster and with eq
 import hashlib
 import importlib.util
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from gpt2_ddp.data.shards import token_dtype
+from gpt2_ddp.data.shards import AGAIN, MANIFEST, Manifest, token_dtype
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_small
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
+LARGEST = 2**28
+"""Bytes of a tokenizer.json; one of 250,000 ids has 3 % of them."""
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 """GPT-2's pre-tokenizer in tiktoken's wording, which never backtracks except in blanks."""
 GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -78,7 +82,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     names = tiktoken.list_encoding_names()
     if name_or_path not in names:
         path = Path(name_or_path)
-        return _read_tokenizer(path / TOKENIZER_FILE if path.is_dir() else path, names)
+        return _read_tokenizer(path / TOKENIZER_FILE if os.path.isdir(path) else path, names)
     merges = _gpt2_merges() if name_or_path == "gpt2" else None
     if merges is not None:
         tokens = [*_BYTE_OF_CHARACTER.values(), *merges]
@@ -89,6 +93,15 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     except OSError as error:  # which the errors of requests are
         cure = "cannot be downloaded; gpt2, bpe or a tokenizer.json of your own need no network"
         raise UserError("tokenizer", name_or_path, cure) from error
+
+
+def check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, folder: Path) -> None:
+    """Checks what the manifest of a folder says of its tokenizer; UserError where this one is another."""
+    for name in ("vocab_size", "eot"):
+        said, here = getattr(manifest, name), getattr(tokenizer, name)
+        if said != here:
+            cure = f"says {name} {said}, and its tokenizer {tokenizer.name} has {here}; {AGAIN}"
+            raise UserError("data", folder / MANIFEST, cure)
 
 
 def replace_surrogates(text: str) -> str:
@@ -164,16 +177,16 @@ def _hash(encoding: tiktoken.Encoding) -> str:
 
 def _read_tokenizer(path: Path, names: list[str]) -> Tokenizer:
     try:
-        data = path.read_bytes()
+        data = read_small(path, LARGEST)
     except OSError as error:
         cure = f"cannot be read ({error.strerror}); name a tokenizer.json or an encoding ({', '.join(names)})"
         raise UserError("tokenizer", path, cure) from error
     try:
-        ranks, special_tokens = _ranks(json.loads(data))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        encoding = _encoding(path.name, *_ranks(json.loads(data)))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         cure = f"is not a byte-level BPE like GPT-2's ({error}); `bpe` trains one on the source"
         raise UserError("tokenizer", path, cure) from error
-    return Tokenizer(path.name, _encoding(path.name, ranks, special_tokens), hashlib.sha256(data).hexdigest())
+    return Tokenizer(path.name, encoding, hashlib.sha256(data).hexdigest())
 
 
 def _ranks(definition: dict[str, Any]) -> tuple[dict[bytes, int], dict[str, int]]:
@@ -192,4 +205,9 @@ def _ranks(definition: dict[str, Any]) -> tuple[dict[bytes, int], dict[str, int]
     merged = [ranks[_to_bytes(first + second)] for first, second in merges]
     if merged != sorted(set(merged)) or {*_BYTE_OF_CHARACTER.values()} - {*ranks} or len(ranks) != 256 + len(merged):
         raise ValueError("its ids do not follow its merges")
+    ids = [*ranks.values(), *special_tokens.values()]
+    if {*map(type, ids)} != {int} or sorted(ids) != [*range(len(ids))]:  # where tiktoken panics, or cannot decode
+        raise ValueError(f"its ids are not 0 to {len(ids) - 1}, each of one token")
+    if not all(isinstance(token, str) and token for token in special_tokens):
+        raise ValueError("one of its added tokens has no text")
     return ranks, special_tokens

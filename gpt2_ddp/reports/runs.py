@@ -70,7 +70,7 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     Raises:
         UserError: a folder is missing, or its metrics.jsonl is or has no complete row.
     """
-    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
+    paths = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
     names = [path.name for path in paths]
     if len(set(names)) < len(names):
         parent = os.path.commonpath(paths)
@@ -88,9 +88,10 @@ def read_rows(file: Path, notes: list[str]) -> list[Row]:
 
 
 def _read_run(folder: Path, name: str) -> RunRecord:
-    if not (folder / "metrics.jsonl").is_file():
-        problem = "holds no metrics.jsonl" if folder.is_dir() else "there is no such folder"
-        near = sorted(str(row.parent) for place in (folder, folder.parent) for row in place.glob("*/metrics.jsonl"))
+    if not os.path.isfile(folder / "metrics.jsonl"):
+        places = [place for place in (folder, folder.parent) if os.path.isdir(place)]
+        problem = "holds no metrics.jsonl" if folder in places else "there is no such folder"
+        near = sorted(str(row.parent) for place in places for row in place.glob("*/metrics.jsonl"))
         cure = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
         raise UserError("runs", folder, f"{problem}; {cure}")
     notes: list[str] = []

@@ -4,6 +4,7 @@ The items of every step follow from the seed, the step's size and the number of 
 replays their order, and its digest is compared with what each row of metrics.jsonl and each checkpoint recorded.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def verify_run(config: VerifyConfig) -> int:
         UserError: there is no such run, no such steps to replay, or the data are not those that it was trained on.
     """
     run = Path(config.run)
-    if not (run / CONFIG).is_file():
+    if not os.path.isfile(run / CONFIG):
         raise UserError("run", run, "holds no config.yaml; name a run folder, as the training scripts write it")
     settings = read_yaml(str(run / CONFIG), "run")
     if not settings:

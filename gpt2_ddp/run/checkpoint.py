@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import free_name, fsync_file, fsync_folder, sha256_file, write_atomically, writing
+from gpt2_ddp.files import free_name, fsync_file, fsync_folder, read_small, sha256_file, write_atomically, writing
 from gpt2_ddp.run.snapshot import Snapshot
 
 MODEL, OPTIMIZER, STATE, CONFIG, MANIFEST = (
@@ -246,7 +246,7 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         Damaged: naming the first file that is missing, cut short or changed.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_small(checkpoint / MANIFEST, 2**20))
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
         sealed = manifest["version"] == 1 or manifest["sha256"] == seal(manifest)  # the first releases did not seal it
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -281,12 +281,12 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True)
     Raises:
         UserError: when there is none, or the one named is damaged.
     """
-    if (path / MANIFEST).is_file() or (path / MODEL).is_file():
+    if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):
         try:
             return verify(path, weights)
         except Damaged as damage:
             raise UserError(field, damage.file, f"{damage.reason}; name another checkpoint") from damage
-    if found := newest_intact(path / "checkpoints", weights):
+    if os.path.isdir(path / "checkpoints") and (found := newest_intact(path / "checkpoints", weights)):
         return found
     raise UserError(field, path, "holds no intact checkpoint; name a run folder or a step-XXXXXXXX folder in it")
 

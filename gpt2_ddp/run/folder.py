@@ -34,7 +34,7 @@ class RunFolder:
     def __init__(self, config: RunConfig):
         self.path = Path(config.output_dir) / config.run_name
         self.checkpoints = CheckpointFolder(self.path / "checkpoints", config.checkpoint.keep_last)
-        self._is_new = not self.path.exists()
+        self._is_new = not os.path.exists(self.path)  # also where its name is too long for one
         try:
             self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)

@@ -10,6 +10,7 @@ from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig
 from gpt2_ddp.data.shards import TokenStream, read_manifest
+from gpt2_ddp.data.tokenizer import check_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import evaluate
 from gpt2_ddp.model.generate import generate
@@ -46,6 +47,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
                 f"its tokens are of another tokenizer ({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
             )
             raise UserError("data", folder, f"{cure}; prepare the text with the checkpoint's tokenizer")
+        check_tokenizer(tokenizer, manifest, folder)
         if config.split not in manifest.splits:
             raise UserError("split", config.split, f"is not in {folder}; it has {', '.join(sorted(manifest.splits))}")
         return model, tokenizer, TokenStream(folder, manifest, config.split)

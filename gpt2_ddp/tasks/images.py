@@ -1,6 +1,7 @@
 """CIFAR images as tensors: read once, kept as uint8, normalised and augmented a batch at a time on the device."""
 
 import io
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -55,7 +56,7 @@ def _local_rows(folder: str) -> Mapping[Any, Any]:
     import datasets
     import datasets.exceptions
 
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         cure = "there is no such folder; give one with train and test parquet files, or with train/CLASS/*.png"
         raise UserError("data.path", folder, cure)
     try:  # streaming: nothing is copied into a cache

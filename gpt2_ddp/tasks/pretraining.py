@@ -16,9 +16,10 @@ from gpt2_ddp.config.cli import complete, load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved
+from gpt2_ddp.data.hashes import verify_shards
 from gpt2_ddp.data.prepare import default_output, prepare
-from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest, verify_shards
-from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest
+from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.data.windows import Windows, split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import evaluate
@@ -72,10 +73,10 @@ class Pretraining:
         if self._saved and self._saved.state.get("data_manifest", self.manifest.hash) != self.manifest.hash:
             cure = "its tokens are not the ones that the run was started with"
             raise UserError("data.path", folder, f"{cure}; give those back, or choose another run_name")
-        if config.data.verify_hashes:
+        if config.data.verify_hashes != "never":
             local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
-            part = accelerator.local_process_index
-            on_every_rank(accelerator, lambda: verify_shards(folder, self.manifest, part, local_world))
+            part, remember = accelerator.local_process_index, config.data.verify_hashes == "changed"
+            on_every_rank(accelerator, lambda: verify_shards(folder, self.manifest, part, local_world, remember))
         windows = Windows(stream, block_size)
         step_size, workers = config.global_batch_windows, config.data.workers
         self.feed = Feed(windows, config.seed, step_size, self._share, accelerator, workers=workers)
@@ -176,10 +177,10 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Makes the shards where there are none yet: one process per node, and on a shared disk one of all."""
     folder = Path(config.data.path)
-    if config.data.prepare and not (folder / MANIFEST).exists():
+    if config.data.prepare and not os.path.exists(folder / MANIFEST):
         recipe = load(PrepareConfig, ["--config", config.data.prepare])
         output = Path(recipe.output or default_output(recipe))
-        if output.resolve() != folder.resolve():  # a mistyped path must not become another corpus
+        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not become another corpus
             cure = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}; prepare it first"
             raise UserError("data.path", folder, cure)
         if accelerator.is_local_main_process:
@@ -193,10 +194,11 @@ def _open_data(config: TrainingConfig) -> tuple[Manifest, Tokenizer, TokenStream
     if not manifest.tokens("train"):
         raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
     file = folder / manifest.tokenizer
-    tokenizer = load_tokenizer(str(file) if file.is_file() else manifest.tokenizer)
+    tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifest.tokenizer)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         cure = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
         raise UserError("tokenizer", file, cure)
+    check_tokenizer(tokenizer, manifest, folder)
     stream = TokenStream(folder, manifest, "train")
     if not len(Windows(stream, config.model.block_size)):
         cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(stream)}"

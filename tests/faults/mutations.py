@@ -1,0 +1,126 @@
+"""Seeded damage to files, for the tests that nothing hostile is believed, hangs, or ends in a traceback."""
+
+import json
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt2_ddp.config.cli import MOST
+from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError
+
+CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.slow)]
+"""Seeds, and how many cases of each."""
+NASTY: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 255, 256, 2**16, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**400, 0.5, 1e308),
+    *(
+        float("nan"),
+        float("inf"),
+        "",
+        " ",
+        ".",
+        "..",
+        "/",
+        "/dev/zero",
+        "~",
+        "nul\0",
+        "line\nline",
+        "\x1b[31m",
+        "é" * 200,
+    ),
+    *("a" * 5000, "../x", "gpt2", "tokenizer.json", "train_000000.bin", "\ud800", "1", "true", [], [[]], {}, {"": 0}),
+    *([1] * 1000, {"a": {"b": [None]}}, [[[[[[[[[["deep"]]]]]]]]]]),
+]
+
+
+@contextmanager
+def no_hang(seconds: int = 60) -> Iterator[None]:
+    """Raises where the block waits for what never comes; a refusal takes milliseconds, even on a busy core."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"hung for {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_told(error: UserError) -> None:
+    """Each mistake is one short line that a terminal shows as it is, and they are few."""
+    assert 0 < len(error.mistakes) <= MOST + 1
+    for mistake in error.mistakes:
+        assert mistake.isprintable(), mistake
+        assert 0 < len(mistake) <= FIELD + VALUE + CURE + 10, mistake
+
+
+def flip(content: bytes, rng: random.Random) -> bytes:
+    """One bit is another."""
+    changed = bytearray(content)
+    if changed:
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def mangle(content: bytes, rng: random.Random) -> bytes:
+    """Some of the content is gone, there twice, noise, or another bit."""
+    start = rng.randrange(len(content) + 1)
+    stop = min(start + rng.choice([1, 2, 10, 1000, 10**6]), len(content))
+    part = rng.choice([b"", content[start:stop] * 2, rng.randbytes(stop - start), content[stop : 2 * stop - start]])
+    return rng.choice([content[:start], content[:start] + part + content[stop:], flip(content, rng), content + part])
+
+
+def change_value(values: Any, rng: random.Random) -> None:
+    """Somewhere in nested values one is another, of another type, gone, or has another key."""
+    while True:
+        keys = list(values) if isinstance(values, dict) else range(len(values))
+        key = rng.choice(list(keys))
+        deeper = isinstance(values[key], dict | list) and len(values[key]) > 0
+        if not deeper or rng.random() < 0.2:
+            break
+        values = values[key]
+    action = rng.randrange(5)
+    if action == 0:
+        del values[key]
+    elif action == 1 and isinstance(values, dict):
+        values[rng.choice(["", "x", "val", "test", "file", "a" * 300, "nul\0"])] = values.pop(key)
+    elif action == 2:
+        other = rng.choice(list(keys))
+        values[key], values[other] = values[other], values[key]
+    elif action == 3 and isinstance(values[key], int):
+        values[key] += rng.choice([-1, 1, 2**16, -(2**40)])
+    else:
+        values[key] = rng.choice(NASTY)
+
+
+def change_json(file: Path, rng: random.Random) -> None:
+    """`change_value` of a JSON file."""
+    values = json.loads(file.read_text())
+    for _ in range(rng.choice([1, 1, 1, 3])):
+        if values:
+            change_value(values, rng)
+    file.write_text(json.dumps(values))
+
+
+def put_something_else(file: Path, rng: random.Random) -> None:
+    """What is no file, or has no end, stands where the file stood."""
+    file.unlink()
+    kind = rng.randrange(6)
+    if kind == 0:
+        file.mkdir()
+    elif kind == 1:
+        os.mkfifo(file)
+    elif kind == 2:
+        file.symlink_to(file)
+    elif kind == 3:
+        file.symlink_to("/dev/zero")
+    elif kind == 4:
+        file.touch()

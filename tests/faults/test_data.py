@@ -1,0 +1,305 @@
+"""Data folders that are not what was prepared: each is refused in one line, or means what it meant."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import edit_manifest, training_config
+from faults.mutations import CASES, change_json, check_told, flip, mangle, no_hang, put_something_else
+from golden_runs import CORPUS
+from ranks import run_ranks
+
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data import hashes
+from gpt2_ddp.data.hashes import RECORD, verify_shards
+from gpt2_ddp.data.index_shards import index_shards
+from gpt2_ddp.data.shards import MANIFEST, read_manifest, write_manifest
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import sha256_file
+
+SHARDS = ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
+
+
+def open_data(folder: Path) -> str:
+    """What a training does with its data before the first step; the identity that it finds."""
+    from gpt2_ddp.tasks.pretraining import _open_data
+
+    manifest, *_ = _open_data(training_config(folder, folder / "runs"))
+    verify_shards(folder, manifest, remember=True)
+    return manifest.hash
+
+
+def identity(folder: Path) -> str | None:
+    """The identity of the data in a folder; None where they are refused, as they should be."""
+    before = sorted(folder.rglob("*"))
+    try:
+        with no_hang():
+            found = open_data(folder)
+    except UserError as error:
+        check_told(error)
+        found = None
+    assert [path for path in sorted(folder.rglob("*")) if path.name != RECORD] == [
+        path for path in before if path.name != RECORD
+    ]
+    return found
+
+
+@pytest.fixture
+def data(corpus, tmp_path) -> Path:
+    """Shards of one's own, which were verified once."""
+    folder = shutil.copytree(corpus, tmp_path / "data", ignore=shutil.ignore_patterns(RECORD))
+    open_data(folder)
+    return folder
+
+
+def damage(folder: Path, rng: random.Random) -> str:
+    """Does something to a folder of data; says what."""
+    files = sorted(path for path in folder.iterdir())
+    file = rng.choice(files)
+    kind = rng.choice(["flip", "mangle", "swap", "copy", "something else", "values", "values", "values", "sealed"])
+    if kind == "flip":
+        file.write_bytes(flip(file.read_bytes(), rng))
+    elif kind == "mangle":
+        file.write_bytes(mangle(file.read_bytes(), rng))
+    elif kind in ("swap", "copy"):
+        other = rng.choice(files)
+        first, second = file.read_bytes(), other.read_bytes()
+        file.write_bytes(second)
+        if kind == "swap":
+            other.write_bytes(first)
+    elif kind == "something else":
+        put_something_else(file, rng)
+    else:
+        file = folder / (MANIFEST if kind == "sealed" else rng.choice([MANIFEST, MANIFEST, "tokenizer.json"]))
+        change_json(file, rng)
+        values = json.loads(file.read_text())
+        if kind == "sealed" and isinstance(values, dict):
+            values.pop("sha256", None)
+            values["sha256"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+            file.write_text(json.dumps(values))
+    return f"{kind} of {file.name}"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of all files but the manifest's text and the record."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (MANIFEST, RECORD)}
+
+
+@pytest.mark.parametrize(("seed", "cases"), CASES)
+def test_damaged_folders(data, tmp_path, seed, cases):
+    """What is not refused is what was there: the same values, the same bytes. A manifest that was sealed anew is a new
+    one, and right if it fits the files."""
+    right, content = read_manifest(data), files(data)
+    refused = 0
+    for case in range(cases):
+        folder = tmp_path / "damaged"
+        shutil.copytree(data, folder)
+        what = damage(folder, random.Random(f"{seed}/{case}"))
+        if identity(folder) is None:
+            refused += 1
+        elif not what.startswith("sealed"):
+            assert (read_manifest(folder), files(folder)) == (right, content), (case, what)
+        shutil.rmtree(folder)
+    assert refused > 0.7 * cases, refused  # a damaged record, or a file copied to itself, is no reason
+
+
+@pytest.mark.parametrize("cases", [300, pytest.param(1000, marks=pytest.mark.slow)])
+def test_one_flipped_bit_of_a_manifest_is_found(data, cases):
+    file = data / MANIFEST
+    content = file.read_bytes()
+    for case in range(cases):
+        file.write_bytes(flip(content, random.Random(case)))
+        with pytest.raises(UserError):
+            read_manifest(data)
+
+
+def test_one_flipped_bit_of_a_manifest_without_a_hash_changes_no_identity(tmp_path):
+    """Version 1: what is not found says nothing of tokens or tokenizer, but where they came from."""
+    data = shutil.copytree(CORPUS, tmp_path / "data")
+    right, content = open_data(data), (data / MANIFEST).read_bytes()
+    for case in range(150):
+        (data / MANIFEST).write_bytes(flip(content, random.Random(case)))
+        assert identity(data) in (None, right), case
+
+
+# The identity that checkpoints hold
+
+
+def test_the_identity_of_data_is_the_same_in_both_versions(tmp_path, capsys):
+    data = shutil.copytree(CORPUS, tmp_path / "data")
+    first = read_manifest(data)
+    golden = json.loads((CORPUS.parent / "gpt2_run/checkpoints/step-00000010/state.json").read_text())["data_manifest"]
+    assert (first.version, first.hash) == (1, golden)
+    assert capsys.readouterr().out.count("note: ") == 1
+    (data / MANIFEST).unlink()
+    config = PrepareConfig(source=f"bin:{data}/*.bin", tokenizer=str(data / "tokenizer.json"))
+    index_shards(config)
+    second = read_manifest(data)
+    assert (second.version, second.hash) == (2, golden)
+    assert "note: " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (lambda splits: {"train": splits["train"] + splits["train"][:1], "val": splits["val"]}, "is listed twice"),
+        (lambda splits: {"train": splits["train"], "val": splits["train"][:1]}, "is listed twice"),
+        (
+            lambda splits: {"train": splits["train"], "val": [replace(splits["train"][1], file="val_000000.bin")]},
+            "holds what the other split has",
+        ),
+        (lambda splits: {"train": splits["train"], "test": splits["val"]}, r"splits\.test.*\^\(train\|val\)"),
+        (lambda splits: {"train": [replace(splits["train"][0], bytes=1)]}, "are not 1 bytes"),
+        (lambda splits: {"train": [replace(splits["train"][0], file="a\0b")]}, "file"),
+        (lambda splits: {"train": [replace(splits["train"][0], sha256="0")]}, "sha256"),
+    ],
+)
+def test_splits_that_make_no_sense(data, changes, message):
+    """Neither read nor written."""
+    manifest, content = read_manifest(data), (data / MANIFEST).read_bytes()
+    with pytest.raises(UserError, match=message):
+        write_manifest(data, replace(manifest, splits=changes(manifest.splits)))
+    assert (data / MANIFEST).read_bytes() == content
+
+
+def test_shards_of_others_that_are_in_both_splits_are_not_indexed(data):
+    (data / MANIFEST).unlink()
+    shutil.copy(data / "train_000001.bin", data / "val_000001.bin")
+    with pytest.raises(UserError, match=r"val_000001\.bin holds what the other split has"):
+        index_shards(PrepareConfig(source=f"bin:{data}/*.bin", tokenizer=str(data / "tokenizer.json")))
+    assert not (data / MANIFEST).exists()
+
+
+# What is remembered
+
+
+def hashed(folder: Path, monkeypatch: pytest.MonkeyPatch, remember: bool = True) -> list[str]:
+    """The shards that are read to be verified."""
+    read: list[str] = []
+
+    def note(path: Path) -> str:
+        read.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(hashes, "sha256_file", note)
+    verify_shards(folder, read_manifest(folder), remember=remember)
+    return read
+
+
+def test_a_shard_that_was_right_is_not_read_again_until_it_changes(data, monkeypatch):
+    assert hashed(data, monkeypatch, remember=False) == SHARDS
+    assert len((data / RECORD).read_text().splitlines()) == len(SHARDS)
+    assert hashed(data, monkeypatch) == []
+    shard = data / "train_000001.bin"
+    times = shard.stat()
+    shard.write_bytes(content := shard.read_bytes())
+    assert hashed(data, monkeypatch) == ["train_000001.bin"]
+    shard.write_bytes(flip(content, random.Random(1)))
+    os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))  # as `cp -p` does
+    with pytest.raises(UserError, match=r"train_000001\.bin"):
+        hashed(data, monkeypatch)
+    shutil.copy(data / "val_000000.bin", data / "another.bin")
+    (data / "another.bin").replace(data / "val_000000.bin")
+    shard.write_bytes(content)
+    assert hashed(data, monkeypatch) == ["train_000001.bin", "val_000000.bin"]
+    assert hashed(data, monkeypatch) == []
+
+
+def test_a_damaged_record_counts_for_nothing(data, monkeypatch):
+    record = data / RECORD
+    content = record.read_bytes()
+    lines = content.splitlines()
+    for case in range(100):
+        broken = flip(content, random.Random(case))
+        record.write_bytes(broken)
+        assert len(hashed(data, monkeypatch)) == len(set(lines) - set(broken.splitlines())), case
+    for nothing in (lambda: record.write_bytes(b"\0" * 1000), record.mkdir, lambda: os.mkfifo(record)):
+        record.unlink() if record.is_file() else record.rmdir() if record.is_dir() else None
+        nothing()
+        with no_hang():
+            assert hashed(data, monkeypatch) == SHARDS
+    record.unlink()
+    record.symlink_to(data / "nowhere/record")  # a folder that cannot be written; for root there is no other
+    assert [hashed(data, monkeypatch), hashed(data, monkeypatch)] == [SHARDS, SHARDS]
+
+
+def test_a_record_that_grew_too_large_begins_anew(data, monkeypatch):
+    monkeypatch.setattr(hashes, "LARGEST", 1000)
+    (data / RECORD).write_bytes(b"x" * 1001)
+    assert hashed(data, monkeypatch) == SHARDS
+    assert (data / RECORD).stat().st_size < 1000
+    assert hashed(data, monkeypatch) == []
+
+
+def verify_my_part(folder: Path, times: int) -> None:
+    manifest = read_manifest(folder)
+    for _ in range(times):
+        verify_shards(folder, manifest, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        verify_shards(folder, manifest)
+
+
+def test_ranks_remember_at_once(data, monkeypatch):
+    """Each its part, then all of them everything; no line is lost or torn."""
+    (data / RECORD).unlink()
+    run_ranks(verify_my_part, 4, data, 5)
+    lines = (data / RECORD).read_text().splitlines()
+    assert sorted({json.loads(line)[0] for line in lines}) == SHARDS
+    assert len(set(lines)) == len(SHARDS)
+    assert hashed(data, monkeypatch) == []
+
+
+# Tokenizers
+
+
+def tokens_by_id(values: dict) -> list[str]:
+    return sorted(values["model"]["vocab"], key=values["model"]["vocab"].get)
+
+
+TOKENIZERS = {
+    "huge id": lambda values, last: values["model"]["vocab"].update({last: 2**40}),
+    "negative id": lambda values, last: values["model"]["vocab"].update({last: -1}),
+    "the same id twice": lambda values, last: values["model"]["vocab"].update({last: 5}),
+    "an id left out": lambda values, last: values["model"]["vocab"].update({last: 512}),
+    "a fraction": lambda values, last: values["model"]["vocab"].update({last: 511.0}),
+    "text": lambda values, last: values["model"]["vocab"].update({last: "511"}),
+    "true": lambda values, last: values["model"]["vocab"].update({tokens_by_id(values)[1]: True}),
+    "huge id of an added token": lambda values, last: values["added_tokens"][0].update(id=2**70),
+    "an added token far away": lambda values, last: values["added_tokens"].append({"content": "x", "id": 10**9}),
+    "an added token without text": lambda values, last: values["added_tokens"].append({"content": "", "id": 512}),
+    "an added token that is a number": lambda values, last: values["added_tokens"].append({"content": 5, "id": 512}),
+    "half a character": lambda values, last: values["added_tokens"].append({"content": "\ud800", "id": 512}),
+    "one merge too few": lambda values, last: values["model"]["merges"].pop(),
+    "a merge of numbers": lambda values, last: values["model"]["merges"].append([1, 2]),
+    "no vocabulary": lambda values, last: values["model"].update(vocab=[]),
+}
+
+
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_tokenizers_that_tiktoken_would_panic_at(corpus, tmp_path, case):
+    values = json.loads((corpus / "tokenizer.json").read_text())
+    TOKENIZERS[case](values, tokens_by_id(values)[-1])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="is not a byte-level BPE") as caught:
+        load_tokenizer(str(tmp_path))
+    check_told(caught.value)
+
+
+def test_a_tokenizer_that_is_nested_too_deeply(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"model":' * 100_000)
+    with pytest.raises(UserError, match="is not a byte-level BPE"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_manifest_that_says_otherwise_of_its_tokenizer(data):
+    for changes in ({"vocab_size": 511}, {"vocab_size": 513}, {"eot": 1}):
+        edit_manifest(data, **changes)
+        with pytest.raises(UserError, match=f"says {next(iter(changes))} "):
+            open_data(data)
+        edit_manifest(data, vocab_size=512, eot=0)
+    open_data(data)

@@ -1,0 +1,242 @@
+"""Configurations, command lines and names that no one should write: each is refused in one line, or means something."""
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang
+from faults.test_data import open_data
+from ranks import run_ranks
+from test_wrong_input import place, run_script, snapshot  # noqa: F401 (a fixture)
+
+from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.cli import MOST, _leaves, dump, load
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig, ReportConfig, VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.yaml_file import LARGEST, PROJECT
+from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.data.shards import read_manifest
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError, shown
+
+COMMANDS = (TrainingConfig, PrepareConfig, EvaluateConfig, GenerateConfig)
+WORDS = ["&a ", "*a", "!!python/object:os.system ", "\t", '"\\0"', "? ", "[" * 500, "{", ": ", "---\n", "0x", ".nan"]
+WORDS += ["2026-99-99", "<<: ", "- ", "|\n", "'", "%YAML 9.9\n", "\x85", "\ufeff", "1" * 5000, "!!binary x", "~", "\r"]
+
+
+def write_something(file: Path, rng: random.Random) -> None:
+    """A configuration that is there, damaged as text or in its values."""
+    presets = sorted((PROJECT / "configs").glob("*.yaml"))
+    text = rng.choice([preset.read_text() for preset in presets] + [dump(load(GenerateConfig, []))])
+    kind = rng.randrange(4)
+    if kind == 0:
+        file.write_bytes(mangle(text.encode(), rng))
+    elif kind == 1:
+        file.write_bytes(flip(text.encode(), rng))
+    elif kind == 2:
+        at = rng.randrange(len(text))
+        file.write_text(text[:at] + rng.choice(WORDS) + text[at:], encoding="utf-8")
+    else:
+        values = yaml.safe_load(text)
+        change_value(values, rng)
+        file.write_text(yaml.safe_dump(values))
+
+
+def check_outcome(command: type[Command], argv: list[str], again: Path) -> bool:
+    """Whether it is refused, in short lines; what is accepted can be written down and read again."""
+    try:
+        with no_hang():
+            config = load(command, argv)
+    except UserError as error:
+        check_told(error)
+        return True
+    again.write_text(dump(config))
+    assert load(command, ["--config", str(again)]) == config
+    return False
+
+
+@pytest.mark.parametrize(("seed", "cases"), CASES)
+def test_damaged_configurations(tmp_path, seed, cases):
+    refused = 0
+    for case in range(cases):
+        rng = random.Random(f"{seed}/{case}")
+        write_something(tmp_path / "c.yaml", rng)
+        refused += check_outcome(rng.choice(COMMANDS), ["--config", str(tmp_path / "c.yaml")], tmp_path / "again.yaml")
+    assert refused > 0.5 * cases, refused
+
+
+@pytest.mark.parametrize(("seed", "cases"), CASES)
+def test_absurd_command_lines(tmp_path, seed, cases):
+    refused = 0
+    for case in range(cases):
+        rng = random.Random(f"{seed}/{case}")
+        command = rng.choice(COMMANDS)
+        names = [name for name, _ in _leaves(command)]
+        argv = []
+        for _ in range(rng.choice([1, 1, 1, 3, 100])):
+            name = rng.choice([*names, *names, rng.choice(names)[:-1], "config", "x" * 5000, "", "a.b.c"])
+            value = rng.choice(
+                [f"{value!s:.6000}" for value in NASTY if value != 10**400] + ["9" * 5000, "--", "-", "1 2"]
+            )
+            argv += rng.choice([[f"--{name}", value], [f"--{name}={value}"], [f"--{name}"], [value]])
+        if "--help" not in argv:
+            refused += check_outcome(command, argv, tmp_path / "again.yaml")
+    assert refused > 0.5 * cases, refused
+
+
+def test_many_mistakes_are_told_in_part():
+    with pytest.raises(UserError) as caught:
+        load(PrepareConfig, ["--source", *(f"{number}.txt" for number in range(1000))])
+    assert (len(caught.value.mistakes), caught.value.mistakes[-1]) == (MOST + 1, "and more mistakes like these")
+
+
+def test_messages_are_short_lines():
+    error = UserError("f" * 5000, "v" * 5000 + "end\0\x1b[2J\n\u202e", "c\n  " * 5000)
+    check_told(error)
+    (message,) = error.mistakes
+    assert len(message) > 0.9 * (FIELD + VALUE + CURE)
+    assert r"end\x00\x1b[2J\n\u202e" in message
+    assert shown("x" * 20, 20) == "x" * 20
+    assert shown("beginning and end", 14) == "begi ...  end"
+
+
+# Names
+
+
+@pytest.fixture
+def names(tmp_path, monkeypatch) -> dict[str, str]:
+    """Names of what is not the file, or the folder, that is asked for."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.symlink("loop", "loop")
+    Path("folder").mkdir()
+    Path("text").write_text("text " * 1000)
+    with open("huge", "wb") as file:
+        file.truncate(2**40)
+    return {
+        "pipe": "pipe",
+        "loop": "loop",
+        "device": "/dev/zero",
+        "huge": "huge",
+        "long": "a" * 5000,
+        "long in bytes": "é" * 200,
+        "nul": "a\0b",
+        "surrogate": "a\ud800b",
+        "nobody's home": "~nobody_at_all/x",
+        "below a file": "text/x",
+    }
+
+
+def verify(name: str) -> object:
+    from gpt2_ddp.reports.verify import verify_run
+
+    return verify_run(load(VerifyConfig, [name]))
+
+
+def report(name: str) -> object:
+    from gpt2_ddp.reports.runs import read_runs
+
+    return read_runs(map(Path, load(ReportConfig, [name]).runs))
+
+
+def checkpoint(name: str) -> object:
+    from gpt2_ddp.run.checkpoint import find_checkpoint
+
+    return find_checkpoint(Path(name))
+
+
+def images(name: str) -> object:
+    from gpt2_ddp.tasks.images import _local_rows
+
+    return _local_rows(name)
+
+
+READERS = {
+    "run to verify": verify,
+    "runs to report": report,
+    "checkpoint": checkpoint,
+    "images": images,
+    "--config": lambda name: load(TrainingConfig, ["--config", name]),
+    "tokenizer": load_tokenizer,
+    "data": lambda name: read_manifest(Path(name)),
+    "source": lambda name: prepare(PrepareConfig.model_construct(source=name, output="out")),
+    "bin": lambda name: prepare(PrepareConfig.model_construct(source=f"bin:{name}", tokenizer="gpt2")),
+    "tokenizer of a source": lambda name: prepare(
+        PrepareConfig.model_construct(source="text", output="out", tokenizer=name)
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_names_of_other_things(names, reader):
+    for what, name in names.items():
+        if (reader, what) == ("source", "huge"):
+            continue  # a text may have any size
+        with no_hang(), pytest.raises(UserError) as caught:
+            READERS[reader](name)
+        check_told(caught.value)
+
+
+def test_a_manifest_or_a_tokenizer_that_is_a_pipe(corpus, tmp_path):
+    for name in ("manifest.json", "tokenizer.json", "train_000000.bin"):
+        folder = shutil.copytree(corpus, tmp_path / name)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+        with no_hang(), pytest.raises(UserError, match="Not an ordinary file, but a pipe or a device"):
+            open_data(folder)
+
+
+def test_a_nul_is_in_no_text(tmp_path):
+    for command, field in ((TrainingConfig, "output_dir"), (TrainingConfig, "data.path"), (GenerateConfig, "prompts")):
+        section, _, key = field.rpartition(".")
+        value = ["x\0y"] if field == "prompts" else "x\0y"
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({section: {key: value}} if section else {key: value}))
+        with pytest.raises(UserError, match=rf"{field} = .*x\\x00y.*: should hold no NUL"):
+            load(
+                command, ["--config", str(tmp_path / "c.yaml"), *(["--train.steps", "1"] * (command is TrainingConfig))]
+            )
+
+
+def test_a_configuration_of_a_megabyte_is_not_parsed(tmp_path):
+    (tmp_path / "c.yaml").write_text("# comment\n" * (LARGEST // 10 + 1))
+    with pytest.raises(UserError, match="More than 65,536 bytes"):
+        load(TrainingConfig, ["--config", str(tmp_path / "c.yaml")])
+
+
+LONG = "a" * 5000
+COMMAND_LINES = {
+    "long run_name": ["--run_name", LONG],
+    "long output_dir": ["--output_dir", LONG],
+    "long data.path": ["--data.path", LONG],
+    "long data.path, with a recipe": ["--data.path", LONG, "--data.prepare", "configs/data_stdlib.yaml"],
+    "long init_from": ["--train.init_from", LONG],
+    "long data.prepare": ["--data.path", "/tmp/none", "--data.prepare", LONG],
+    "a file as data.path": ["--data.path", "{place}/config.yaml"],
+    "a pipe as configuration": ["--config", "{place}/pipe"],
+    "a pipe as recipe": ["--data.path", "/tmp/none", "--data.prepare", "{place}/pipe"],
+    "a pipe as data.path": ["--data.path", "{place}/pipe"],
+    "a pipe as output_dir": ["--output_dir", "{place}/pipe"],
+    "a loop of links as data.path": ["--data.path", "{place}/loop", "--data.prepare", "configs/data_stdlib.yaml"],
+    "a pipe as init_from": ["--train.init_from", "{place}/pipe"],
+}
+
+
+def run_each(command_lines: list[list[str]]) -> list[tuple[int, str]]:
+    return [run_script("train_gpt2", arguments) for arguments in command_lines]
+
+
+def test_trainings_that_cannot_begin(place):  # noqa: F811
+    """One process tries them all."""
+    os.mkfifo(place / "pipe")
+    (place / "loop").symlink_to("loop")
+    config = ["--config", str(place / "config.yaml")]
+    command_lines = [[*config, *(word.format(place=place) for word in case)] for case in COMMAND_LINES.values()]
+    before = snapshot(place)
+    (answers,) = run_ranks(run_each, 1, command_lines)
+    for case, (code, errors) in zip(COMMAND_LINES, answers, strict=True):
+        assert (code, errors.count("\n"), errors[:7]) == (2, 1, "error: "), (case, errors)
+        check_told(UserError.join([errors.removeprefix("error: ").removesuffix("\n")]))
+    assert snapshot(place) == before
