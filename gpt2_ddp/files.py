@@ -34,8 +34,11 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError("file", path, f"cannot be written ({error.strerror or error}); {cure}") from error
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
+def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
     """Replaces `path` with `content`; a reader, or a crash, sees the old file or the new one, never a part.
+
+    Args:
+        durable: waits until it is on disk; otherwise a crash of the machine may leave anything.
 
     Raises:
         UserError: as `writing`; the old file is still there then.
@@ -46,13 +49,15 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             with temporary.open("wb") as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             temporary.replace(path)
         except OSError:
             with suppress(OSError):
                 temporary.unlink()
             raise
-        fsync_folder(path.parent)
+        if durable:
+            fsync_folder(path.parent)
 
 
 def fsync_file(path: Path) -> None:

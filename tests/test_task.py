@@ -52,7 +52,7 @@ class Letters:
     def __init__(self, config: LettersConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config, self.accelerator, self.best = config, accelerator, math.inf
 
-    def load(self) -> None:
+    def load(self, watch: Any) -> None:
         torch.manual_seed(self.config.seed)
         self.model = nn.Sequential(nn.Embedding(128, 16), nn.Dropout(0.1), nn.Linear(16, 128))
         shares = contiguous(self.accelerator.num_processes, 8)

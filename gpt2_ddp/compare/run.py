@@ -3,7 +3,6 @@
 import resource
 import sys
 import time
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,7 +69,7 @@ def measure(
     """
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
-    with closing(Run(config, Pretraining if gpt2 else partial(Supervised, make_job))) as run:
+    with Run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as run:
         run.build(replicas if data_parallel else lambda model: model)
         torch.set_num_threads(threads)
         accelerator = run.accelerator

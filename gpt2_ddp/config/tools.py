@@ -99,6 +99,15 @@ class ReportConfig(Command):
     """folder for report.html and report.png; null: the first run's folder"""
 
 
+class StatusConfig(Command):
+    """status.py: how runs are doing"""
+
+    positional = "runs"
+
+    runs: tuple[str, ...] = Field(default=("runs/stdlib",), min_length=1)
+    """run folders"""
+
+
 class VerifyConfig(Command):
     """verify_run.py: recompute a run's order digests and check its checkpoints' hashes"""
 

@@ -12,6 +12,9 @@ from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
 
+PREPARATION = timedelta(days=7)
+"""How long ranks wait for each other while data are prepared, fetched or hashed."""
+
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     """Calls `function` on the main process alone and returns its (picklable) result on every rank.

@@ -12,6 +12,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.reports.status import health
 from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints
 from gpt2_ddp.run.folder import read_lines, standing
 
@@ -106,6 +107,9 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or give another run")
     config = _read_mapping(folder / "config.yaml", notes)
     status = _read_mapping(folder / "status.json", notes)
+    if status.get("state") == "running":  # it may have been killed since
+        found = health(folder)
+        status |= {"state": found.state, "reason": found.detail}
     written = standing(row for row in read_rows(folder / "samples.jsonl", notes) if _is_number(row.get("step")))
     samples = [row for row in written if isinstance(row.get("text"), str)]
     return RunRecord(name, rows, dict(_flat(config)), status, samples, _count_parameters(folder), notes, unit)

@@ -6,6 +6,8 @@ import math
 import os
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import free_name, fsync_file, write_atomically, writing
+from gpt2_ddp.processes.identity import this_process
 from gpt2_ddp.run.checkpoint import CheckpointFolder
 from gpt2_ddp.run.snapshot import Snapshot
 
@@ -35,6 +38,7 @@ class RunFolder:
         self.path = Path(config.output_dir) / config.run_name
         self.checkpoints = CheckpointFolder(self.path / "checkpoints", config.checkpoint.keep_last)
         self._is_new = not os.path.exists(self.path)  # also where its name is too long for one
+        self._state, self._writing = "", threading.Lock()
         try:
             self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -91,10 +95,27 @@ class RunFolder:
         write_atomically(self.path / CONFIG, dump(config))
 
     def write_status(self, state: str, step: int, reason: str = "") -> None:
-        """Records running, completed, stopped or failed, unless it stands there already."""
-        content = json.dumps({"state": state, "step": step, "reason": reason}) + "\n"
-        if not (self.path / STATUS).is_file() or (self.path / STATUS).read_text() != content:
-            write_atomically(self.path / STATUS, content)
+        """Records running, completed, stopped or failed, unless it stands there already; of a running one, by whom."""
+        with self._writing:
+            self._state = state
+            process = {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
+            content = json.dumps({"state": state, "step": step, "reason": reason, **process}) + "\n"
+            file = self.path / STATUS
+            if not file.is_file() or file.read_text(errors="replace") != content:
+                write_atomically(file, content)
+
+    def write_heartbeat(self, facts: dict[str, Any]) -> None:
+        """Records that a running run runs, and where it is (`Watch.facts`); for another thread than the trainer's."""
+        with self._writing, suppress(UserError):  # a disk that is full for a while is no reason to say no more
+            if self._state == "running":
+                content = json.dumps({"state": "running", "step": 0, "reason": "", **facts}) + "\n"
+                write_atomically(self.path / STATUS, content, durable=False)
+
+    def write_failure(self, step: int, reason: str) -> None:
+        """Records, from another thread than the trainer's, that the run failed, if it has not ended before."""
+        if self._state in ("", "running"):
+            with suppress(UserError):  # what is to be told is the reason, which is printed as well
+                self.write_status("failed", step, reason)
 
     def save(self, snapshot: Snapshot, good: int | None = None) -> None:
         """Saves a checkpoint (`CheckpointFolder.save`), and marks a run that has its first one."""
@@ -139,6 +160,21 @@ def standing(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             found.append(row)
     return found
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a trainer holds the run folder. Not for the trainer itself, which would let go of it thereby."""
+    try:
+        lock = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:

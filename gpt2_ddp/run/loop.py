@@ -1,7 +1,7 @@
 """The training loop: the one that every task is trained by."""
 
 import time
-from contextlib import closing, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.config.training import RunConfig
-from gpt2_ddp.processes.ranks import on_main
 from gpt2_ddp.run.checkpoint import list_checkpoints
 from gpt2_ddp.run.folder import finite
 from gpt2_ddp.run.run import Run
@@ -51,7 +50,7 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
         UserError: for whatever the user has to mend.
     """
     begun, outcome = time.perf_counter(), "completed"
-    with closing(Run(config, make_task)) as run:
+    with Run(config, make_task) as run:
         if not run.is_complete:
             run.build()
         if run.is_complete:
@@ -131,15 +130,15 @@ def follow(run: Run, running: Session) -> bool:
             if scores or run.step:
                 metrics.log(owed["row"] | scores)
             del owed["row"]
-    if owed.get("sample") and not stop.is_agreed:
-        with suppress(GivenUp):  # by the main process, which the others wait for
-            metrics.show_sample(run.step, run.task, stop.poll_here)
-            del owed["sample"]
-    if stop.agreed_now():
-        run.owed = on_main(run.accelerator, lambda: owed or None)
-    else:
-        run.owed = None
-    return not run.owed
+    if (
+        owed.get("sample")
+        and not stop.is_agreed
+        and run.sample(lambda poll: metrics.show_sample(run.step, run.task, poll), stop.poll_here)
+    ):
+        del owed["sample"]
+    run.owed = owed or None
+    stop.agreed_now()
+    return not owed
 
 
 def save(run: Run, running: Session) -> None:
@@ -194,14 +193,17 @@ def train_step(run: Run) -> StepResult:
     accelerator, task, model, optimizer = run.accelerator, run.task, run.model, run.optimizer
     number = run.step + 1
     seed_step(run.config.seed, number, accelerator.process_index)
+    run.watch.at("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
     loss_sum = torch.zeros((), device=accelerator.device)
     for batch in step.micro_batches:
+        run.watch.at("forward/backward")
         with nullcontext() if batch.last else accelerator.no_sync(model):
             loss = task.loss(model, batch)
             accelerator.backward(loss * (accelerator.num_processes / units))
         loss_sum += loss.detach()
+        run.watch.at("step" if batch.last else "data")
     grad_norm = accelerator.clip_grad_norm_(model.parameters(), run.config.optim.grad_clip or float("inf"))
     assert isinstance(grad_norm, Tensor)
     lr = task.lr_at(number)
@@ -222,6 +224,7 @@ def train_step(run: Run) -> StepResult:
 def _row(run: Run, result: StepResult, throughput: Throughput) -> dict[str, Any]:
     """A row of metrics.jsonl. Reading the numbers is the only place where the loop waits for the device."""
     task, feed = run.task, run.task.feed
+    run.watch.at("all-reduce")
     loss = run.sum_over_ranks(result.loss_sum) / result.units
     loss_value, grad_norm, skipped = torch.stack([loss, result.grad_norm, run.skipped]).tolist()
     row = {

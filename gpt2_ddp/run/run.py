@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,13 +19,18 @@ from gpt2_ddp.model.optim import StepGuard
 from gpt2_ddp.processes.ddp import settle_buckets
 from gpt2_ddp.processes.launch import start_run
 from gpt2_ddp.processes.ranks import check_ranks_agree, on_main
+from gpt2_ddp.processes.watch import FIRST_TIME, Watch
 from gpt2_ddp.run.checkpoint import Checkpoint, verify
 from gpt2_ddp.run.folder import RunFolder, finite
 from gpt2_ddp.run.guard import Guard
 from gpt2_ddp.run.sentinel import check_replicas
 from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights, put_moments, put_weights
+from gpt2_ddp.run.stop import GivenUp
 from gpt2_ddp.run.task import MakeTask, Poll, Scores, Task
 from gpt2_ddp.run.tracking import new_run_id
+
+SLOW_DISK = 20e6
+"""Bytes per second that a checkpoint's disk is to take at least, before the watch loses patience with it."""
 
 
 class Run:
@@ -36,6 +42,7 @@ class Run:
 
     Attributes:
         folder: on the main process alone.
+        watch: is told where this rank is.
         steps: of the whole run; None where that is not known before `build`.
         step: optimizer steps taken. skipped: those that changed nothing, fp32 on the device.
         epoch_loss, epoch_units: sum of the losses (this rank's) and number of units (all ranks') since an epoch ended,
@@ -54,16 +61,24 @@ class Run:
     model: nn.Module
     optimizer: AcceleratedOptimizer
     step_guard: StepGuard
+    folder: RunFolder | None
+    step: int
 
     def __init__(self, config: RunConfig, make_task: MakeTask):
         self.begun = time.monotonic()
         self.accelerator: Accelerator = start_run(config)
-        check_ranks_agree("configuration", config.run_name, dump(config))
+        rank, world, train = self.accelerator.process_index, self.accelerator.num_processes, config.train
+        self.watch = Watch(rank, world, train.patience_seconds, train.compile)
+        self.folder, self.step = None, 0
         self._start: Snapshot | None = None  # to go back to, until there is a good checkpoint; on the main process
-        opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
-        on_main(self.accelerator, lambda: opened.append(RunFolder(config)))
-        self.folder = opened[0] if opened else None
         try:
+            check_ranks_agree("configuration", config.run_name, dump(config))
+            opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
+            on_main(self.accelerator, lambda: opened.append(RunFolder(config)))
+            if opened:
+                self.folder = opened[0]
+                record = lambda reason: opened[0].write_failure(self.step, reason)  # noqa: E731
+                self.watch.report_to(self.folder.write_heartbeat, record)
             saved = on_main(self.accelerator, lambda: self.folder.checkpoints.peek() if self.folder else None)
             for field in check_resumable(config, saved) if saved else ():
                 self.accelerator.print(f"note: {field} of the run's configuration is not known any more, and ignored")
@@ -73,9 +88,17 @@ class Run:
             if self.is_complete:  # what is complete is whole, too
                 newest = self._newest()
                 self._stand_at(newest.state if newest else {})
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.__exit__(None, error)
             raise
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error:
+            self.watch.failed(error)
+        self.close()
 
     @property
     def config(self) -> Any:
@@ -95,7 +118,8 @@ class Run:
             wrap: puts something around the plain model, on its device, before Accelerate prepares it.
         """
         accelerator, task = self.accelerator, self.task
-        task.load()
+        task.load(self.watch)
+        self.watch.at("building", allowance=FIRST_TIME)
         self.steps = task.total_steps(len(task.feed.order))
         newest = self._newest()
         self._stand_at(newest.state if newest else {})
@@ -175,8 +199,10 @@ class Run:
 
     def save(self) -> None:
         """Saves a checkpoint of the present step, if all ranks hold the same. Collective."""
+        self.watch.at("save")
         self.check_replicas()
         snapshot = self.capture()
+        self.watch.at("save", allowance=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
         on_main(
             self.accelerator, lambda: self.folder.save(snapshot, self.guard.good) if self.folder and snapshot else None
         )
@@ -197,6 +223,7 @@ class Run:
         """
         begun, end, rollbacks = self.step, self.task.feed.position, self.rollbacks + 1
         held: list[Snapshot] = []  # on the main process
+        self.watch.at("restore", allowance=FIRST_TIME)
 
         def find() -> bool:
             checkpoint = self.folder.checkpoints.newest_until(self.guard.good) if self.folder else None
@@ -232,14 +259,37 @@ class Run:
         Raises:
             GivenUp: as `poll` does, which is called now and then.
         """
+        self.watch.at("evaluate")
+
+        def polled() -> None:
+            self.watch.progress()
+            poll()
+
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=True)
-        scores = self.task.evaluate(model, poll)
+        scores = self.task.evaluate(model, polled)
         self.scores |= scores
         self._scored = self.step
         return scores
 
+    def sample(self, show: Callable[[Poll], None], poll: Poll) -> bool:
+        """Has the main process `show` a sample, which the others wait for. Collective; whether it was not given up."""
+        self.watch.at("sample")
+
+        def polled() -> None:
+            self.watch.progress()
+            poll()
+
+        def attempt() -> bool:
+            with suppress(GivenUp):
+                show(polled)
+                return True
+            return False
+
+        return on_main(self.accelerator, attempt)
+
     def settle(self) -> None:
         """Has DDP settle its gradient buckets before the first step, on a micro-batch laid out like all others."""
+        self.watch.at("settle")
         loss = lambda: self.task.loss(self.model, self.task.feed.first_micro_batch())  # noqa: E731
         settle_buckets(self.model, self.optimizer, loss)
 
@@ -263,14 +313,12 @@ class Run:
 
     def _record_start(self, resumed: bool) -> None:
         if self.folder:
-            self.folder.checkpoints.prune(
-                self.guard.good
-            )  # first: keep_last may have been lowered for a disk that is full
+            self.folder.checkpoints.prune(self.guard.good)  # keep_last may have been lowered for a disk that is full
             self.folder.write_config(self.config)
             self.folder.cut_metrics(self.step if resumed else -1, self.rollbacks)
 
     def _stand_at(self, state: dict[str, Any]) -> None:
-        self.step: int = state.get("step", 0)
+        self.step = state.get("step", 0)
         self.owed: dict[str, Any] | None = state.get("owed")
         self.rollbacks: int = state.get("rollbacks", 0)
         self.run_id: str = state.get("run_id", "")
@@ -278,7 +326,8 @@ class Run:
         self._scored = self.step if state.get("val_loss") is not None else -1
 
     def close(self) -> None:
-        """Lets other trainers into the folder."""
+        """Lets other trainers into the folder, and ends the watch."""
+        self.watch.close()
         if self.folder:
             self.folder.release()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.watch import FIRST_TIME
 from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.stop import StopRequest
 from gpt2_ddp.run.tracking import Metrics, Throughput
@@ -39,6 +40,7 @@ def session(run: Run) -> Iterator[Session]:
             folder.write_status("running", run.step)
         running.metrics.say(_opening_words(run))
         yield running
+        run.watch.at("ending", allowance=FIRST_TIME)  # a tracker may have much to send yet
         if folder:
             reason = stop.reason if running.outcome == "stopped" else running.reason
             folder.write_status(running.outcome, run.step, reason)
@@ -46,6 +48,7 @@ def session(run: Run) -> Iterator[Session]:
             after += "; the same command goes on from there" if running.outcome == "stopped" else ""
             running.metrics.say(f"{config.run_name} {running.outcome} at step {run.step}{after}")
     except BaseException as error:
+        run.watch.failed(error)  # where another rank is to blame, it is named instead, and this does not return
         if isinstance(error, UserError) and not folder and not error.on_every_rank:  # the main process does not know it
             print(f"error: rank {accelerator.process_index}: {error}", file=sys.stderr)
         if folder:  # and nothing else: the other ranks may be gone, and the newest checkpoint is good

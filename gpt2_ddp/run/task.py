@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.data.feed import Feed, MicroBatch
+from gpt2_ddp.processes.watch import Watch
 from gpt2_ddp.run.checkpoint import Checkpoint
 
 Scores = dict[str, float | int]
@@ -55,8 +56,9 @@ class Task(Protocol):
     @property
     def model(self) -> nn.Module: ...
 
-    def load(self) -> None:
-        """Reads the data and makes `feed` and `model`. Raises: UserError, on every rank alike."""
+    def load(self, watch: Watch) -> None:
+        """Reads the data and makes `feed` and `model`; tells the watch what takes long. Raises: UserError, on every
+        rank alike."""
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """Optimizer steps of the whole run; None where that depends on the items of an epoch and they are not known."""

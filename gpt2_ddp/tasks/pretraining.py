@@ -2,7 +2,6 @@
 
 import math
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ from gpt2_ddp.model.evaluate import evaluate
 from gpt2_ddp.model.generate import sample_text
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer, lr_at
-from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.processes.watch import FIRST_TIME, Watch
 from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint
 from gpt2_ddp.run.snapshot import fit_weights
 from gpt2_ddp.run.task import Due, Poll, Scores
-
-PREPARATION = timedelta(days=7)
-"""How long the other ranks wait while data are prepared on first use."""
 
 
 class Pretraining:
@@ -63,10 +60,11 @@ class Pretraining:
             return None if epochs else self.config.train.steps
         return math.ceil(epochs * epoch_size / self.config.global_batch_windows)
 
-    def load(self) -> None:
+    def load(self, watch: Watch) -> None:
         """Opens the shards, which are prepared first where there are none and `data.prepare` says how; checks them."""
         config, accelerator = self.config, self.accelerator
         folder, block_size = Path(config.data.path), config.model.block_size
+        watch.at("preparing data", allowance=PREPARATION.total_seconds())
         on_every_rank(accelerator, lambda: _prepare_missing_data(accelerator, config), patience=PREPARATION)
         self.manifest, self.tokenizer, stream, self.val_stream = on_every_rank(accelerator, lambda: _open_data(config))
         check_ranks_agree("data.path", str(folder), self.manifest.hash)
@@ -74,6 +72,7 @@ class Pretraining:
             cure = "its tokens are not the ones that the run was started with"
             raise UserError("data.path", folder, f"{cure}; give those back, or choose another run_name")
         if config.data.verify_hashes != "never":
+            watch.at("hashing", allowance=PREPARATION.total_seconds())
             local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
             part, remember = accelerator.local_process_index, config.data.verify_hashes == "changed"
             on_every_rank(accelerator, lambda: verify_shards(folder, self.manifest, part, local_world, remember))
@@ -84,6 +83,7 @@ class Pretraining:
         file = folder / self.manifest.tokenizer
         self.files = (file,) if file.is_file() else ()
 
+        watch.at("building", allowance=FIRST_TIME)
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, self.manifest.vocab_size)
         self.model.activation_checkpointing = config.train.activation_checkpointing

@@ -14,7 +14,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.ranks import check_ranks_agree
+from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree
+from gpt2_ddp.processes.watch import Watch
 from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.run.snapshot import share
 from gpt2_ddp.run.task import Due, Poll, Scores
@@ -85,9 +86,10 @@ class Supervised:
         """Those of `train.epochs`."""
         return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
 
-    def load(self) -> None:
+    def load(self, watch: Watch) -> None:
         """Makes the job, and compares its data with the run's."""
         config, accelerator = self.config, self.accelerator
+        watch.at("preparing data", allowance=PREPARATION.total_seconds())
         torch.manual_seed(config.seed)
         self.job = self._make_job(config, accelerator)
         self.data_hash = self.job.train.sha256() + self.job.test.sha256()

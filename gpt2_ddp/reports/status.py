@@ -1,0 +1,80 @@
+"""How runs are doing, by what their folders say: running, stalled, dead, or how they ended."""
+
+import json
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gpt2_ddp.config.tools import StatusConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.identity import Process
+from gpt2_ddp.run.folder import STATUS, is_held
+
+SILENT = 90.0
+"""Seconds without a heartbeat after which a run on another machine counts as dead; there is one every five."""
+
+
+class Health(NamedTuple):
+    """What status.json comes to.
+
+    Args:
+        state: starting, running, stalled, dead, unknown; or as the run has ended.
+        age: seconds since its last progress, or since it ended.
+        detail: where it is, or why it ended.
+    """
+
+    state: str
+    step: int
+    age: float
+    detail: str
+
+
+def show_status(config: StatusConfig) -> int:
+    """The command: a line for each run."""
+    folders = [Path(run) for run in config.runs]
+    for folder in folders:
+        if not (folder / STATUS).is_file():
+            near = sorted(str(file.parent) for place in (folder, folder.parent) for file in place.glob(f"*/{STATUS}"))
+            cure = "give a run folder" + (f", like {', '.join(near[:3])}" if near else "")
+            raise UserError("runs", folder, f"holds no {STATUS}; {cure}")
+    width = max(len(str(folder)) for folder in folders)
+    for folder in folders:
+        found = health(folder)
+        age = timedelta(seconds=round(found.age))
+        print(f"{folder!s:{width}}  {found.state:9}  step {found.step:>7}  {age!s:>8} ago  {found.detail}".rstrip())
+    return 0
+
+
+def health(folder: Path, now: float | None = None) -> Health:
+    """How the run of a folder that holds status.json is doing. For others than its trainer, whose lock a look at it
+    would give up.
+
+    Args:
+        now: seconds since 1970; None: the clock's.
+    """
+    now = time.time() if now is None else now
+    written = (folder / STATUS).stat().st_mtime
+    try:
+        status: dict[str, Any] = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+        state, step, reason = str(status["state"]), int(status.get("step", 0)), str(status.get("reason", ""))
+        beat, progress = float(status.get("heartbeat", written)), float(status.get("progress", written))
+        limit, at = float(status.get("limit", 0)), f"at {status.get('stage', 'its beginning')}"
+        who = Process(*(kind(status.get(name, kind())) for name, kind in Process.__annotations__.items()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Health("unknown", 0, now - written, f"{STATUS} is damaged")
+    if state != "running":
+        words = f"a trainer prepares to go on; it was {state}" if is_held(folder) else reason.partition("\n")[0]
+        return Health("starting" if is_held(folder) else state, step, now - written, words)
+    if not who.pid:  # of a release that did not say who it was
+        held = is_held(folder)
+        return Health("running" if held else "dead", step, now - written, "" if held else "no trainer holds its folder")
+    place, silence = f"pid {who.pid} on {who.host}", f"no sign of life for {now - beat:.0f} s"
+    if who.is_gone:
+        return Health("dead", step, now - progress, f"{place} is gone, last seen {at}")
+    if not who.is_here and now - beat > SILENT:
+        return Health("dead", step, now - progress, f"{place}: {silence}, last seen {at}")
+    if now - progress > max(limit, SILENT) or now - beat > SILENT:
+        what = silence if now - beat > SILENT else f"no progress for {now - progress:.0f} s"
+        return Health("stalled", step, now - progress, f"{place}: {what}, {at}")
+    return Health("running", step, now - progress, f"{at}, {place}")

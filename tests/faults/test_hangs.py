@@ -1,0 +1,379 @@
+"""Ranks that stand still, die or raise in the middle of a training: it ends soon, and names them."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from ranks import free_port, start_ranks
+from small_jobs import job_config, run_small_job
+from test_launch import ROOT, TORCHRUN, environment
+
+from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.processes import identity, watch
+from gpt2_ddp.reports.status import health
+
+PATIENCE = 5.0
+"""Of the runs here, in which nothing should take a second."""
+SILENCE = 10.0
+"""What a rank that says nothing is forgiven at least."""
+STEP = 9 + 4
+"""Of a fault that is in a step. An epoch has 9; the second evaluation comes after it, the second save after two."""
+HOST = socket.gethostname()
+
+
+def endless() -> None:
+    while True:
+        time.sleep(0.1)
+
+
+def stop() -> None:
+    time.sleep(2)  # a sign of life comes twice a second, and these steps take milliseconds
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def slow() -> None:
+    time.sleep(2)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ValueError("a bad sector")
+
+
+def faulty(config: JobConfig, folder: Path, stage: str, victim: int, fault: Callable[[], None]) -> str:
+    """Trains; on rank `victim` the `fault` comes in the middle of `stage`, where the file `fault` is written first."""
+    from gpt2_ddp.data.feed import Feed
+    from gpt2_ddp.run.run import Run
+    from gpt2_ddp.tasks.supervised import Supervised
+
+    rank = int(os.environ.get("RANK", "0"))
+    if "MACHINE" in os.environ:
+        identity._machine = socket.gethostname = lambda: os.environ["MACHINE"]
+    file = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)  # pytest's own does not survive here
+    places = {
+        "data": (Feed, "next_step", STEP),
+        "forward/backward": (Supervised, "loss", STEP + (os.environ.get("WORLD_SIZE", "1") != "1")),  # settling is one
+        "evaluate": (Supervised, "evaluate", 2),
+        "save": (Run, "capture", 2),
+    }
+    place, name, at = places[stage]
+    sick = range(at, at + (5 if fault is slow else 1))
+    original, calls = getattr(place, name), 0
+
+    def broken(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls in sick and rank == victim:
+            (folder / "fault").touch()
+            fault()
+        return original(*args, **kwargs)
+
+    setattr(place, name, broken)
+    return run_small_job(config).outcome
+
+
+class Ended(NamedTuple):
+    """Seconds from the fault until somebody spoke, and until all were gone; exit codes, and what each rank said."""
+
+    verdict: float
+    gone: float
+    codes: list[int | None]
+    said: list[str]
+    status: dict
+
+
+def scene(folder: Path, world: int, stage: str, victim: int, fault: Callable[[], None], **changes) -> Ended:
+    changes = {"train.epochs": 3, "train.patience_seconds": PATIENCE} | changes
+    config = job_config("regression", folder, changes)
+    started = start_ranks(faulty, world, config, folder, stage, victim, fault)
+    try:
+        files = [folder / f"stderr-{rank}" for rank in range(world)]
+        begun = wait_until(lambda: (folder / "fault").exists(), 120)
+        spoke = wait_until(
+            lambda: any("error: " in file.read_text() or "Traceback" in file.read_text() for file in files), 60
+        )
+        gone = wait_until(lambda: not any(process.is_alive() for process, _ in started), 60)
+    except AssertionError:
+        print(*(file.read_text() for file in files), sep="\n")
+        raise
+    finally:
+        for process, _ in started:
+            process.kill()
+            process.join()
+    codes, said = [process.exitcode for process, _ in started], [file.read_text() for file in files]
+    found = Ended(spoke - begun, gone - begun, codes, said, json.loads((folder / "run/status.json").read_text()))
+    print(f"{stage} {fault.__name__} of rank {victim}/{world}: verdict {found.verdict:.1f} s, gone {found.gone:.1f} s")
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> float:
+    """When the condition came to hold."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return time.monotonic()
+
+
+CASES = [
+    (stage, fault, victim)
+    for stage in ("data", "forward/backward", "evaluate", "save")
+    for fault in (stop, endless)
+    for victim in (0, 1)
+]
+QUICK = [("data", endless, 1), ("forward/backward", stop, 0)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault", "victim"),
+    [pytest.param(*case, marks=pytest.mark.slow if case in QUICK else pytest.mark.soak) for case in CASES],
+)
+def test_a_rank_that_stands_still_is_named(tmp_path, stage, fault, victim):
+    found = scene(tmp_path, 2, stage, victim, fault)
+    assert found.verdict < PATIENCE + 15
+    assert found.gone < found.verdict + 35
+    said = "\n".join(found.said)
+    step = {"evaluate": 9, "save": 18}.get(stage, STEP)
+    (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: rank {victim} on {HOST}: no ")
+    assert line.endswith(f" at {stage}, step {step}")
+    assert ("in endless" in said) == (fault is endless)
+    assert "Traceback" not in said
+    assert found.codes[1 - victim] == 1
+    assert found.codes[victim] == (1 if fault is endless else -signal.SIGKILL)
+    if (victim, fault) != (0, stop):
+        assert found.status["state"] == "failed"
+        assert line.removeprefix("error: ") in found.status["reason"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "victim"),
+    [
+        pytest.param("forward/backward", 1, marks=pytest.mark.slow),
+        *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("data", "evaluate") for victim in (0, 1)],
+    ],
+)
+def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
+    found = scene(tmp_path, 3, stage, victim, kill)
+    assert found.verdict < 15
+    assert found.gone < 15
+    said = [line for text in found.said for line in text.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert said[0].startswith(f"error: rank {victim} on {HOST}: ended without a word, last seen at ")
+    assert "Traceback" not in "".join(found.said)
+    if victim:
+        assert (found.status["state"], found.status["reason"]) == ("failed", said[0].removeprefix("error: "))
+    else:
+        assert health(tmp_path / "run").state == "dead"
+
+
+@pytest.mark.parametrize(
+    ("stage", "victim"),
+    [
+        pytest.param("data", 1, marks=pytest.mark.slow),
+        *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("evaluate", "save") for victim in (0, 2)],
+    ],
+)
+def test_what_a_rank_raises_is_shown_first(tmp_path, stage, victim):
+    found = scene(tmp_path, 3, stage, victim, fail)
+    assert found.gone < 15
+    said = "".join(found.said)
+    assert "error: rank" in said
+    assert said[said.index("error: rank") :].startswith(
+        f"error: rank {victim} on {HOST}: ValueError: a bad sector (at {stage}"
+    )
+    assert "gloo" not in said
+    assert found.status["state"] == "failed"
+    assert "ValueError: a bad sector" in found.status["reason"]
+
+
+@pytest.mark.slow
+def test_a_lone_process_that_stands_still_ends(tmp_path):
+    found = scene(tmp_path, 1, "data", 0, endless)
+    assert found.verdict < PATIENCE + 15
+    assert found.codes == [1]
+    assert f"error: rank 0 on {HOST}: no progress" in found.said[0]
+    assert "in endless" in found.status["reason"]
+
+
+# The healthy
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_slow_rank_is_not_accused(tmp_path, victim):
+    """Steps of milliseconds, and then some of two seconds, of which one rank alone needs nearly all."""
+    changes = {"train.epochs": 3, "train.patience_seconds": PATIENCE}
+    config = job_config("regression", tmp_path, changes)
+    assert finish(start_ranks(faulty, 2, config, tmp_path, "forward/backward", victim, slow)) == ["completed"] * 2
+
+
+def first_step_takes(config: JobConfig, folder: Path, seconds: float) -> str:
+    """The settling pass and the first steps of both ranks take longer than the patience of everything else."""
+    from gpt2_ddp.tasks.supervised import Supervised
+
+    watch.PATIENCE = seconds / 3
+    original, calls = Supervised.loss, []
+
+    def loss(*args):
+        calls.append(1)
+        if len(calls) <= 3:
+            time.sleep(seconds)
+        return original(*args)
+
+    Supervised.loss = loss
+    return run_small_job(config).outcome
+
+
+@pytest.mark.soak
+def test_a_first_step_or_a_compilation_longer_than_the_patience_is_not_accused(tmp_path):
+    config = job_config("regression", tmp_path)
+    assert finish(start_ranks(first_step_takes, 2, config, tmp_path, 9)) == ["completed"] * 2
+
+
+def endless_steps(config: JobConfig, folder: Path) -> str:
+    """Trains in steps of a tenth of a second, until the file `enough` is there."""
+    from gpt2_ddp.run import loop
+
+    original = loop.train_step
+
+    def train_step(run):
+        if run.step == STEP and not (folder / "enough").exists():
+            (folder / f"here-{run.accelerator.process_index}").touch()
+            while not (folder / "enough").exists():
+                run.watch.progress()
+                time.sleep(0.1)
+        return original(run)
+
+    loop.train_step = train_step
+    return run_small_job(config).outcome
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_all_ranks_suspended_and_woken_in_any_order_go_on(tmp_path, order):
+    config = job_config("regression", tmp_path, {"train.patience_seconds": PATIENCE})
+    started = start_ranks(endless_steps, 2, config, tmp_path)
+    wait_until(lambda: all((tmp_path / f"here-{rank}").exists() for rank in order), 120)
+    for number, seconds in (signal.SIGSTOP, SILENCE + 15), (signal.SIGCONT, 3):
+        for rank in order:
+            os.kill(started[rank][0].pid or 0, number)
+            time.sleep(SILENCE / 2)
+        time.sleep(seconds)
+    (tmp_path / "enough").touch()
+    assert finish(started) == ["completed"] * 2
+
+
+def finish(started: list) -> list[str]:
+    from ranks import results
+
+    return results(started, timeout=180)
+
+
+# Under torchrun, and two machines of which one loses the network
+
+
+def torchrun(folder: Path, stage: str, victim: int, fault: str, *flags: str, before=(), **env: str) -> subprocess.Popen:
+    script = [__file__, str(folder), stage, str(victim), fault]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env = environment() | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | env
+    return subprocess.Popen(
+        [*before, *TORCHRUN, *flags, *script], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("fault", "victim"), [("stop", 0), ("stop", 1), ("endless", 0), ("kill", 1), ("fail", 1)])
+def test_under_torchrun(tmp_path, fault, victim):
+    launched = torchrun(tmp_path, "data", victim, fault, "--nproc_per_node", "2", "--master_port", str(free_port()))
+    try:
+        begun = wait_until(lambda: (tmp_path / "fault").exists(), 120)
+        launched.communicate(timeout=90)
+    finally:
+        if launched.poll() is None:
+            os.killpg(launched.pid, signal.SIGKILL)
+    gone = time.monotonic() - begun
+    print(f"torchrun, {fault} of rank {victim}: gone {gone:.1f} s")
+    said = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(2))
+    assert launched.returncode == 1
+    assert gone < PATIENCE + 15 + 35
+    assert f"error: rank {victim} on {HOST}: " in said
+    if (fault, victim) != ("stop", 0):
+        status = json.loads((tmp_path / "run/status.json").read_text())
+        assert status["state"] == "failed"
+        assert f"rank {victim} on {HOST}: " in status["reason"]
+
+
+@pytest.fixture
+def two_machines():
+    """Names of two network namespaces, each with one end of a cable, 10.77.0.1 and 10.77.0.2."""
+    names = [f"watch{os.getpid()}{end}" for end in "ab"]
+    commands = [f"netns add {name}" for name in names]
+    commands += [f"link add w0 netns {names[0]} type veth peer name w0 netns {names[1]}"]
+    for number, name in enumerate(names, 1):
+        commands += [
+            f"-n {name} addr add 10.77.0.{number}/24 dev w0",
+            f"-n {name} link set w0 up",
+            f"-n {name} link set lo up",
+        ]
+    try:
+        for command in commands:
+            try:
+                subprocess.run(["ip", *command.split()], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+@pytest.mark.soak
+def test_two_machines_that_lose_each_other_both_end_and_say_so(tmp_path, two_machines):
+    flags = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1", "--master_port", "29511"]
+    launched = [
+        torchrun(tmp_path, "data", 0, "cut", *flags, "--node_rank", str(number), before=("ip", "netns", "exec", name),
+                 MACHINE=f"machine{number}", GLOO_SOCKET_IFNAME="w0")
+        for number, name in enumerate(two_machines)
+    ]  # fmt: skip
+    try:
+        wait_until(lambda: (tmp_path / "fault").exists(), 180)
+        subprocess.run(["ip", "-n", two_machines[1], "link", "set", "w0", "down"], check=True)
+        cut = time.monotonic()
+        files = [tmp_path / f"stderr-{rank}" for rank in range(2)]
+        said = [wait_until(lambda file=file: "error: " in file.read_text(), 60) - cut for file in files]
+        ended = [wait_until(lambda one=one: one.poll() is not None, 90) - cut for one in launched]
+    finally:
+        for one in launched:
+            if one.poll() is None:
+                os.killpg(one.pid, signal.SIGKILL)
+            one.communicate()
+    print(f"link cut: said after {said} s, launchers gone after {ended} s")
+    assert max(said) < PATIENCE + 15
+    assert [one.returncode for one in launched] == [1, 1]
+    assert "error: rank 1 on machine1: no sign of life" in files[0].read_text()
+    assert "error: rank 0 on machine0: no sign of life" in files[1].read_text()
+    assert "rank 1 on machine1" in json.loads((tmp_path / "run/status.json").read_text())["reason"]
+
+
+def cut() -> None:
+    """Somebody else cuts the cable."""
+
+
+if __name__ == "__main__":
+    folder, stage, victim, fault = sys.argv[1:]
+    changes = {"train.epochs": 300 if fault == "cut" else 3, "train.patience_seconds": PATIENCE}
+    faulty(job_config("regression", Path(folder), changes), Path(folder), stage, int(victim), globals()[fault])

@@ -1,0 +1,162 @@
+"""What status.json says of a run, while it runs and after; and what is made of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_jobs import job_config
+
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import StatusConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.identity import this_process
+from gpt2_ddp.reports.runs import read_runs
+from gpt2_ddp.reports.status import SILENT, health, show_status
+from gpt2_ddp.run.folder import RunFolder
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A run folder as its trainer holds it."""
+    folder = RunFolder(job_config("regression", tmp_path))
+    yield folder
+    folder.release()
+
+
+def facts(**changes: object) -> dict:
+    """A heartbeat of this process at NOW, with `changes`."""
+    usual = {"step": 7, "stage": "data", **this_process()._asdict(), "heartbeat": NOW, "progress": NOW, "limit": 120.0}
+    return usual | changes
+
+
+def write(folder: Path, **status: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "status.json").write_text(json.dumps(status))
+    return folder
+
+
+def running(folder: Path, **changes: object) -> Path:
+    return write(folder, **({"state": "running", "reason": ""} | facts(**changes)))
+
+
+def test_a_running_run_says_by_whom_and_where_it_is(held):
+    held.write_heartbeat(facts())
+    assert not (held.path / "status.json").exists(), "it has not begun"
+    held.write_status("running", 3)
+    first = json.loads((held.path / "status.json").read_text())
+    assert (first["pid"], first["host"]) == (os.getpid(), os.uname().nodename)
+    assert abs(first["heartbeat"] - time.time()) < 60
+    held.write_heartbeat(facts())
+    assert json.loads((held.path / "status.json").read_text()) == {"state": "running", "reason": "", **facts()}
+
+
+def test_how_it_ended_stays(held):
+    held.write_status("running", 3)
+    held.write_status("completed", 9)
+    file = held.path / "status.json"
+    assert file.read_text() == '{"state": "completed", "step": 9, "reason": ""}\n'
+    os.utime(file, (1, 1))
+    held.write_heartbeat(facts())
+    held.write_failure(9, "rank 1 is late")
+    held.write_status("completed", 9)
+    assert file.stat().st_mtime == 1
+    held.write_status("stopped", 9)
+    held.write_failure(9, "rank 1 is late")
+    assert json.loads(file.read_text())["state"] == "stopped"
+
+
+def test_a_heartbeat_waits_for_no_disk(held, monkeypatch):
+    held.write_status("running", 3)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("it waits for a disk"))
+    held.write_heartbeat(facts())
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "expected"),
+    [
+        ({}, NOW + 5, ("running", 7, 5, r"at data, pid \d+ on \S+")),
+        ({"heartbeat": NOW + 119}, NOW + 119, ("running", 7, 119, r"at data.*")),
+        ({"heartbeat": NOW + 121}, NOW + 121, ("stalled", 7, 121, r"pid \d+ on \S+: no progress for 121 s, at data")),
+        ({"stage": "save", "limit": 500.0, "heartbeat": NOW + 400}, NOW + 400, ("running", 7, 400, r"at save.*")),
+        # the process stands still as a whole
+        ({}, NOW + SILENT + 1, ("stalled", 7, SILENT + 1, r"pid \d+ on \S+: no sign of life for 91 s, at data")),
+        # another process has its number now
+        ({"started": 1}, NOW + 5, ("dead", 7, 5, r"pid \d+ on \S+ is gone, last seen at data")),
+        ({"host": "far", "machine": "m"}, NOW + SILENT - 1, ("running", 7, SILENT - 1, r"at data, pid \d+ on far")),
+        ({"host": "far", "machine": "m"}, NOW + SILENT + 1, ("dead", 7, SILENT + 1, r"pid \d+ on far: no sign of .*")),
+    ],
+)
+def test_health_of_a_running_run(tmp_path, changes, now, expected):
+    found = health(running(tmp_path / "run", **changes), now)
+    assert found[:3] == expected[:3]
+    assert re.fullmatch(expected[3], found.detail)
+
+
+def test_a_run_that_has_ended(tmp_path):
+    for state in ("completed", "stopped", "failed", "diverged"):
+        folder = write(tmp_path / state, state=state, step=9, reason=f"{state}: because\n  File x")
+        os.utime(folder / "status.json", (NOW, NOW))
+        assert health(folder, NOW + 60) == (state, 9, 60, f"{state}: because")
+
+
+OTHER = """
+import sys
+from gpt2_ddp.config.jobs import RegressionConfig
+from gpt2_ddp.run.folder import RunFolder
+folder = RunFolder(RegressionConfig(output_dir=sys.argv[1], run_name="run"))
+print("held", flush=True)
+input()
+"""
+
+
+def test_older_files_and_damaged_ones(tmp_path):
+    folder = write(tmp_path / "run", state="running", step=4, reason="")
+    assert health(folder)[:2] == ("dead", 4), "nobody holds it"
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    assert health(folder)[:2] == ("running", 4)
+    write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
+    assert health(folder).state == "starting"
+    other.communicate("\n")
+    assert health(folder).state == "stopped"
+    for text in (
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"state": "running", "step": "x"}',
+        '{"state": "running", "pid": {}}',
+        "[" * 9999,
+    ):
+        (folder / "status.json").write_text(text)
+        assert health(folder).state == "unknown"
+
+
+def test_a_line_for_each_run(tmp_path, capsys):
+    runs = [str(running(tmp_path / "one")), str(write(tmp_path / "another", state="completed", step=1200, reason=""))]
+    assert show_status(load(StatusConfig, runs)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:4] for line in lines] == [
+        [runs[0], "stalled", "step", "7"],
+        [runs[1], "completed", "step", "1200"],
+    ]
+    with pytest.raises(UserError, match=r"holds no status.json; give a run folder, like .*/another, .*/one"):
+        show_status(load(StatusConfig, [str(tmp_path)]))
+
+
+def test_a_report_does_not_take_a_dead_run_for_a_running_one(tmp_path):
+    folder = running(tmp_path / "run", started=1)
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (record,) = read_runs([folder])
+    assert record.status["state"] == "dead"
+    assert "is gone" in record.status["reason"]

@@ -1,0 +1,312 @@
+"""Who is to blame, judged from recorded signs of life; and what the watch itself counts and tells."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes import watch as watching
+from gpt2_ddp.processes.identity import Process, this_process
+from gpt2_ddp.processes.verdict import AFTERMATH, GRACE, SILENCE, Seen, Sign, judge, judge_silence
+from gpt2_ddp.processes.watch import BEAT, FIRST_TIME, PATIENCE, Watch
+
+HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
+
+
+def seen(*signs: dict, silent: float | dict[int, float] = 0.3) -> dict[int, Seen]:
+    """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first ones."""
+    usual = {"stage": "forward/backward", "step": 7, "marks": 2, "collectives": 50, "limit": 120.0}
+    quiet = silent if isinstance(silent, dict) else {}
+    given = [*signs, *({} for _ in range(len(signs), 4))]
+    return {rank: Seen(Sign(HOSTS[rank], **(usual | sign)), quiet.get(rank, 0.3)) for rank, sign in enumerate(given)}
+
+
+def reason(ranks: dict[int, Seen], patience: float = 120) -> str | None:
+    verdict = judge(ranks, patience)
+    return verdict and verdict.reason
+
+
+WAITING = {"idle": 119.0, "collectives": 51}
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        seen(),
+        seen({"idle": 119.0}, {"idle": 119.0}, {"idle": 119.0}, {"idle": 119.0}),
+        seen({"idle": 130.0}, {"idle": 130.0}, {"idle": 130.0}, {"idle": 119.0}),
+        # the others wait longer than they may, for one that makes progress
+        seen({"idle": 1000.0, "collectives": 51}, {"idle": 3.0}, {"idle": 999.0, "collectives": 51}),
+        # rank 0 saves, which it has announced, and the others wait in the next step
+        seen({"stage": "save", "idle": 900.0, "limit": 1000.0}, *[{"step": 8, "idle": 899.0}] * 3),
+        # a silent one is heard before one that seems to be behind is judged: its last place is old
+        seen({"idle": 130.0}, *[{"idle": 130.0, "collectives": 51}] * 3, silent={2: 100.0}),
+        # one has left, the others are ending
+        seen({"left": True}, {}, {}, {}, silent={0: 1000.0}),
+        # the collective of one failed a moment ago, and all others still say something
+        seen({"lost": "RuntimeError: gloo", "idle": 130.0}, *[{"idle": 130.0}] * 3),
+        # one has raised something, which the others may be about to raise as well
+        seen({"failed": "UserError: data.path"}, {}, silent={0: GRACE - 0.1}),
+    ],
+)
+def test_not_accused(ranks):
+    assert judge(ranks, 120) is None
+
+
+def test_a_rank_behind_the_others_is_accused():
+    ranks = seen(
+        WAITING, WAITING, {"stage": "data", "marks": 1, "idle": 121.0, "stack": "  File x\n    wait()"}, WAITING
+    )
+    assert reason(ranks) == "rank 2 on host1: no progress for 121 s at data, step 7\n  File x\n    wait()"
+
+
+def test_a_rank_that_is_still_in_the_step_before_is_accused():
+    ranks = seen({"stage": "sample", "marks": 9, "idle": 121.0}, *[{"step": 8, "marks": 1, "idle": 125.0}] * 3)
+    assert reason(ranks) == "rank 0 on host0: no progress for 121 s at sample, step 7"
+
+
+def test_in_the_same_stage_the_one_that_started_fewer_collectives_is_accused():
+    waiting = {"idle": 125.0, "collectives": 51}
+    assert reason(seen(waiting, waiting, {"idle": 124.0}, waiting)) == (
+        "rank 2 on host1: no progress for 124 s at forward/backward, step 7"
+    )
+
+
+def test_in_the_same_stage_the_one_that_came_less_far_is_accused():
+    ranks = seen(
+        *[{"stage": "evaluate", "marks": 30, "idle": 122.0}] * 3, {"stage": "evaluate", "marks": 29, "idle": 122}
+    )
+    assert (reason(ranks) or "").startswith("rank 3 on host1: no progress for 122 s at evaluate")
+
+
+def test_where_nobody_is_behind_all_are_named():
+    said = (reason(seen(*[{"idle": 121.0}] * 4)) or "").splitlines()
+    assert [line.split(":")[0] for line in said] == [f"rank {rank} on {HOSTS[rank].host}" for rank in range(4)]
+
+
+def test_silence_is_borne_for_the_patience_alone_whatever_was_announced():
+    preparing = {"stage": "preparing data", "idle": 5.0, "limit": 600_000.0}
+    assert judge(seen(*[preparing] * 4, silent={3: 119.0}), 120) is None
+    verdict = judge(seen(*[preparing] * 4, silent={2: 121.0, 3: 121.0}), 120)
+    assert verdict is not None
+    assert verdict.stuck == HOSTS[2:]
+    assert verdict.reason.splitlines()[1] == (
+        "rank 3 on host1: no sign of life for 121 s, last seen at preparing data, step 7"
+    )
+    assert judge(seen(silent={3: SILENCE - 0.1}), 1) is None, "a library that loads may silence a live process"
+
+
+def test_a_collective_that_failed_shortens_the_patience():
+    lost = {"lost": "RuntimeError: gloo: connection closed by peer"}
+    assert judge(seen(lost, silent={3: AFTERMATH - 0.1}), 120) is None
+    assert "rank 3" in (reason(seen(lost, silent={3: AFTERMATH + 0.1})) or "")
+
+
+def test_what_a_rank_raised_is_the_reason():
+    lost, raised = {"lost": "RuntimeError: gloo"}, {"failed": "ValueError: a bad sector", "stage": "data"}
+    said = "rank 1 on host0: ValueError: a bad sector (at data, step 7)"
+    assert reason(seen(lost, raised, lost, silent={1: GRACE + 0.1, 3: 60.0})) == said
+    assert reason(seen({}, raised | {"idle": AFTERMATH + 0.1})) == said, "it says so, but does not end"
+
+
+def test_a_rank_whose_process_is_gone():
+    gone = {**seen(), 1: Seen(Sign(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)}
+    assert reason(gone) == "rank 1 on host0: ended without a word, last seen at data, step 7; was it killed?"
+
+
+def test_others_judge_nothing_but_the_silence_of_rank_0():
+    """They know nothing of the further ranks, for one of which rank 0 may be waiting."""
+    ranks = {rank: one for rank, one in seen({"idle": 500.0}, {"idle": 500.0}).items() if rank < 2}
+    assert judge_silence(ranks, 120) is None
+    assert judge_silence({**ranks, 0: ranks[0]._replace(silent=121.0)}, 120) is not None
+
+
+# A process, told apart
+
+
+def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    one = this_process()
+    fields = open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()  # noqa: SIM115
+    other = one._replace(pid=child.pid, started=int(fields[19]))
+    assert not one.is_gone
+    assert not other.is_gone
+    other._replace(started=other.started - 1).kill()
+    other._replace(machine="elsewhere").kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.5)
+    assert other._replace(started=other.started - 1).is_gone
+    assert not other._replace(machine="elsewhere", started=1).is_gone, "nothing is known of it"
+    other.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert other.is_gone, "it waits to be reaped"
+    child.wait()
+
+
+# What is counted
+
+
+class Clock:
+    """`time.monotonic` of the watch, which these tests turn by hand."""
+
+    def __init__(self, watch: Watch):
+        self.now, self.watch = 0.0, watch
+        watch._woke = 0.0
+
+    def pass_by(self, seconds: float, asleep: bool = False) -> Sign:
+        for _ in range(1 if asleep else round(seconds / BEAT)):
+            self.now += seconds if asleep else BEAT
+            self.watch._look()
+        return self.watch._sign
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Of a lone rank's watch whose own threads do nothing."""
+    made = []
+
+    def make(patience: float | None = None, compiles: bool = False) -> Clock:
+        monkeypatch.setattr(watching, "BEAT", 1000.0)
+        monkeypatch.setattr(watching, "HEARTBEAT", 1000.0)
+        watch = Watch(0, 1, patience, compiles)
+        monkeypatch.setattr(watching, "BEAT", BEAT)
+        made.append(Clock(watch))
+        monkeypatch.setattr(watching.time, "monotonic", lambda: made[-1].now)
+        return made[-1]
+
+    yield make
+    monkeypatch.undo()
+    for one in made:
+        one.watch.close()
+
+
+def test_patience_follows_the_slowest_stage_of_this_run(clock):
+    time = clock()
+    watch = time.watch
+    watch.at("step", 1)
+    assert time.pass_by(173).limit == FIRST_TIME, "nothing is known of a step's length yet"
+    watch.at("step", 2)
+    assert time.pass_by(1).limit == pytest.approx(1730, abs=10)
+    watch.at("save", 2, allowance=500)
+    assert time.pass_by(400).limit == pytest.approx(FIRST_TIME + 500)
+    watch.at("step", 3)
+    assert time.pass_by(1).limit == pytest.approx(1730, abs=10), "what was announced says nothing of other stages"
+
+
+def test_a_quick_run_has_two_minutes(clock):
+    time = clock()
+    for step in range(1, 9):
+        time.watch.at("step", step)
+        time.pass_by(2)
+    assert time.pass_by(1).limit == PATIENCE
+
+
+def test_patience_as_configured_holds_from_the_first_step_on_unless_graphs_are_compiled(clock):
+    for compiles, limit in (False, 7 + SILENCE), (True, FIRST_TIME):
+        time = clock(patience=7, compiles=compiles)
+        time.watch.at("step", 1)
+        assert time.pass_by(1).limit == limit
+        time.watch.at("step", 2)
+        time.pass_by(30)
+        time.watch.at("step", 3)
+        assert time.pass_by(1).limit == 7
+        time.watch.at("save", allowance=100)
+        assert time.pass_by(1).limit == limit + 100
+        time.watch.progress()
+        assert time.pass_by(1).limit == limit
+
+
+def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
+    time = clock()
+    time.watch.at("data", 2)
+    time.watch.at("data", 3)
+    time.pass_by(BEAT)
+    sign = time.pass_by(6)
+    assert (sign.stage, sign.step, sign.marks, sign.idle) == ("data", 3, 1, 6)
+    assert "test_idleness_is_counted" in sign.stack
+    time.watch.progress()
+    sign = time.pass_by(BEAT)
+    assert (sign.marks, sign.idle, sign.stack) == (2, 0, "")
+
+
+def test_one_that_was_suspended_forgets_what_it_saw(clock):
+    time = clock()
+    time.watch._signs = {1: Sign(HOSTS[1], turn=5)}
+    time.watch._silent = {1: (5, 0.0)}
+    time.watch.at("data", 3)
+    time.pass_by(BEAT)
+    time.pass_by(100)
+    assert time.watch._silent[1] == (5, 100.5)
+    sign = time.pass_by(10_000, asleep=True)
+    assert (sign.idle, time.watch._silent[1]) == (0, (5, 0.0))
+    time.pass_by(4.0, asleep=True)
+    assert time.watch._silent[1] == (5, 2 * BEAT), "a short sleep is not counted either"
+
+
+def test_somebody_in_a_debugger_may_stand_still(clock):
+    time = clock()
+    time.watch.at("data", 3)
+    source = "def trace_dispatch(look):\n    look()"
+    scope: dict = {}
+    exec(compile(source, "/usr/lib/python3/bdb.py", "exec"), scope)
+    scope["trace_dispatch"](lambda: time.pass_by(1000))
+    assert time.watch._sign.idle < 2 * BEAT
+
+
+def test_an_error_that_comes_after_a_long_wait_is_news(clock):
+    """Or the others would not be left the time to raise the same."""
+    time = clock()
+    time.watch._world, time.watch._deliver = 2, lambda: True
+    time.watch.at("preparing data", 0, allowance=10_000)
+    time.pass_by(1000)
+    time.now += 0.1
+    time.watch.failed(UserError("data.path", "x", "is empty"))
+    time.now += 1
+    sign = time.watch._outgoing()
+    assert (sign.failed, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
+    time.watch._world = 1
+
+
+# What is told
+
+
+def two_watches(_: int) -> list:
+    """Two runs in turn of one world: what rank 0 has heard of rank 1 by the end of each."""
+    from gpt2_ddp.processes.launch import build_accelerator
+
+    accelerator = build_accelerator("cpu", "no")
+    found = []
+    for number in range(2):
+        watch = Watch(accelerator.process_index, 2, None)
+        watch.at(f"stage {number}", 5 + number)
+        before = dist.group.WORLD._get_sequence_number_for_group()
+        accelerator.wait_for_everyone()
+        assert dist.group.WORLD._get_sequence_number_for_group() > before
+        if accelerator.is_main_process:
+            deadline = time.monotonic() + 20
+            while watch._signs[1].stage != f"stage {number}" and time.monotonic() < deadline:
+                time.sleep(0.05)
+        accelerator.wait_for_everyone()
+        watch.close()
+        found += [(sign.stage, sign.step, sign.left) for sign in watch._signs.values()]
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "watch"]
+    accelerator.end_training()
+    return found
+
+
+def test_signs_of_life_arrive():
+    heard = run_ranks(two_watches, 2, 0)[0]
+    assert heard == [("stage 0", 5, True), ("stage 1", 6, True)]
+
+
+def test_a_sign_travels_as_json():
+    sign = Sign(this_process(), 4, "data", 3, idle=1.5, stack='  File "x"\n', failed="E: ü")
+    process, *rest = json.loads(json.dumps(sign))
+    assert Sign(Process(*process), *rest) == sign
