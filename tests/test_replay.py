@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import training_config
+from conftest import edit_manifest, training_config
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from small_jobs import job_config, rows, run_small_job
@@ -26,7 +26,7 @@ from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.replay import compare_rows, plan
-from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, OPTIMIZER, STATE
+from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, OPTIMIZER, STATE, seal
 
 INTACT = (
     "ok      replay from step 4 to 8 by 1 process: 4 rows, weights and moments, bit for bit",
@@ -77,7 +77,7 @@ def forge(file: Path) -> None:
     """Makes the manifest beside a checkpoint's file fit what is in it now."""
     manifest = json.loads((file.parent / MANIFEST).read_text())
     manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
-    (file.parent / MANIFEST).write_text(json.dumps(manifest))
+    (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
 
 
 def test_trained_again_it_is_the_same_and_nothing_is_touched(trained: Path) -> None:
@@ -130,6 +130,7 @@ def alter_shard(place: Path) -> None:
         tokens = np.frombuffer(bytes(content[1024:]), ">u2").astype("<u2")
         file.write_bytes(content[:1024] + tokens.tobytes())
         change(place / "data" / DATA_MANIFEST, old, sha256_file(file))
+    edit_manifest(place / "data")
     for step in (4, 8, 12):
         state = checkpoint(place / "run", step) / STATE
         change(state, manifest.hash, read_manifest(place / "data").hash)

@@ -157,8 +157,8 @@ class CheckpointFolder:
         Args:
             good: the last step that is known to be good: the newest checkpoint until there is kept as well, to go back
                 to, and those after it, of which nothing is known yet.
-            coming: state of a checkpoint that needs the room, counted as if it were there already. The newest of those
-                that are there stays nevertheless.
+            coming: state of a checkpoint that needs the room, also of those; counted as if it were there already. The
+                newest of those that are there stays nevertheless.
         """
         if len(list_checkpoints(self.folder)) + (coming is not None) <= self.keep_last:
             return
@@ -169,7 +169,8 @@ class CheckpointFolder:
         keep = {*sorted(counted)[-self.keep_last :], *list(intact)[-1:], *([min(scored)[1]] if scored else [])}
         if good is not None:
             until = [place for place, state in intact.items() if state["step"] <= good]
-            keep |= {*until[-1:], *(place for place, state in intact.items() if state["step"] > good)}
+            after = [place for place in intact if place not in until]
+            keep |= {*until[-1:], *(after if coming is None else [])}
         for place in sorted(intact.keys() - keep):
             self._remove(place)
 

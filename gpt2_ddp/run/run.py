@@ -313,7 +313,8 @@ class Run:
 
     def _record_start(self, resumed: bool) -> None:
         if self.folder:
-            self.folder.checkpoints.prune(self.guard.good)  # keep_last may have been lowered for a disk that is full
+            # keep_last may have been lowered for a disk that is full
+            self.folder.checkpoints.prune(self.guard.good if self.guard.first_bad else None)
             self.folder.write_config(self.config)
             self.folder.cut_metrics(self.step if resumed else -1, self.rollbacks)
 

@@ -195,7 +195,7 @@ def test_a_disk_that_dies(corpus, tmp_path, halfway):
     assert "Read-only" in line
     assert "Traceback" not in said
     assert run_ranks(train, 1, config) == ["completed"]
-    assert steps(run) == [7]
+    assert steps(run)[-1] == 7
     assert left_behind(run) == []
 
 
@@ -283,4 +283,4 @@ def test_a_limit_on_the_size_of_files(corpus, tmp_path, halfway):
     expect_full(found, run, "File too large", "ulimit -f", MODEL)
     assert steps(run) == [5]
     assert run_ranks(train, 1, config) == ["completed"]
-    assert steps(run) == [7]
+    assert steps(run)[-1] == 7

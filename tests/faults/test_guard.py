@@ -1,5 +1,7 @@
 """Steps that go wrong: left out, gone back from, and never called a completed run; all ranks decide alike."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -62,10 +64,7 @@ def train(
             handle.remove()
 
     loop.train_step = train_step
-    try:
-        return loop.train(config, Pretraining).outcome if gpt else run_small_job(config).outcome
-    finally:
-        loop.train_step = step
+    return loop.train(config, Pretraining).outcome if gpt else run_small_job(config).outcome
 
 
 def clean(position: int, step: int) -> float:
@@ -101,10 +100,17 @@ def test_a_run_whose_every_gradient_is_nan_has_diverged(corpus, tmp_path, world)
     ]
 
 
-def test_a_job_that_diverges_stops_and_does_not_go_back(tmp_path, capfd):
+def heard(config: JobConfig, factor: Callable[[int, int], float]) -> tuple[str, str]:
+    """The outcome of a training, and what it says on stderr."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return train(config, factor), said.getvalue()
+
+
+def test_a_job_that_diverges_stops_and_does_not_go_back(tmp_path):
     config = job_config("regression", tmp_path, {"guard": {"patience": 4}})
-    assert train(config, late_poison) == "diverged"
-    assert "warning: step 21 is bad: its gradient is not finite" in capfd.readouterr().err
+    ((outcome, said),) = run_ranks(heard, 1, config, late_poison)
+    assert outcome == "diverged"
+    assert said.count("warning: step 21 is bad: its gradient is not finite") == 1
     assert status(tmp_path / "run")["state"] == "diverged"
     assert not any("event" in row for row in rows(tmp_path / "run"))
     assert int(newest_checkpoint(tmp_path / "run").name[5:]) <= 20
@@ -198,7 +204,7 @@ def test_the_checkpoint_to_go_back_to_is_kept(corpus, tmp_path):
     """keep_last 1 and a checkpoint in every step: what was saved in the bad stretch does not push it out."""
     changes = GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1, "guard": {"patience": 3, "rollbacks": 0}}
     config = training_config(corpus, tmp_path, changes)
-    assert train(config, poisoned) == "diverged"
+    assert run_ranks(train, 1, config, poisoned) == ["diverged"]
     kept = [int(place.name[5:]) for place in list_checkpoints(tmp_path / "run/checkpoints")]
     assert kept == [9]
 
