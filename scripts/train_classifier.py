@@ -10,6 +10,7 @@ The same command given again goes on where the run stopped.
 
 from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.processes.environment import exit_code
 from gpt2_ddp.processes.spawn import run_processes
 
 
@@ -27,10 +28,7 @@ ACCURACIES = ("val_accuracy", "val_top5")
 
 
 def main(config: ClassifierConfig) -> int:
-    outcome = run_processes(train, config.launch.processes, config)
-    from gpt2_ddp.processes.launch import exit_code
-
-    return exit_code(outcome)
+    return exit_code(run_processes(train, config.launch.processes, config))
 
 
 if __name__ == "__main__":

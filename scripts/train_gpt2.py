@@ -9,10 +9,10 @@ The same command given again goes on where the run stopped.
 
 from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.processes.environment import exit_code
 
 
 def main(config: TrainingConfig) -> int:
-    from gpt2_ddp.processes.launch import exit_code
     from gpt2_ddp.reports.report import write_report
     from gpt2_ddp.run.loop import train
     from gpt2_ddp.tasks.pretraining import Pretraining

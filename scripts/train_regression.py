@@ -10,6 +10,7 @@ The same command given again goes on where the run stopped.
 
 from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.jobs import RegressionConfig
+from gpt2_ddp.processes.environment import exit_code
 from gpt2_ddp.processes.spawn import run_processes
 
 
@@ -29,10 +30,7 @@ def train(config: RegressionConfig) -> str:
 
 
 def main(config: RegressionConfig) -> int:
-    outcome = run_processes(train, config.launch.processes, config)
-    from gpt2_ddp.processes.launch import exit_code
-
-    return exit_code(outcome)
+    return exit_code(run_processes(train, config.launch.processes, config))
 
 
 if __name__ == "__main__":

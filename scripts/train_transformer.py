@@ -9,6 +9,7 @@ The same command given again goes on where the run stopped.
 
 from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.jobs import TransformerConfig
+from gpt2_ddp.processes.environment import exit_code
 from gpt2_ddp.processes.spawn import run_processes
 
 
@@ -22,10 +23,7 @@ def train(config: TransformerConfig) -> str:
 
 
 def main(config: TransformerConfig) -> int:
-    outcome = run_processes(train, config.launch.processes, config)
-    from gpt2_ddp.processes.launch import exit_code
-
-    return exit_code(outcome)
+    return exit_code(run_processes(train, config.launch.processes, config))
 
 
 if __name__ == "__main__":

@@ -86,3 +86,47 @@ def test_a_parent_that_is_gone_already_counts(tmp_path):
     parent.wait()
     child.wait(30)
     assert (tmp_path / "ended").read_text() == "SIGUSR1"
+
+
+HELPER = """
+    import os, signal, sys, time
+    from gpt2_ddp.processes.parent import helper_context
+
+    def help():
+        print(os.getpid(), flush=True)
+        time.sleep(600)  # stuck: it asks nobody whether it may end
+
+    if __name__ == "__main__":
+        method, end = sys.argv[1:]
+        helpers = [helper_context(method).Process(target=help, daemon=True) for _ in range(2)]
+        for helper in helpers:
+            helper.start()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                os.kill(helper.pid, number)
+        sys.stdin.readline()
+        if end == "terminate":
+            for helper in helpers:
+                helper.terminate()
+            while any(helper.exitcode is None for helper in helpers):
+                time.sleep(0.01)
+            print([helper.exitcode for helper in helpers])
+"""
+
+
+@pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, method, end):
+    (tmp_path / "parent.py").write_text(textwrap.dedent(HELPER))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    command = [sys.executable, "parent.py", method, end]
+    parent = subprocess.Popen(command, cwd=tmp_path, env=environment(), text=True, **pipes)
+    assert parent.stdout is not None
+    helpers = [psutil.Process(int(parent.stdout.readline())) for _ in range(2)]
+    time.sleep(0.1)
+    assert all(helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE for helper in helpers)
+    if end == "kill":
+        parent.kill()
+    output, _ = parent.communicate("\n", timeout=30)
+    assert parent.returncode == (-9 if end == "kill" else 0)
+    assert not psutil.wait_procs(helpers, timeout=30)[1]
+    assert output == ("[0, 0]\n" if end == "terminate" else "")

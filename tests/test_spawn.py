@@ -15,6 +15,7 @@ from small_jobs import rows
 from test_launch import ACCELERATE, ROOT, TORCHRUN, environment, launch
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.signals import Stopped
 from gpt2_ddp.processes.spawn import run_processes, start_processes
 
 
@@ -24,6 +25,8 @@ def who_am_i(word: str) -> list[str]:
 
 def fail(rank: str, how: str) -> str:
     if os.environ["RANK"] == rank:
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGUSR1)
         if how == "mistake":
             raise UserError("field", "value", "cure")
         if how == "crash":
@@ -75,6 +78,14 @@ def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):
     assert not psutil.Process().children() or all(
         "rank" not in str(child.cmdline()) for child in psutil.Process().children()
     )
+
+
+def test_a_rank_that_is_stopped_on_its_own_stops_all(monkeypatch, capfd):
+    """The other rank would sleep for ten minutes, and is told, not killed."""
+    monkeypatch.setattr("gpt2_ddp.processes.spawn.GRACE_SECONDS", 600)
+    with pytest.raises(Stopped, match="a signal to a rank"):
+        run_processes(fail, 2, "1", "stop")
+    assert not capfd.readouterr().err
 
 
 REGRESSION = [str(ROOT / "scripts/train_regression.py"), "--train.device", "cpu"]

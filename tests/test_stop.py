@@ -29,47 +29,45 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     from gpt2_ddp.run.loop import train
     from gpt2_ddp.tasks.pretraining import Pretraining
 
-    standing = {"run": None, "polls": 0, "after": 0}
+    now = {"run": None, "in": "", "polls": 0, "after": 0}
 
-    def at(method: str) -> bool:
-        own = standing["run"]
-        return during == method and own.step == step and own.accelerator.process_index == rank
+    def is_there(place: str) -> bool:
+        own = now["run"]
+        return during == place and own.step == step and own.accelerator.process_index == rank
 
-    evaluate, poll, poll_here = run.Run.evaluate, stop.StopRequest.poll, stop.StopRequest.poll_here
-    save, build = checkpoint.CheckpointFolder.save, run.Run.build
+    def entering(place: str, method):
+        def entered(self, *arguments):
+            now["in"], now["polls"] = place, 0
+            if place == "save" and is_there(place):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return method(self, *arguments)
+
+        return entered
+
+    def polled(self):
+        now["polls"] += 1
+        now["after"] += bool(self.reason)
+        if is_there(now["in"]) and not self.reason and now["polls"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        poll(self)
 
     def built(self):
-        standing["run"] = self
+        now["run"] = self
         build(self)
 
-    def polled(self, method, original):
-        standing["polls"] += 1
-        standing["after"] += bool(self.reason)
-        if at(method) and not self.reason and standing["polls"] >= 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        original(self)
-
-    def evaluated(self, poll):
-        standing["polls"] = 0
-        return evaluate(self, poll)
-
-    def saved(self, *arguments):
-        if at("save"):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return save(self, *arguments)
-
-    run.Run.build, run.Run.evaluate, checkpoint.CheckpointFolder.save = built, evaluated, saved
-    stop.StopRequest.poll = lambda self: polled(self, "evaluate", poll)
-    stop.StopRequest.poll_here = lambda self: polled(self, "sample", poll_here)
+    build, poll = run.Run.build, stop.StopRequest.poll
+    run.Run.build, stop.StopRequest.poll = built, polled
+    run.Run.evaluate, run.Run.sample = entering("evaluate", run.Run.evaluate), entering("sample", run.Run.sample)
+    checkpoint.CheckpointFolder.save = entering("save", checkpoint.CheckpointFolder.save)
     outcome = (train(config, Pretraining) if isinstance(config, TrainingConfig) else run_small_job(config)).outcome
-    return outcome, standing["after"]
+    return outcome, now["after"]
 
 
 CASES = [
     ("evaluate", 0, 1),
     ("evaluate", 10, 1),
     ("evaluate", 20, 0),
-    ("sample", 10, 0),
+    ("sample", 10, 1),
     ("sample", 20, 0),
     ("save", 10, 0),
 ]

@@ -5,6 +5,7 @@ import copy
 import difflib
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
@@ -16,6 +17,9 @@ from pydantic.fields import FieldInfo
 from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import FIELD, UserError, shown
+from gpt2_ddp.processes.environment import under_launcher
+from gpt2_ddp.processes.parent import end_with_parent
+from gpt2_ddp.processes.signals import listening
 
 C = TypeVar("C", bound=Command)
 MOST = 20
@@ -23,22 +27,30 @@ MOST = 20
 
 
 def run_command(command: type[C], main: Callable[[C], int | None], default: str | None = None) -> NoReturn:
-    """The body of every script: read `sys.argv`, call `main`, exit with its code, or with 2 on a user's mistake.
+    """The body of every script: read `sys.argv`, call `main`, exit with its code, or with 2 on a user's mistake, or
+    with 75 when a signal asks for it.
 
     Args:
         command: the class of the script's configuration.
         main: imports what it needs inside, so that `--help` stays fast; returns an exit code, None for 0.
         default: YAML file, relative to the project's folder, that stands in when no `--config` is given.
     """
-    try:
-        code = main(load(command, sys.argv[1:], default))
-    except UserError as error:
-        if is_main_process():
+    with listening(_say):
+        if under_launcher():  # it may die without passing the signal on
+            end_with_parent(signal.SIGTERM)
+        try:
+            code = main(load(command, sys.argv[1:], default))
+        except UserError as error:
             for mistake in error.mistakes:
-                print(f"error: {mistake}", file=sys.stderr)
-        code = 2
-        _leave_process_group()
+                _say(f"error: {mistake}")
+            code = 2
+            _leave_process_group()
     sys.exit(code)
+
+
+def _say(line: str) -> None:
+    if is_main_process():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _leave_process_group() -> None:

@@ -1,8 +1,6 @@
 """Documents to the shards of their splits, encoded by several processes in the order of the source."""
 
 import hashlib
-import multiprocessing
-import signal
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from gpt2_ddp.data.sources import Piece, has_documents, read_pieces
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.parent import end_with_parent
+from gpt2_ddp.processes.parent import helper_context
 
 CHUNK = 2**20
 """Characters that a process encodes at a time."""
@@ -127,18 +125,17 @@ def _map_in_order(
     if workers == 1:
         yield from map(function, chunks)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_follow_parent) as pool:
-        pending = deque()
+    pool, pending = ProcessPoolExecutor(workers, mp_context=helper_context("spawn")), deque()
+    try:
         for chunk in chunks:
             pending.append(pool.submit(function, chunk))
             if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-
-
-def _follow_parent() -> None:
-    """Leaves Ctrl-C to the parent process, and ends with it when it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent(signal.SIGKILL)
+    except BaseException:
+        for worker in pool._processes.values():  # what they are at does not matter any more
+            worker.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)

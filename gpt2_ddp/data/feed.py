@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
+from gpt2_ddp.processes.parent import helper_context
 
 
 class Source(Protocol):
@@ -182,6 +183,7 @@ class Feed:
             num_workers=self._workers,
             pin_memory=accelerator.device.type == "cuda",
             prefetch_factor=4 if self._workers else None,
+            multiprocessing_context=helper_context() if self._workers else None,
             generator=torch.Generator(),  # or starting it would draw from the generator that dropout uses
         )
         # not the accelerator's own method, which would hold every loader that a seek has left

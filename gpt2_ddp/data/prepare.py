@@ -102,11 +102,19 @@ def _alone_in(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             print(f"another process prepares {folder}; waiting for it", flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / MANIFEST).exists():
-            for pattern in ("train_*.bin", "val_*.bin", ".*.tmp", TOKENIZER_FILE):
-                for leftover in folder.glob(pattern):
-                    leftover.unlink()
-        yield
+        _clear(folder)
+        try:
+            yield
+        finally:
+            _clear(folder)
+
+
+def _clear(folder: Path) -> None:
+    """Removes what a preparation that did not come to its end has left behind."""
+    if not (folder / MANIFEST).exists():
+        for pattern in ("train_*.bin", "val_*.bin", ".*.tmp", TOKENIZER_FILE):
+            for leftover in folder.glob(pattern):
+                leftover.unlink()
 
 
 def _prepare(folder: Path, config: PrepareConfig) -> Manifest:

@@ -1,9 +1,13 @@
-"""The world that a launcher describes in the environment. No torch."""
+"""The launcher of this process: the world that it describes, and the exit codes that it understands. No torch."""
 
 import os
 import re
+from pathlib import Path
 
 from gpt2_ddp.errors import UserError
+
+STOPPED = 75
+"""Exit code of what was stopped early on request, with nothing lost (EX_TEMPFAIL: the same command goes on)."""
 
 _COUNT = r"[1-9][0-9]*"
 _NUMBERS = {
@@ -37,3 +41,40 @@ def world_size() -> int:
             kind = "a rank or port, 0 or more" if pattern == r"[0-9]+" else "a number of processes or nodes, 1 or more"
             raise UserError(name, value, f"should be {kind}; launchers set it: `unset {name}`, or correct it")
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def has_other_ranks() -> bool:
+    """Whether this process is one of several of a world, which may not be connected yet."""
+    return os.environ.get("WORLD_SIZE", "").strip() not in ("", "-1", "1")
+
+
+def under_launcher() -> bool:
+    """Whether `accelerate launch` or torchrun started this process; they make a crash of any non-zero exit code."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or accelerate_words() is not None
+
+
+def accelerate_words() -> list[str] | None:
+    """What follows the command's name in the `accelerate launch` that is this process's parent, or None."""
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return None
+    import psutil  # late: `--help` has no use for it
+
+    parent = psutil.Process().parent()
+    words = parent.cmdline() if parent else []
+    endings = ("accelerate-launch", "accelerate.commands.launch", "commands/launch.py")
+    for last, word in enumerate(words):
+        if word.endswith(endings) or (word == "launch" and "accelerate" in Path(words[last - 1]).name):
+            return words[last + 1 :]
+    return None
+
+
+def exit_code(outcome: str) -> int:
+    """0; 1 for a run that has `diverged`; 75 for one that is `stopped` early, where no launcher takes that for a
+    failure."""
+    return 1 if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0
+
+
+def stop_code() -> int:
+    """Exit code of a process that was stopped on its own. For one of several ranks it has to be a failure, by which its
+    launcher learns that the others must end too."""
+    return STOPPED if has_other_ranks() else exit_code("stopped")

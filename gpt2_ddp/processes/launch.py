@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import warnings
 from datetime import timedelta
 from importlib.util import find_spec
@@ -22,11 +21,7 @@ from accelerate.utils import (
 from gpt2_ddp.config.training import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.environment import world_size
-from gpt2_ddp.processes.parent import end_with_parent
-
-STOPPED = 75
-"""Exit code of a run that stopped early on request with a checkpoint saved (EX_TEMPFAIL: the same command goes on)."""
+from gpt2_ddp.processes.environment import accelerate_words, under_launcher, world_size
 
 USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
@@ -91,8 +86,6 @@ def build_accelerator(
     _check_backend(target, backend)
     _check_plugins()
     precision = _pick_precision(mixed_precision, target, section)
-    if under_launcher():  # `accelerate launch` of one process dies of a SIGTERM without passing it on
-        end_with_parent(signal.SIGTERM)
     if target.type == "cpu":
         set_cpu_threads()
     # torch 2.13 has a new name for this setting, 2.11 only the old one
@@ -138,17 +131,6 @@ def pick_device(name: str, section: str = "") -> torch.device:
     return torch.device(name)
 
 
-def under_launcher() -> bool:
-    """Whether `accelerate launch` or torchrun started this process; they make a crash of any non-zero exit code."""
-    return "TORCHELASTIC_RUN_ID" in os.environ or _accelerate_arguments() is not None
-
-
-def exit_code(outcome: str) -> int:
-    """0; 1 for a run that has `diverged`; 75 for one that is `stopped` early, where no launcher takes that for a
-    failure."""
-    return 1 if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0
-
-
 def processes_asked_for() -> int:
     """How many processes the user's launcher was told to start in all, as far as can be known; at least 1.
 
@@ -166,15 +148,12 @@ def processes_asked_for() -> int:
 
 def _accelerate_arguments() -> argparse.Namespace | None:
     """The arguments of the `accelerate launch` that is this process's parent, or None."""
-    parent = psutil.Process().parent() if "ACCELERATE_MIXED_PRECISION" in os.environ else None
-    words = parent.cmdline() if parent else []
-    endings = ("accelerate-launch", "accelerate.commands.launch", "commands/launch.py")
-    for last, word in enumerate(words):
-        if word.endswith(endings) or (word == "launch" and "accelerate" in Path(words[last - 1]).name):
-            from accelerate.commands.launch import launch_command_parser
+    words = accelerate_words()
+    if words is None:
+        return None
+    from accelerate.commands.launch import launch_command_parser
 
-            return launch_command_parser().parse_args(words[last + 1 :])  # it alone knows where the script's own begin
-    return None
+    return launch_command_parser().parse_args(words)  # it alone knows where the script's own begin
 
 
 def _configured_processes(config_file: str | None) -> int:

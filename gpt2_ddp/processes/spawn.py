@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.environment import STOPPED, world_size
 from gpt2_ddp.processes.parent import end_with_parent
+from gpt2_ddp.processes.signals import Stopped, heard_by, held_back, let_in, listening, start_resource_tracker
 
 T = TypeVar("T")
 
@@ -40,6 +41,7 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
 
     Raises:
         UserError: the main rank's, when it raised one; a launcher's variable that is no number.
+        Stopped: when a rank was stopped while there was nothing to save.
         SystemExit: 1, when a rank crashed; its traceback is on stderr.
     """
     world_size()  # unsets an empty RANK
@@ -54,12 +56,13 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     Otherwise like `run_processes`.
     """
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    ranks: list[BaseProcess] = []
-    with _forwarded_signals(ranks):
-        for rank in start_ranks(_run_rank, [(sender, function, args)] * processes):
-            ranks.append(rank)
-        sender.close()
+    ranks = list(start_ranks(_run_rank, [(sender, function, args)] * processes))
+    sender.close()
+    heard: list[str] = []
+    with _forwarded_signals(ranks, heard):
         answer = _wait(ranks, receiver)
+    if any(rank.exitcode == STOPPED for rank in ranks):
+        raise Stopped(heard[0] if heard else "a signal to a rank")
     if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
         ends = ", ".join(f"{rank.name}: {rank.exitcode}" for rank in ranks)
         print(f"a process crashed (exit codes {ends})", file=sys.stderr)
@@ -73,20 +76,24 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
 def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[object, ...]]) -> Iterator[BaseProcess]:
     """Starts `function(*arguments[rank])` on each rank of a new world, in a fresh process that ends with this one.
 
-    A process that is alone gets no rank. A Ctrl-C of the terminal reaches this process only.
+    A process that is alone gets no rank. A Ctrl-C of the terminal reaches this process only. A rank that is asked to
+    stop while there is nothing to save ends with 75.
     """
     context, port = multiprocessing.get_context("spawn"), _free_port()
+    start_resource_tracker()
     for rank, own in enumerate(arguments):
         process = context.Process(target=_call, args=(function, own), name=f"rank {rank}")
-        with _environment(rank, len(arguments), port):
+        with _environment(rank, len(arguments), port), held_back():
             process.start()
         yield process
 
 
 def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
     os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
-    end_with_parent(signal.SIGTERM)
-    function(*arguments)
+    with listening(lambda line: None):  # the parent says it
+        let_in()
+        end_with_parent(signal.SIGTERM)
+        function(*arguments)
 
 
 def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object, ...]) -> None:
@@ -105,11 +112,15 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
 
 
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
-    """The main rank's answer, once all ranks have ended; when one fails, the others soon have to end as well."""
-    answer = None
+    """The main rank's answer, once all ranks have ended; when one fails, the others soon have to end as well. When one
+    is stopped on its own, the others are told to stop."""
+    answer, told = None, False
     running = list(ranks)
     while running:
         failed = any(rank.exitcode for rank in ranks)
+        if not told and any(rank.exitcode == STOPPED for rank in ranks):
+            told = True
+            _signal(running, signal.SIGTERM)
         sources = [rank.sentinel for rank in running] + ([receiver] if answer is None else [])
         if not wait(sources, GRACE_SECONDS if failed else None):
             for rank in running:
@@ -146,21 +157,25 @@ def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
 
 
 @contextmanager
-def _forwarded_signals(ranks: list[BaseProcess]) -> Iterator[None]:
-    """Passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, which stop with a checkpoint."""
+def _forwarded_signals(ranks: list[BaseProcess], heard: list[str]) -> Iterator[None]:
+    """Passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, which stop with a checkpoint, and adds their names to
+    `heard`."""
 
     def forward(number: int, frame: FrameType | None) -> None:
-        for rank in ranks:
-            if rank.pid is not None and rank.exitcode is None:
-                os.kill(rank.pid, number)
+        heard.append(signal.Signals(number).name)
+        _signal(ranks, number)
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    previous = {number: signal.signal(number, forward) for number in numbers}
+    give_back = heard_by(forward, last=False)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        give_back()
+
+
+def _signal(ranks: list[BaseProcess], number: int) -> None:
+    for rank in ranks:
+        if rank.pid is not None and rank.exitcode is None:
+            os.kill(rank.pid, number)
 
 
 def _free_port() -> int:

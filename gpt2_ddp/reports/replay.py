@@ -23,7 +23,8 @@ from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.training import RunConfig, TrainingConfig
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.launch import STOPPED, pick_device
+from gpt2_ddp.processes.environment import STOPPED
+from gpt2_ddp.processes.launch import pick_device
 from gpt2_ddp.processes.spawn import run_processes
 from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints
 from gpt2_ddp.run.folder import CONFIG, METRICS, is_rollback, read_lines, standing

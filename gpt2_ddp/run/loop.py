@@ -130,12 +130,11 @@ def follow(run: Run, running: Session) -> bool:
             if scores or run.step:
                 metrics.log(owed["row"] | scores)
             del owed["row"]
-    if (
-        owed.get("sample")
-        and not stop.is_agreed
-        and run.sample(lambda poll: metrics.show_sample(run.step, run.task, poll), stop.poll_here)
-    ):
-        del owed["sample"]
+    if owed.get("sample") and not stop.is_agreed:
+        done, text = run.sample(lambda poll: metrics.sample(run.task, poll), stop)
+        metrics.show_sample(run.step, text)
+        if done:
+            del owed["sample"]
     run.owed = owed or None
     stop.agreed_now()
     return not owed

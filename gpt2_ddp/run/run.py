@@ -25,7 +25,7 @@ from gpt2_ddp.run.folder import RunFolder, finite
 from gpt2_ddp.run.guard import Guard
 from gpt2_ddp.run.sentinel import check_replicas
 from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights, put_moments, put_weights
-from gpt2_ddp.run.stop import GivenUp
+from gpt2_ddp.run.stop import GivenUp, StopRequest
 from gpt2_ddp.run.task import MakeTask, Poll, Scores, Task
 from gpt2_ddp.run.tracking import new_run_id
 
@@ -271,21 +271,19 @@ class Run:
         self._scored = self.step
         return scores
 
-    def sample(self, show: Callable[[Poll], None], poll: Poll) -> bool:
-        """Has the main process `show` a sample, which the others wait for. Collective; whether it was not given up."""
+    def sample(self, write: Callable[[Poll], str | None], stop: StopRequest) -> tuple[bool, str | None]:
+        """Has the main process write a sample. Collective; whether it was not given up, and there the sample."""
         self.watch.at("sample")
 
         def polled() -> None:
             self.watch.progress()
-            poll()
+            stop.poll()
 
-        def attempt() -> bool:
-            with suppress(GivenUp):
-                show(polled)
-                return True
-            return False
-
-        return on_main(self.accelerator, attempt)
+        done, text = False, None
+        with suppress(GivenUp):
+            text = stop.follow_main(lambda: write(polled), self.watch.progress)
+            done = True
+        return on_main(self.accelerator, lambda: done), text
 
     def settle(self) -> None:
         """Has DDP settle its gradient buckets before the first step, on a micro-batch laid out like all others."""

@@ -3,12 +3,16 @@
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import TypeVar
 
 from accelerate import Accelerator
 
 from gpt2_ddp.processes.agreement import Agreement
+from gpt2_ddp.processes.signals import heard_by
+
+T = TypeVar("T")
 
 CARRIED = 4
 """Further integers that travel with a rank's wish to stop: the guard's (`run.guard`)."""
@@ -35,8 +39,6 @@ class StopRequest:
         reserve: seconds before the deadline at which to stop, so that the checkpoint is saved by then.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
     def __init__(self, accelerator: Accelerator, begun: float, max_minutes: float | None = None):
         self.reason, self.is_agreed, self.reserve = "", False, 0.0
         self.carried = [0] * CARRIED
@@ -47,9 +49,9 @@ class StopRequest:
                 self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
             if end := os.environ.get("SLURM_JOB_END_TIME", ""):  # in seconds since 1970
                 self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
-        self._agreement = Agreement(accelerator, 1 + CARRIED)
+        self._agreement, self._done, self._is_main = Agreement(accelerator, 2 + CARRIED), 0, accelerator.is_main_process
         self._slowest = {"step": 0.0, "save": 0.0}
-        self._previous = {number: signal.signal(number, self._on_signal) for number in self.SIGNALS}
+        self._give_back = heard_by(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.reason and number == signal.SIGINT:
@@ -65,13 +67,13 @@ class StopRequest:
         self._slowest[what] = max(self._slowest[what], seconds)
         self.reserve = 2 * self._slowest["step"] + 1.5 * self._slowest["save"]
 
-    def agreed(self, carry: Sequence[int] = (0,) * CARRIED) -> bool:
+    def agreed(self, carry: Sequence[int] = (0,) * CARRIED, done: bool = False) -> bool:
         """Whether all ranks stop now. Every rank calls it at the same places, at least once a step, and gets the same
-        answer; `carry` is summed up over them on the way."""
+        answer; `carry` is summed up over them on the way. `done`: what the others follow is over."""
         for deadline, reason in self._deadlines:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
-        asked, *sums = self._agreement.exchange([bool(self.reason), *carry])
+        asked, self._done, *sums = self._agreement.exchange([bool(self.reason), done, *carry])
         self.carried = [a + b for a, b in zip(self.carried, sums, strict=True)]
         if asked or (self._alone and self.reason):
             self.reason = self.reason or "another rank"
@@ -88,12 +90,29 @@ class StopRequest:
         if self.agreed():
             raise GivenUp
 
-    def poll_here(self) -> None:
-        """To be called by one rank in something long that it does alone. Raises: GivenUp when it was asked to stop."""
-        if self.reason:
-            raise GivenUp
+    def follow_main(self, work: Callable[[], T], progress: Callable[[], None] = lambda: None) -> T | None:
+        """Has the main process alone do what takes long and polls, and the others poll along until it is done.
+
+        Args:
+            progress: called before each poll of the others.
+
+        Returns:
+            on the main process, what `work` returned.
+
+        Raises:
+            GivenUp: on all ranks, when a stop was asked for meanwhile; on the others also when it was right at the end.
+        """
+        result, self._done = None, 0
+        if self._is_main:
+            result = work()
+            if not self.agreed(done=True):
+                self.agreed()
+        else:
+            while not self._done:
+                progress()
+                self.poll()
+        return result
 
     def restore_handlers(self) -> None:
         """Gives the signals back to whom they belonged."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._give_back()

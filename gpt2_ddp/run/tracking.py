@@ -146,10 +146,13 @@ class Metrics:
                     self.run.append(name, event)
         self._bar.update(event["step"] - self._bar.n)
 
-    def show_sample(self, step: int, task: Task, poll: Poll) -> None:
-        """Prints and keeps what the task writes at this step, if it writes; on the main process alone."""
-        text = self._attempt("sample", lambda: task.sample(poll)) if self.run else None
-        if self.run and text is not None:
+    def sample(self, task: Task, poll: Poll) -> str | None:
+        """What the task writes, if it writes; None where it fails at that."""
+        return self._attempt("sample", lambda: task.sample(poll))
+
+    def show_sample(self, step: int, text: str | None) -> None:
+        """Prints and keeps a sample of this step, if there is one."""
+        if self.run is not None and text is not None:
             self.run.append(SAMPLES, {"step": step, "text": text})
             self.say(f"--- sample at step {step} ---\n{text}\n---")
 

@@ -1,0 +1,217 @@
+"""Requests to stop, from the first moment to the last: one line and the documented code, wherever Python stands."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from test_launch import environment
+
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+SCRIPT = """
+    import ctypes, os, signal, sys, time
+    from gpt2_ddp.processes import signals
+
+    signals.PATIENCE_SECONDS = 0.5
+
+    def ready():
+        print("ready", flush=True)
+
+    def run():
+    {body}
+
+    with signals.listening(lambda line: print(line, file=sys.stderr, flush=True)):
+        run()
+    print("done", flush=True)
+"""
+WAITS_IN_PYTHON = """
+    try:
+        ready()
+        time.sleep(60)
+    finally:
+        print("cleared", flush=True)
+"""
+WAITS_OUTSIDE = """
+    for name in sys.argv[1:]:
+        signal.siginterrupt(signal.Signals[name], False)  # as gloo, which goes on waiting
+    read, _ = os.pipe()
+    ready()
+    ctypes.CDLL(None).read(read, ctypes.create_string_buffer(1), 1)
+"""
+DOES_NOT_LISTEN = """
+    try:
+        ready()
+        time.sleep(60)
+    except BaseException:
+        time.sleep(60)
+"""
+TRAINS = """
+    heard = []
+    give_back = signals.heard_by(lambda number, frame: heard.append(signal.Signals(number).name))
+    ready()
+    while len(heard) < 2:
+        time.sleep(0.01)
+    give_back()
+    print(*heard, flush=True)
+    sys.stdin.readline()  # a signal comes here as well
+"""
+ENDS = """
+    signals.heard_by(lambda number, frame: None)()
+    ready()
+    sys.stdin.readline()
+"""
+FORKS = """
+    for takes_it in (False, True):
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            if takes_it:
+                signal.signal(signal.SIGTERM, lambda number, frame: os._exit(3))
+                os.write(write, b"x")
+            time.sleep(60)
+            os._exit(0)
+        if takes_it:
+            os.read(read, 1)
+        os.kill(child, signal.SIGTERM)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    time.sleep(1)
+"""
+LOSES_A_PEER = """
+    signals.PATIENCE_SECONDS = float(sys.argv[1])
+    ready()
+    sys.stdin.readline()
+    raise RuntimeError("Connection closed by peer")
+"""
+
+
+def start(folder: Path, body: str, *arguments: str, **env: str) -> subprocess.Popen:
+    """A process that has come to `ready`, if its body says so."""
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(SCRIPT).replace("{body}", textwrap.dedent(body).replace("\n", "\n    ")))
+    return subprocess.Popen(
+        [sys.executable, str(file), *arguments],
+        env=environment(**env),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def signalled(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
+    """(exit code, output, errors) after the process came to `ready` and got the signal."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    return process.returncode, output, errors
+
+
+def last_words(name: str) -> str:
+    return f"stopped by {name}: nothing was lost, the same command does it again\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_ends_with_75_and_one_line(tmp_path, name):
+    code, output, errors = signalled(start(tmp_path, WAITS_IN_PYTHON), signal.Signals[name])
+    assert (code, output, errors) == (75, "cleared\n", last_words(name))
+
+
+@pytest.mark.parametrize("body", [WAITS_OUTSIDE, DOES_NOT_LISTEN], ids=["in C", "swallowed"])
+def test_it_ends_though_python_does_not_come_to_run(tmp_path, body):
+    code, output, errors = signalled(start(tmp_path, body, "SIGTERM"), signal.SIGTERM)
+    assert (code, output, errors) == (75, "", "SIGTERM heard: stopping\n" + last_words("SIGTERM"))
+
+
+def test_one_of_several_ranks_fails_for_its_launcher(tmp_path):
+    env = {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    assert signalled(start(tmp_path, WAITS_IN_PYTHON, **env), signal.SIGTERM)[0] == 75
+    assert signalled(start(tmp_path, WAITS_OUTSIDE, "SIGTERM", **env), signal.SIGTERM)[0] == 75
+    assert signalled(start(tmp_path, WAITS_IN_PYTHON, TORCHELASTIC_RUN_ID="x"), signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize("third", ["SIGTERM", "SIGINT"])
+def test_a_training_answers_itself_and_what_comes_after_it_changes_nothing(tmp_path, third):
+    process = start(tmp_path, TRAINS)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGUSR1)
+    assert process.stderr.readline() == "SIGUSR1 heard: stopping\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "SIGUSR1 SIGINT\n"
+    process.send_signal(signal.Signals[third])
+    output, errors = process.communicate("\n", timeout=60)
+    if third == "SIGTERM":
+        assert (process.returncode, output, errors) == (0, "done\n", "")
+    else:
+        assert (process.returncode, output, errors) == (130, "", "ended at once by SIGINT\n")
+
+
+def test_when_a_training_is_over_there_is_nothing_to_stop(tmp_path):
+    process = start(tmp_path, ENDS)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr.readline() == "SIGTERM heard: stopping\n"
+    output, errors = process.communicate("\n", timeout=60)
+    assert (process.returncode, output, errors) == (0, "done\n", "")
+
+
+def test_a_forked_process_does_not_hear_for_its_parent(tmp_path):
+    process = start(tmp_path, FORKS)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (0, f"{-signal.SIGTERM}\n3\ndone\n", "")
+
+
+def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
+    """The stopped rank takes its connections with it, a moment before the launcher tells the others."""
+    for env, told in (({"WORLD_SIZE": "2"}, True), ({"WORLD_SIZE": "2"}, False), ({}, False)):
+        process = start(tmp_path, LOSES_A_PEER, "30" if told else "0.1", **env)
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        if told:
+            code, _, errors = signalled(process, signal.SIGTERM)
+            assert (code, errors) == (75, last_words("SIGTERM"))
+        else:
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert "Connection closed by peer" in errors
+
+
+def test_it_leaves_the_process_as_it_was():
+    from gpt2_ddp.processes.signals import SIGNALS, listening
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with listening(print):
+        assert [signal.getsignal(number) for number in SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_script_that_is_interrupted(tmp_path):
+    """Of all scripts alike: the library is imported inside, after signals are taken."""
+    code = """
+        from gpt2_ddp.config.cli import run_command
+        from gpt2_ddp.config.tools import ReportConfig
+
+        def main(config):
+            import time
+            print("ready", flush=True)
+            time.sleep(60)
+
+        run_command(ReportConfig, main)
+    """
+    file = tmp_path / "script.py"
+    file.write_text(textwrap.dedent(code))
+    command = [sys.executable, str(file)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    main, other = (
+        subprocess.Popen(command, env=environment(RANK=rank, WORLD_SIZE="2"), text=True, **pipes) for rank in "01"
+    )
+    assert signalled(main, signal.SIGINT) == (75, "", last_words("SIGINT"))
+    assert signalled(other, signal.SIGINT) == (75, "", "")  # the main process says it
