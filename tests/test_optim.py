@@ -9,7 +9,7 @@ import torch
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import StepGuard, build_optimizer, lr_at
+from gpt2_ddp.model.optim import RunningStatistics, StepGuard, build_optimizer, lr_at
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
@@ -129,3 +129,19 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
     assert step(1e-3) == 0
     assert not any(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+
+
+def test_the_search_for_a_scale_is_not_bad():
+    """An overflow is left out, and bad only where the scale cannot be lowered any more; a large norm is, at any scale."""
+    layer = torch.nn.Linear(2, 2)
+    guard = StepGuard(torch.optim.AdamW(layer.parameters(), fused=True), norm_sigmas=3.0)
+    norms = RunningStatistics(torch.device("cpu"), [50.0, 1.0, 0.01])
+    for norm, scale, skipped, bad in (
+        (math.inf, 2.0**16, 1, 0),
+        (math.inf, 1.0, 1, 1),
+        (9.0, 2.0**16, 1, 1),
+        (1.0, 8.0, 0, 0),
+    ):
+        assert guard.judge(torch.tensor(norm), norms, torch.tensor(scale)).item() == skipped
+        assert guard.bad.item() == bad
+    assert norms.values[0] == 51

@@ -107,12 +107,12 @@ class StepGuard:
             norms: of the good steps before it, which it joins if it is one.
             scale: the fp16 loss scaler's, which is lowered until no gradient overflows.
         """
-        bad = (~torch.isfinite(grad_norm)).float()
-        searching = bad * (scale > 1) if scale is not None else 0
+        bad = overflows = (~torch.isfinite(grad_norm)).float()
         if norms is not None and self._norm_sigmas is not None:
             bad = torch.maximum(bad, (grad_norm > norms.limit(self._norm_sigmas)).float())
             norms.add(grad_norm, 1 - bad)
-        self._flag, self.bad = bad if self._skip else torch.zeros_like(bad), bad - searching
+        self._flag = bad if self._skip else torch.zeros_like(bad)
+        self.bad = bad if scale is None else bad - overflows * (scale > 1)
         return self._flag
 
     def _ahead_of_step(self, optimizer: Any, args: object, kwargs: object) -> None:

@@ -74,7 +74,8 @@ class Guard:
 
     def _judge(self, step: int, loss: float, bad_gradient: bool) -> bool:
         self.judged = step
-        limit = self.losses.limit(self.config.loss_sigmas).item()
+        sigmas = self.config.loss_sigmas
+        limit = self.losses.limit(sigmas).item() if sigmas else math.inf
         if bad_gradient:
             self.wrong = "its gradient is not finite, or its norm is out of the ordinary"
         elif not math.isfinite(loss):
@@ -82,7 +83,8 @@ class Guard:
         elif loss > limit:
             self.wrong = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
         else:
-            self.losses.add(torch.tensor(loss), torch.ones(()))
+            if sigmas:
+                self.losses.add(torch.tensor(loss), torch.ones(()))
             self.first_bad, self.diverged = None, False
             return False
         self.bad_steps += 1

@@ -75,6 +75,8 @@ def train_steps(run: Run, running: Session) -> Outcome:
         if not follow(run, running):
             save(run, running)
     elif run.owed and follow(run, running):
+        if run.step == steps and run.is_ruined():
+            return ruined(running)
         save(run, running)
     if stop.is_agreed:
         return "stopped"
@@ -108,8 +110,7 @@ def train_steps(run: Run, running: Session) -> Outcome:
             with throughput.paused():
                 followed = follow(run, running)
                 if number == steps and followed and run.is_ruined():
-                    running.reason = "its parameters or its validation loss are not finite, or no step changed them"
-                    return "diverged"
+                    return ruined(running)
                 if due.save or stop.is_agreed:
                     save(run, running)
             if stop.is_agreed and (number < steps or not followed):
@@ -170,6 +171,12 @@ def recover(run: Run, running: Session) -> bool:
     running.reason = count + (f", after {run.rollbacks} rollbacks" if run.rollbacks else "")
     run.drop_bad()
     return False
+
+
+def ruined(running: Session) -> Outcome:
+    """The end of a run that has done all of its steps in vain."""
+    running.reason = "its parameters or its validation loss are not finite, or no step changed them"
+    return "diverged"
 
 
 class StepResult(NamedTuple):
