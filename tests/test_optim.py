@@ -132,7 +132,7 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
 
 
 def test_the_search_for_a_scale_is_not_bad():
-    """An overflow is left out, and bad only where the scale cannot be lowered any more; a large norm is, at any scale."""
+    """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm always is."""
     layer = torch.nn.Linear(2, 2)
     guard = StepGuard(torch.optim.AdamW(layer.parameters(), fused=True), norm_sigmas=3.0)
     norms = RunningStatistics(torch.device("cpu"), [50.0, 1.0, 0.01])

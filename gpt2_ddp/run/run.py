@@ -203,10 +203,15 @@ class Run:
         self.check_replicas()
         snapshot = self.capture()
         self.watch.at("save", allowance=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
-        on_main(
-            self.accelerator, lambda: self.folder.save(snapshot, self.guard.good) if self.folder and snapshot else None
-        )
-        if self.folder and self.folder.checkpoints.newest_until(self.guard.good):
+        on_main(self.accelerator, lambda: self._write(snapshot))
+
+    def _write(self, snapshot: Snapshot | None) -> None:
+        if self.folder is None or snapshot is None:
+            return
+        if self._start and self.guard.first_bad and not self.folder.checkpoints.newest_until(self.guard.good):
+            self.folder.save(self._start)  # or a resumed run would have nothing good to go back to
+        self.folder.save(snapshot, self.guard.good)
+        if self.folder.checkpoints.newest_until(self.guard.good):
             self._start = None
 
     def keep_start(self) -> None:

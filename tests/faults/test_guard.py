@@ -83,6 +83,10 @@ def late_poison(position: int, step: int) -> float:
     return math.nan if position >= 24 * 9 else 1.0
 
 
+def poisoned_from_the_start(position: int, step: int) -> float:
+    return math.nan if position < 24 * 5 else 1.0
+
+
 def spike(position: int, step: int) -> float:
     return 1e4 if step == 26 else 1.0
 
@@ -164,6 +168,22 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path, world, capsys):
     file.write_text(file.read_text().replace(f'"passed": [{24 * 5}, {24 * 14}]', f'"passed": [{24 * 5}, {24 * 15}]'))
     assert verify_run(VerifyConfig(run=str(tmp_path / "parts"))) == 1
     assert "defect  metrics.jsonl, line" in capsys.readouterr().out
+
+
+def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
+    """Stopped among the bad steps that the run begins with: the resumed run goes back to the beginning too."""
+    whole, parts = (training_config(corpus, tmp_path, GUARD | {"run_name": name}) for name in ("whole", "parts"))
+    assert run_ranks(train, 1, whole, poisoned_from_the_start) == ["completed"]
+    assert run_ranks(train, 1, parts, poisoned_from_the_start, 4, signal.SIGTERM) == ["stopped"]
+    assert [place.name for place in list_checkpoints(tmp_path / "parts/checkpoints")] == [
+        "step-00000000",
+        "step-00000004",
+    ]
+    assert run_ranks(train, 1, parts, poisoned_from_the_start) == ["completed"]
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    (event,) = [row for row in rows(tmp_path / "whole") if "event" in row]
+    assert (event["step"], event["from"]) == (0, 5)
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("stop_at", [25, 27])
