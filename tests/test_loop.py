@@ -141,7 +141,7 @@ def stopping_training(config: TrainingConfig, stop_at: int, number: int) -> str:
     return run_training(config)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world", [1, *[pytest.param(world, marks=pytest.mark.slow) for world in (2, 3)]])
 def test_stopped_anywhere_and_resumed_is_bitwise_equal(corpus, tmp_path, world):
     """Dropout on. Stopped by signals and by kill -9 at random steps, then run to the end."""
     rng = random.Random(world)

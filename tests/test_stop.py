@@ -64,12 +64,13 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
 
 
 CASES = [
-    ("evaluate", 0, 1),
     ("evaluate", 10, 1),
-    ("evaluate", 20, 0),
     ("sample", 10, 1),
-    ("sample", 20, 0),
     ("save", 10, 0),
+    *[
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (("evaluate", 0, 1), ("evaluate", 20, 0), ("sample", 20, 0))
+    ],
 ]
 
 

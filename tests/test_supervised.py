@@ -228,6 +228,7 @@ def assert_same_rows(tmp_path) -> None:
         assert one == other
 
 
+@pytest.mark.slow
 def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path, cifar):
     """ResNet-18 on two processes, whose BatchNorm statistics are in the checkpoint; the loss of the epoch goes on."""
     changes = {"data.path": cifar, "train.epochs": 1}

@@ -37,7 +37,8 @@ def run_script(name: str, arguments: list[str]) -> tuple[int, str]:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    files = (file for file in folder.rglob("*") if file.is_file() and file.name not in (".lock", ".prepare.lock"))
+    not_counted = (".lock", ".prepare.lock", ".verified.jsonl")
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

@@ -132,7 +132,12 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | Non
 
 
 def sample_text(
-    model: GPT, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, seed: int, poll: Callable[[], None]
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    seed: int,
+    poll: Callable[[], None] = lambda: None,
 ) -> str:
     """The prompt and its continuation as one text, sampled as `generate` does by default."""
     ids = tokenizer.encode(prompt).tolist()

@@ -14,7 +14,7 @@ import pytest
 from gpt2_ddp.config.cli import MOST
 from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError
 
-CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.slow)]
+CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]
 """Seeds, and how many cases of each."""
 NASTY: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**16, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**400, 0.5, 1e308),

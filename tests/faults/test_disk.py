@@ -119,7 +119,7 @@ def ended(run: Path) -> tuple[list[Any], bytes, list[str]]:
     return losses, (run / "checkpoints" / names[-1] / MODEL).read_bytes(), names
 
 
-@pytest.mark.parametrize("wanted", [FAST, pytest.param((), marks=pytest.mark.slow, id="all")])
+@pytest.mark.parametrize("wanted", [FAST, pytest.param((), marks=pytest.mark.soak, id="all")])
 def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, wanted):
     config = training_config(corpus, tmp_path / "runs", FURTHER)
     (places,) = run_ranks(refused_everywhere, 1, halfway, config, wanted, timeout=600)

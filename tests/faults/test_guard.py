@@ -186,7 +186,7 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("stop_at", [25, 27])
+@pytest.mark.parametrize("stop_at", [27, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_spike_before_and_after_a_resume_is_judged_alike(corpus, tmp_path, stop_at):
     """Its norm is more than ten standard deviations above the mean; the statistics are in the checkpoint."""
     changes = GUARD | {"guard": {"norm_sigmas": 10.0}}
@@ -199,6 +199,7 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(corpus, tmp_path, sto
     assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_losses_out_of_the_ordinary_are_bad_on_any_number_of_processes(corpus, tmp_path):
     """A learning rate that is too high from step 24 on: found at the same step by 1, 2 and 4 ranks."""
     from gpt2_ddp.run import loop  # noqa: F401
