@@ -28,7 +28,7 @@ class LoopConfig(Section):
     deterministic: bool = False
     """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
     max_minutes: float | None = Field(default=None, gt=0)
-    """stop with a checkpoint after this many minutes; the same command goes on"""
+    """stop with a checkpoint, which is saved by then, after this many minutes; the same command goes on"""
     patience_seconds: float | None = Field(default=None, gt=0)
     """end the run, naming the process, when one makes no progress for so long; null: two minutes, or ten times the
     longest that this run was seen to need (half an hour where something is done for the first time)"""
