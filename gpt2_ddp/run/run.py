@@ -330,10 +330,10 @@ class Run:
         self._scored = self.step if state.get("val_loss") is not None else -1
 
     def close(self) -> None:
-        """Lets other trainers into the folder, and ends the watch."""
-        self.watch.close()
+        """Lets other trainers into the folder, and ends the watch, which may have to wait for the other ranks."""
         if self.folder:
             self.folder.release()
+        self.watch.close()
 
 
 def check_resumable(config: RunConfig, saved: Checkpoint) -> list[str]:

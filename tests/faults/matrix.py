@@ -32,6 +32,7 @@ LAUNCHERS = {
 STAGES = ("imports", "hashing", "training", "evaluation", "sampling", "saving")
 BEFORE_TRAINING = STAGES[:2]
 CHANGES = {
+    "hashing": {"data.verify_hashes": "always"},
     "evaluation": {"eval.every": 3, "eval.tokens": 2000},
     "sampling": {"tracking.sample_every": 3},
     "saving": {"checkpoint.every": 3},

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import training_config
 from disk import interpose, refuse
-from ranks import run_ranks
+from ranks import run_ranks, start_ranks
 from test_wrong_input import run_script
 
 from gpt2_ddp.config.cli import dump
@@ -159,7 +159,12 @@ def test_all_ranks_end(corpus, tmp_path, halfway, place, number, cure, together)
     shutil.copytree(halfway, tmp_path / "runs")
     config = training_config(corpus, tmp_path / "runs", FURTHER)
     arguments = write_config(tmp_path, config)
-    main, other = run_ranks(script_on_a_disk_that_refuses, 2, arguments, tmp_path / "runs/run", place, number)
+    started = start_ranks(script_on_a_disk_that_refuses, 2, arguments, tmp_path / "runs/run", place, number)
+    main = started[0][1].recv()[0]
+    other = started[1][1].recv()[0] if together else (1, "")  # the watch ends it, which names the main process
+    for process, _ in started:
+        process.join(60)
+        assert process.exitcode is not None
     lines = [line for line in (main[1] + other[1]).splitlines() if line.startswith("error:")]
     assert len(lines) == 1
     assert cure in lines[0]

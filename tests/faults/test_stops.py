@@ -112,7 +112,7 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number):
     _, errors = process.communicate(timeout=60)
     name = signal.Signals(number).name
     assert process.returncode == 75
-    assert errors.splitlines()[-1] == f"stopped by {name}: nothing was lost, the same command does it again"
+    assert f"stopped by {name}: nothing was lost, the same command does it again" in errors.splitlines()
     assert "Traceback" not in errors
     assert [file.name for file in (tmp_path / "data").iterdir()] == [".prepare.lock"]
     assert len(workers) >= 2
