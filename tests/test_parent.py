@@ -93,7 +93,7 @@ HELPER = """
     from gpt2_ddp.processes.parent import helper_context
 
     def help():
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # at once, or two would stand on one line
         time.sleep(600)  # stuck: it asks nobody whether it may end
 
     if __name__ == "__main__":
