@@ -26,7 +26,7 @@ test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (un
 	$(BIN)/pytest -m 'slow and not soak' $(ARGS)
 
 faults: $(VENV)/.installed-dev  ## every fault of docs/reliability.md at every place, with real processes (an hour or more)
-	$(BIN)/pytest -m soak tests/faults --deselect tests/faults/test_soak.py $(ARGS)
+	$(BIN)/pytest -m soak --deselect tests/faults/test_soak.py $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## half an hour of random faults on one run; SOAK_SECONDS=60 SOAK_SEED=1 make soak for less
 	$(BIN)/pytest -s -m soak tests/faults/test_soak.py $(ARGS)

@@ -86,7 +86,7 @@ def full_cifar(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("augment", ["false", "true"])
+@pytest.mark.parametrize("augment", ["false", pytest.param("true", marks=pytest.mark.soak)])
 def test_an_epoch_of_full_cifar_on_two_processes(tmp_path, augment):
     """Under a minute of training, of which waiting for data is under 15 %."""
     data = full_cifar(tmp_path / "cifar")
