@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+WORKERS := --numprocesses auto --maxprocesses 4  # of pytest: one per core, as most tests wait for others now and then
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -17,19 +18,24 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	@touch $@
 
 train: $(VENV)/.installed  ## train the default model on the built-in corpus; ARGS="--train.steps 500" adds flags
-	$(BIN)/accelerate launch scripts/train_gpt2.py $(ARGS)
+	$(BIN)/accelerate launch -q --config_file configs/accelerate/one_process.yaml scripts/train_gpt2.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minutes on 2 cores)
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 20 minutes more)
-	$(BIN)/pytest -m 'slow and not soak' $(ARGS)
+	$(BIN)/pytest $(WORKERS) -m 'slow and not soak and not timed' $(ARGS)
+	$(BIN)/pytest -m timed $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
 
 faults: $(VENV)/.installed-dev  ## every fault of docs/reliability.md at every place, with real processes (an hour or more)
 	$(BIN)/pytest -m soak --deselect tests/faults/test_soak.py $(ARGS)
 
 soak: $(VENV)/.installed-dev  ## half an hour of random faults on one run; SOAK_SECONDS=60 SOAK_SEED=1 make soak for less
 	$(BIN)/pytest -s -m soak tests/faults/test_soak.py $(ARGS)
+
+DEVICE ?= cuda
+gpu: $(VENV)/.installed-dev  ## what to run first on a GPU; again, it goes on from there. DEVICE=cpu tries it, tiny
+	$(BIN)/python scripts/benchmark.py gpu --device $(DEVICE) --output runs/gpu $(ARGS)
 
 check: $(VENV)/.installed-dev  ## formatting, lint and types; edits nothing
 	$(BIN)/ruff format --check .
@@ -44,4 +50,4 @@ clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train test test-slow faults soak check format clean
+.PHONY: help train test test-slow faults soak gpu check format clean

@@ -6,11 +6,17 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from gpt2_ddp.errors import UserError
+
+PIECE = 2**20
+"""Bytes that are hashed and written at a time: they are still in a core's cache when they are written."""
 
 CURES = {
     errno.ENOSPC: "make room on that disk",
@@ -58,6 +64,79 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
             raise
         if durable:
             fsync_folder(path.parent)
+
+
+def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
+    """Writes buffers of bytes one behind the other, and waits until they are on disk; hashed on the way, in one pass
+    over the memory.
+
+    Returns:
+        bytes and their SHA-256, in hex; of what was to be written, so that a disk that wrote something else is found.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    sha256, size = hashlib.sha256(), 0
+    stands_still = threading.current_thread() is threading.main_thread()  # so another core may hash; behind it, none
+    with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
+        for piece in _pieces(buffers):
+            hashed = helper.submit(sha256.update, piece) if stands_still else sha256.update(piece)
+            file.write(piece)
+            size += len(piece)
+            if hashed:
+                hashed.result()
+        file.flush()
+        os.fsync(file.fileno())
+    return size, sha256.hexdigest()
+
+
+def _pieces(buffers: Iterable[Any]) -> Iterator[bytearray | memoryview]:
+    """The same bytes, in pieces of at most PIECE; small buffers are put together, large ones are not copied."""
+    small = bytearray()
+    for buffer in buffers:
+        view = memoryview(buffer)
+        if len(small) + len(view) > PIECE:
+            yield small
+            small = bytearray()
+        if len(view) > PIECE:
+            yield from (view[start : start + PIECE] for start in range(0, len(view), PIECE))
+        else:
+            small += view
+    yield small
+
+
+def check_writable(output: str) -> None:
+    """To be asked before the work whose result goes to the file `output`; one that is there stays as it is.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    path = Path(output)
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError("output", output, f"cannot be written ({error.strerror}); name another file") from error
+
+
+def check_can_make(folder: Path) -> None:
+    """Raises the OSError that making this folder, or a file in it, would fail with, as far as can be told without."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        try:
+            mode = place.stat().st_mode
+        except FileNotFoundError:
+            if place.is_symlink():  # to nowhere
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+            continue
+        if not stat.S_ISDIR(mode):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        if os.statvfs(place).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return
 
 
 def fsync_file(path: Path) -> None:
@@ -115,3 +194,11 @@ def read_small(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"More than {most:,} bytes")
     return content
+
+
+def is_newer(file: Path, other: Path) -> bool:
+    """Whether `file` was written after `other`; False where one is not there."""
+    try:
+        return file.stat().st_mtime_ns > other.stat().st_mtime_ns
+    except OSError:
+        return False

@@ -1,6 +1,7 @@
-"""Score a checkpoint: loss, perplexity and bits per byte over every token of a split.
+"""Score a checkpoint: loss, perplexity and bits per byte over every token of a split, or tasks (docs/evaluation.md).
 
 python scripts/evaluate.py runs/stdlib
+python scripts/evaluate.py runs/stdlib --tasks cloze
 torchrun --nproc_per_node 8 scripts/evaluate.py runs/gpt2_124m --mixed_precision bf16
 """
 

@@ -2,8 +2,10 @@
 
     python scripts/generate.py runs/stdlib --prompts "def main(" "import os" --num_samples 2
     python scripts/generate.py runs/gpt2_124m --temperature 0                # always the likeliest token
+    python scripts/generate.py runs/gpt2_124m --prompts_file prompts.txt     # a prompt in each line
+    python scripts/generate.py runs/gpt2_124m --prompts_file -               # type them
 
-The samples go to standard output, the speed to standard error.
+The samples go to standard output, the speed to standard error. A single sample is printed while it is written.
 """
 
 from gpt2_ddp.config.cli import run_command

@@ -1,27 +1,39 @@
 """Pretrain a GPT-2.
 
-    accelerate launch scripts/train_gpt2.py                                       # the built-in corpus, on this machine
-    accelerate launch scripts/train_gpt2.py --config configs/gpt2_124m.yaml       # GPT-2 (124M) on your GPUs
-    torchrun --nproc_per_node 8 scripts/train_gpt2.py --config configs/gpt2_124m.yaml --train.compile
+    python scripts/train_gpt2.py                                               # the built-in corpus, on this machine
+    accelerate launch scripts/train_gpt2.py --config configs/gpt2_124m.yaml    # GPT-2 (124M) on your GPUs
+    torchrun --nproc_per_node 8 scripts/train_gpt2.py --config configs/gpt2_124m.yaml
 
 The same command given again goes on where the run stopped.
 """
 
 from gpt2_ddp.config.cli import is_main_process, run_command
+from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.files import is_newer
 from gpt2_ddp.processes.environment import exit_code
+
+NEXT = """what next:
+  python scripts/generate.py {best} --prompts_file -  # it continues what you type
+  python scripts/evaluate.py {best}  # scores every token of the validation split
+  python scripts/prepare_data.py --source 'FILES' --output data/mine  # text of your own, for --data.path data/mine"""
 
 
 def main(config: TrainingConfig) -> int:
-    from gpt2_ddp.reports.report import write_report
     from gpt2_ddp.run.loop import train
     from gpt2_ddp.tasks.pretraining import Pretraining
 
     result = train(config, Pretraining)
     if result.outcome == "completed" and is_main_process():
-        print(f"report: {write_report([result.run], result.run)}")
+        report = result.run / "report.html"
+        if not is_newer(report, result.run / "metrics.jsonl"):
+            from gpt2_ddp.reports.report import write_report  # matplotlib: not before there is something to draw
+
+            write_report([result.run], result.run)
+        print(f"report: {report}")
+        print(NEXT.format(best=result.best or result.run))
     return exit_code(result.outcome)
 
 
 if __name__ == "__main__":
-    run_command(TrainingConfig, main, default="configs/gpt2_stdlib.yaml")
+    run_command(TrainingConfig, main, default=training_default)

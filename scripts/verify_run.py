@@ -1,10 +1,10 @@
-"""Check a run after the fact: that its data order is the one its configuration asks for, and its checkpoints whole.
+"""Check a run after the fact: that rows, checkpoints, configuration and data are what was written and fit each other.
 
     python scripts/verify_run.py                                                  # the built-in run
     python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards          # where the shards have moved
     python scripts/verify_run.py runs/gpt2_124m --replay 8000:8100                # trains these steps again, too
 
-Exits with 0 when everything is as it should be, with 1 when it is not.
+Exits with 0 when everything is as it should be, with 1 when it is not; docs/verify.md tells what that proves.
 """
 
 from gpt2_ddp.config.cli import run_command

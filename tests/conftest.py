@@ -27,8 +27,10 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""
-    from gpt2_ddp.data.shards import Manifest, ShardWriter, write_manifest
-    from gpt2_ddp.data.tokenizer import load_tokenizer, train_bpe
+    from gpt2_ddp.data.manifest import Manifest, write_manifest
+    from gpt2_ddp.data.shards import ShardWriter
+    from gpt2_ddp.data.tokenizer import load_tokenizer
+    from gpt2_ddp.data.vocabulary import train_bpe
 
     folder = tmp_path_factory.mktemp("corpus")
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
@@ -73,7 +75,7 @@ def training_config(corpus: Path, output_dir: Path, changes: dict[str, Any] | No
         "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 5},
         "train": {"steps": 20, "global_batch_tokens": 24 * 32, "micro_batch_size": 4, "device": "cpu"},
         "eval": {"every": 10, "tokens": 2000},
-        "checkpoint": {"every": 5},
+        "checkpoint": {"every": 5, "background": False},  # or rows and kills would come in any order
         "tracking": {"log_every": 1},
     }
     for name, value in (changes or {}).items():

@@ -9,10 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from gpt2_ddp.run import checkpoint
-
 FULL = errno.ENOSPC
 NAMED = ("mkdir", "rename", "replace", "unlink", "rmdir")
 
@@ -40,12 +36,14 @@ class File:
 def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
     """From now on, and in this process, `tell(operation, name)` is called before whatever changes a file in `folder`:
     what it raises is raised in the place of the operation. `name` is the path inside `folder`, or the file's own name
-    where a tree is removed. Only this thread's operations count."""
+    where a tree is removed. Only this thread's operations count, and those of the work behind the
+    training."""
     thread = threading.get_ident()
 
     def note(operation: str, path: Any, inside: bool = False) -> str | None:
         path = os.fspath(path) if not isinstance(path, int) else os.readlink(f"/proc/self/fd/{path}")
-        inside = (inside or str(path).startswith(str(folder))) and threading.get_ident() == thread
+        own = threading.get_ident() == thread or threading.current_thread().name == "background"
+        inside = (inside or str(path).startswith(str(folder))) and own
         name = str(path).removeprefix(f"{folder}/")
         if inside:
             tell(operation, name)
@@ -63,7 +61,7 @@ def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
     for operation in NAMED:
         setattr(os, operation, named(operation))
 
-    fsync, sendfile, save_file, opening = os.fsync, os.sendfile, checkpoint.save_file, io.open
+    fsync, sendfile, opening = os.fsync, os.sendfile, io.open
 
     def interposed_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         name = note("open", file) if mode[0] in "wax" and not isinstance(file, int) else None
@@ -78,15 +76,7 @@ def interpose(folder: Path, tell: Callable[[str, str], None]) -> None:
         note("write", out)
         return sendfile(out, *args, **kwargs)
 
-    def interposed_save_file(tensors: Any, file: Path) -> None:
-        try:
-            note("save", file)
-        except OSError as error:  # as the library words it
-            said = f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
-            raise SafetensorError(said) from None
-        save_file(tensors, file)
-
-    os.fsync, os.sendfile, checkpoint.save_file = interposed_fsync, interposed_sendfile, interposed_save_file
+    os.fsync, os.sendfile = interposed_fsync, interposed_sendfile
     io.open = builtins.open = interposed_open
 
 

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from small_jobs import rows
 
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
-from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 CORPUS = GOLDEN / "corpus"
@@ -184,11 +186,10 @@ def run_case(config: RunConfig) -> Any:
 
 def summary(run: Path) -> dict[str, Any]:
     """What a run came to: its metrics but for timings, and its newest checkpoint's state and weights."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     checkpoint = max((run / "checkpoints").glob("step-*"))
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     return {
-        "rows": [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows],
+        "rows": [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows(run)],
         "state": {name: state[name] for name in STATE if name in state},
         "weights": weights(load_file(checkpoint / "model.safetensors")),
     }

@@ -53,6 +53,7 @@ def job_config(kind: str, output_dir: Path, changes: dict[str, Any] | None = Non
     command, own = KINDS[kind]
     values: dict[str, Any] = {"output_dir": str(output_dir), "run_name": "run", "train": {"epochs": 4, "device": "cpu"}}
     values |= {"tracking": {"log_every": 1}, "eval": {"batch_size": 8}}
+    values["checkpoint"] = {"background": False}  # or rows and kills would come in any order
     for name, value in (own | (changes or {})).items():
         section, _, key = name.rpartition(".")
         (values.setdefault(section, {}) if section else values)[key] = value
@@ -85,8 +86,12 @@ def killed_job(config: JobConfig, step: int) -> str:
     return signalled_job(config, step, signal.SIGKILL)
 
 
-def rows(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+    """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
+    and rollbacks."""
+    found = [json.loads(line) for line in (run / file).read_text().splitlines()]
+    found = [row for row in found if row.get("event", "rollback") == "rollback"]
+    return [{name: value for name, value in row.items() if name != "chain"} for row in found]
 
 
 def newest_checkpoint(run: Path) -> Path:

@@ -1,6 +1,7 @@
 """Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -15,14 +16,18 @@ import pytest
 import torch
 import yaml
 from ranks import run_ranks, start_ranks
+from safetensors.torch import save_file
 
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import PIECE, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.run import checkpoint
-from gpt2_ddp.run.checkpoint import CheckpointFolder, Damaged, find_checkpoint, list_checkpoints, verify
-from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights, put_moments, put_weights
+from gpt2_ddp.run import checkpoint_folder as checkpoint
+from gpt2_ddp.run.background import Background
+from gpt2_ddp.run.checkpoint import DTYPES, Damaged, as_safetensors, find_checkpoint, list_checkpoints, verify
+from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
+from gpt2_ddp.run.snapshot import Snapshot, moments_of, put_moments, put_weights, weights_of
 from gpt2_ddp.tasks.pretraining import load_weights
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
@@ -39,7 +44,7 @@ def trained_model() -> tuple[GPT, torch.optim.Optimizer]:
 
 def snapshot(state: dict, config: str = "seed: 1\n") -> Snapshot:
     model, optimizer = trained_model()
-    return Snapshot(state, config, copy_weights(model), copy_moments(model, optimizer))
+    return Snapshot(state, config, weights_of(model), moments_of(model, optimizer))
 
 
 def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None, **state: object) -> Path:
@@ -50,18 +55,27 @@ def steps(folder: Path) -> list[int]:
     return [int(place.name[5:]) for place in list_checkpoints(folder)]
 
 
-def put_back(folder: Path) -> tuple[dict, dict, bool]:
+Arrays = dict[str, np.ndarray]
+
+
+def as_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def put_back(folder: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays] | None]:
     """Writes and reads a checkpoint on rank 0, and gives it to all ranks' models, which were others; what they then
-    hold, and whether each tensor stayed where it was."""
+    hold, whether each tensor stayed where it was, and, on rank 0, what was written."""
     from gpt2_ddp.processes.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     torch.manual_seed(accelerator.process_index)
     model, optimizer = trained_model()
-    read = None
+    read, wrote = None, None
     if accelerator.is_main_process:
         torch.manual_seed(7)
-        read = verify(CheckpointFolder(folder).save(snapshot({"step": 3}))).read()
+        written = snapshot({"step": 3})
+        wrote = as_arrays(written.model), as_arrays(written.optimizer)
+        read = verify(CheckpointFolder(folder).save(written)).read()
 
     def places() -> list[int]:
         moments = [optimizer.state[p][kind] for p in model.parameters() for kind in sorted(optimizer.state[p])]
@@ -70,24 +84,52 @@ def put_back(folder: Path) -> tuple[dict, dict, bool]:
     before = places()
     put_weights(accelerator, read.model if read else {}, model)
     put_moments(accelerator, read.optimizer if read else {}, model, optimizer)
-    held_now = copy_weights(model), copy_moments(model, optimizer)
-    found = ({name: value.numpy() for name, value in tensors.items()} for tensors in held_now)
-    return *found, places() == before
+    found = as_arrays(weights_of(model)), as_arrays(moments_of(model, optimizer))
+    return *found, places() == before, wrote
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_and_moments_come_back_bitwise_on_all_ranks(tmp_path, world):
-    torch.manual_seed(7)
-    expected = snapshot({"step": 3})
-    for weights, moments, in_place in run_ranks(put_back, world, tmp_path):
+    ranks = run_ranks(put_back, world, tmp_path)
+    wrote = ranks[0][3]  # not made here, where torch may have another number of threads, and so other bits
+    for weights, moments, in_place, _ in ranks:
         assert in_place
-        for found, right in ((weights, expected.model), (moments, expected.optimizer)):
+        for found, right in zip((weights, moments), wrote, strict=True):
             assert found.keys() == right.keys()
-            assert all(np.array_equal(found[name], right[name].numpy()) for name in right)
-    assert {name.split(".")[0] for name in expected.optimizer} == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(np.array_equal(found[name], right[name]) for name in right)
+    assert {name.split(".")[0] for name in wrote[1]} == {"step", "exp_avg", "exp_avg_sq"}
     place = tmp_path / "step-00000003"
     assert verify(place).state["step"] == 3
     assert not any(b"cpickle" in file.read_bytes() or file.suffix in (".pt", ".pkl") for file in place.iterdir())
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_files_of_tensors_are_those_of_the_library(tmp_path, metadata):
+    """Byte for byte: every kind of number, scalars, nothing at all, large ones, names that are not ASCII; and their
+    size and hash are those of the file."""
+    tensors = {f"{kind}.{n}": (torch.arange(n) % 2).to(dtype) for dtype, kind in DTYPES.items() for n in (0, 1, 7)}
+    tensors |= {"é\n": torch.tensor(3.0), "large": torch.randn(PIECE // 4 + 3, 2), "b": torch.ones(3, PIECE // 8)}
+    tensors["turned"] = torch.randn(5, 3).T
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "right", metadata)
+    found = write_hashed(tmp_path / "own", as_safetensors(tensors, metadata))
+    right = (tmp_path / "right").read_bytes()
+    assert (tmp_path / "own").read_bytes() == right
+    assert found == (len(right), hashlib.sha256(right).hexdigest())
+
+
+def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
+    model, optimizer = trained_model()
+    memory: dict[str, torch.Tensor] = {}
+    live = Snapshot({"step": 1, "metrics": {}}, "", weights_of(model), moments_of(model, optimizer))
+    copy = live.copied(memory)
+    before = {name: tensor.clone() for name, tensor in (copy.model | copy.optimizer).items()}
+    optimizer.step()
+    live.state["metrics"]["val_loss"] = 2.0
+    assert copy.state == {"step": 1, "metrics": {}}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in (copy.model | copy.optimizer).items())
+    assert not torch.equal(live.model["wte.weight"], before["wte.weight"])
+    places = {name: tensor.data_ptr() for name, tensor in memory.items()}
+    assert {name: t.data_ptr() for name, t in (live.copied(memory).model | copy.optimizer).items()} == places
 
 
 def test_moments_that_are_not_in_the_snapshot_go(tmp_path):
@@ -101,7 +143,7 @@ def put_back_to_the_start() -> int:
 
     model, optimizer = trained_model()
     put_moments(build_accelerator("cpu", "no"), {}, model, optimizer)
-    return len(copy_moments(model, optimizer))
+    return len(moments_of(model, optimizer))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "config.yaml"])
@@ -155,6 +197,14 @@ def test_keeps_the_newest_and_the_best(tmp_path):
     for step, val_loss in ((1, 3.0), (2, 2.0), (3, None), (4, 2.5), (5, 2.6)):
         checkpoints.save(snapshot({"step": step, "val_loss": val_loss}))
     assert steps(tmp_path) == [2, 4, 5]
+
+
+def test_the_best_is_that_of_those_that_scored_the_same_tokens(tmp_path):
+    """Of a run whose eval.tokens were changed, both are kept."""
+    checkpoints = CheckpointFolder(tmp_path, keep_last=1)
+    for step, val_loss, tokens in ((1, 2.0, 500), (2, 2.1, 500), (3, 3.0, 900), (4, 2.5, 900), (5, 2.6, 900)):
+        checkpoints.save(snapshot({"step": step, "val_loss": val_loss, "metrics": {"val_tokens": tokens}}))
+    assert steps(tmp_path) == [1, 4, 5]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -216,18 +266,28 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     assert [place.name for place in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def save_for_ever(folder: Path) -> None:
+def save_in(background: bool, checkpoints: CheckpointFolder, what: Snapshot) -> None:
+    """Saves in this thread, or behind it."""
+    if not background:
+        checkpoints.save(what)
+        return
+    behind = Background()
+    behind.start(lambda: checkpoints.save(what.copied()), limit=60)
+    behind.wait()
+
+
+def save_for_ever(folder: Path, background: bool) -> None:
     checkpoints = CheckpointFolder(folder, keep_last=1)
     step = 0
     while True:
         step += 1
-        checkpoints.save(snapshot({"step": step}))
+        save_in(background, checkpoints, snapshot({"step": step}))
 
 
 @pytest.mark.parametrize("attempt", range(4))
 def test_killed_while_saving_an_intact_one_is_left(tmp_path, attempt):
     """keep_last is 1: the old one may go only when the new one is there."""
-    ((process, _),) = start_ranks(save_for_ever, 1, tmp_path)
+    ((process, _),) = start_ranks(save_for_ever, 1, tmp_path, attempt % 2 == 1)
     while not steps(tmp_path):
         time.sleep(0.01)
     time.sleep(0.1 + 0.037 * attempt)
@@ -293,7 +353,7 @@ def test_a_checkpoint_knows_its_kind(tmp_path, state, config, kind):
 # Faults
 
 
-def killed_at_every_operation(folder: Path, scenario: str) -> int:
+def killed_at_every_operation(folder: Path, scenario: str, background: bool) -> int:
     """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a file; after each, the
     next trainer finds an intact checkpoint and saves its own. Returns how often it was killed."""
     from disk import interpose
@@ -320,7 +380,7 @@ def killed_at_every_operation(folder: Path, scenario: str) -> int:
             told, limit = 0, kills + 1
             if scenario == "no room":
                 checkpoint._free_bytes = lambda folder: 0
-            CheckpointFolder(folder, keep_last=1).save(second)
+            save_in(background, CheckpointFolder(folder, keep_last=1), second)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if scenario != "again":
@@ -339,10 +399,11 @@ def killed_at_every_operation(folder: Path, scenario: str) -> int:
         kills += 1
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("scenario", ["the next", "again", "no room"])
-def test_killed_at_every_operation_an_intact_one_is_left(tmp_path, scenario):
+def test_killed_at_every_operation_an_intact_one_is_left(tmp_path, scenario, background):
     """Also where the same step is saved again, and where the old ones have to go first."""
-    (kills,) = run_ranks(killed_at_every_operation, 1, tmp_path / "checkpoints", scenario)
+    (kills,) = run_ranks(killed_at_every_operation, 1, tmp_path / "checkpoints", scenario, background)
     assert kills > 20
 
 
@@ -399,8 +460,8 @@ def test_what_has_to_go_anyway_goes_first_where_room_is_short(tmp_path, monkeypa
     room = {"free": 10**12}
     monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: room["free"])
     at_work: list[list[int]] = []
-    write = checkpoint._write
-    monkeypatch.setattr(checkpoint, "_write", lambda *given: (at_work.append(steps(tmp_path)), write(*given)))
+    write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *given: (at_work.append(steps(tmp_path)), write(*given)))
     for step, loss in ((1, 2.0), (2, 3.0), (3, 4.0)):
         save(tmp_path, step, val_loss=loss)
     save(tmp_path, 4, keep_last=3, val_loss=2.5)
@@ -410,3 +471,14 @@ def test_what_has_to_go_anyway_goes_first_where_room_is_short(tmp_path, monkeypa
     save(tmp_path, 6, keep_last=1, val_loss=1.0)
     assert at_work == [[], [1], [1, 2], [1, 2, 3], [1, 3, 4], [5], [6]]
     assert steps(tmp_path) == [6]
+
+
+def test_room_is_made_only_once_that_is_recorded(tmp_path, monkeypatch):
+    """Or `verify_run` would miss a checkpoint where the save fails after all."""
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: 0)
+    said: list[tuple] = []
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    folder.save(snapshot({"step": 3}), record=lambda row: said.append((row["event"], row["kept"], steps(tmp_path))))
+    assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]

@@ -22,6 +22,9 @@ BOUND = 3.0
 """Seconds that the ranks are told to wait; they add five for what others find, and the machine may be busy."""
 PATIENT = ["--timeout_seconds", "60"]
 """Where nobody is missing, so that no rank has to wait for so long."""
+SIGNS = "check_cluster/0/watch/0/signs"
+"""Where the ranks leave their signs of life."""
+HOST = os.uname().nodename
 
 
 class Ranks:
@@ -49,12 +52,21 @@ class Ranks:
         return {name: (p.exitcode, (self.folder / name).read_text()) for name, p in expected.items()}
 
     def wait_for_all_reduces(self) -> None:
+        """Until every rank is at them, and knows it of every other."""
         store = dist.TCPStore(
             "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
-        beats = dist.PrefixStore("check_cluster/0", store)
+        signs = dist.PrefixStore(SIGNS, store)
+
+        def turn(rank: int) -> int:
+            return json.loads(signs.get(str(rank)))[1]
+
         for rank in range(self.world):
-            while b"all-reduce" not in beats.get(f"beats/{rank}"):
+            while b"all-reduce" not in signs.get(str(rank)):
+                time.sleep(0.1)
+        # a rank reads the others' signs right after it has left its own: when the next but one is there, it has done so
+        for rank, after in enumerate([turn(rank) for rank in range(self.world)]):
+            while turn(rank) < after + 2:
                 time.sleep(0.1)
 
 
@@ -108,8 +120,7 @@ def test_a_rank_that_never_starts_is_named(ranks):
     group.start(2)
     ended = group.ended(BOUND + 15)
     assert [code for code, _ in ended.values()] == [2, 2], ended
-    host = os.uname().nodename
-    assert f"error: rank = 1: did not arrive within 3 s (arrived: {host} on ranks 0, 2)" in ended["0"][1]
+    assert f"error: rank = 1: did not arrive within 3 s (arrived: {HOST} on ranks 0, 2)" in ended["0"][1]
     assert not any("Traceback" in text for _, text in ended.values())
     assert "error:" not in ended["2"][1], "rank 0 has said it"
 
@@ -122,6 +133,15 @@ def test_without_rank_0_the_others_say_so(ranks):
         assert code == 2, text
         assert f"rank {rank} on " in text
         assert "got no answer from rank 0 there within 3 s" in text
+
+
+def test_an_output_that_cannot_be_written_is_said_before_anybody_is_waited_for(ranks, tmp_path):
+    group = ranks(2)
+    group.start(0, *PATIENT, "--output", str(tmp_path / "none/found.json"))
+    assert group.ended(30) == {
+        "0": (2, f"error: output = {tmp_path}/none/found.json: cannot be written (No such file or directory); "
+                 "name another file\n")
+    }  # fmt: skip
 
 
 ENDLESS = ["--repeats", "100000000", "--sizes", "4096"]
@@ -142,12 +162,11 @@ def test_a_rank_lost_in_the_middle_is_named(ranks, number, victim):
         group.start(rank, *ENDLESS)
     group.wait_for_all_reduces()
     os.kill(group.processes[str(victim)].pid, number)
-    ended = group.ended(BOUND + 15, but=str(victim))
+    ended = group.ended(BOUND + 30, but=str(victim))
     assert [code for code, _ in ended.values()] == [2, 2], ended
-    speakers = [text for text in ended.values() if f"error: rank {victim} = " in text[1]]
+    speakers = [text for text in ended.values() if f"error: rank {victim} on {HOST}: " in text[1]]
     assert len(speakers) >= 1, ended
-    if victim:
-        assert "last seen at: all-reduce of 4.0 KiB" in ended["0"][1]
+    assert all("last seen at all-reduce of 4.0 KiB" in text for _, text in speakers)
 
 
 def _other_version() -> None:
@@ -208,7 +227,10 @@ def test_ranks_that_live_but_are_not_connected(ranks):
     group.start(1, before=_no_connection)
     ended = group.ended(BOUND + 20)
     assert [code for code, _ in ended.values()] == [2, 2], ended
-    assert "alive like all others, but not connected (all-reduce of 8 B does not end)" in ended["0"][1]
+    (line,) = [line for _, text in ended.values() for line in text.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: ranks = 1: alive like all others, but not connected (rank 1 on ")
+    assert " s at all-reduce of 8 B); open all ports" in line
+    assert f"(routes to rank 0: {HOST}: lo 127.0.0.1)" in line
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:
@@ -254,7 +276,7 @@ def test_a_machine_that_dies_under_its_launcher_is_named():
         store = dist.TCPStore(
             "127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        while b"all-reduce" not in dist.PrefixStore("check_cluster/0", store).get("beats/1"):
+        while b"all-reduce" not in dist.PrefixStore(SIGNS, store).get("1"):
             time.sleep(0.2)
         os.killpg(machines[1].pid, signal.SIGKILL)
         _, errors = machines[0].communicate(timeout=40)
@@ -263,5 +285,5 @@ def test_a_machine_that_dies_under_its_launcher_is_named():
             if machine.poll() is None:
                 os.killpg(machine.pid, signal.SIGKILL)
             machine.wait()
-    assert "error: rank 1 = " in errors
-    assert "last seen at: all-reduce of 4.0 KiB" in errors
+    assert f"error: rank 1 on {HOST}: " in errors
+    assert "last seen at all-reduce of 4.0 KiB" in errors

@@ -1,4 +1,5 @@
-"""Compiled training: one static graph for training and one for evaluation, whether the run is fresh or resumed."""
+"""Compiled training: one static graph for training, one for evaluation and one for tasks, whether the run is fresh or
+resumed; and of these one for all blocks and one for the head, where blocks are compiled by themselves."""
 
 from contextlib import closing
 from pathlib import Path
@@ -41,22 +42,35 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
         run.settle()
         for _ in range(2):
             train_step(run)
-            run.restore(run.capture())
+            snapshot = run.capture()
+            run.restore(snapshot.copied() if snapshot else None)
         train_step(run)
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_one_static_graph_to_train_and_one_to_evaluate(corpus: Path, tmp_path: Path, world: int) -> None:
+CASES = [
+    (1, "model", {"eval.tasks": ["cloze"], "eval.task_items": 9}),
+    (2, "model", {}),
+    (1, "model", {"model.document_mask": True}),
+    (1, "blocks", {"eval.tasks": ["cloze"], "eval.task_items": 9, "tracking.sample_every": 4}),
+    (2, "blocks", {"model.document_mask": True, "train.activation_checkpointing": True}),
+]
+
+
+@pytest.mark.parametrize(("world", "how", "more"), CASES)
+def test_one_static_graph_to_train_and_one_to_evaluate(
+    corpus: Path, tmp_path: Path, world: int, how: str, more: dict
+) -> None:
     """Evaluations have another batch size than training, and come first in a fresh run."""
-    changes = {"train.compile": True, "eval.every": 4, "eval.batch_size": 7, "checkpoint.every": 4}
+    changes = {"train.compile": how, "eval.every": 4, "eval.batch_size": 7, "checkpoint.every": 4} | more
     for steps in (4, 8):  # fresh, then resumed
         config = training_config(corpus, tmp_path, changes | {"train.steps": steps, "optim.decay_steps": 8})
         for graphs in run_ranks(graphs_of_a_training, world, config):
-            assert sorted(graphs) == [(False, False), (True, False)]
+            evaluations = 1 + ("eval.tasks" in more) if how == "model" else 2  # of blocks, tasks have the same
+            assert sorted(graphs) == [(False, False)] * evaluations + [(True, False)] * (1 + (how == "blocks"))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_going_back_compiles_nothing_anew(corpus: Path, tmp_path: Path, world: int) -> None:
-    config = training_config(corpus, tmp_path, {"train.compile": True})
-    assert run_ranks(graphs_of_a_training, world, config, True) == [[(True, False)]] * world
+@pytest.mark.parametrize(("world", "how", "parts"), [(1, "model", 1), (2, "model", 1), (2, "blocks", 2)])
+def test_going_back_compiles_nothing_anew(corpus: Path, tmp_path: Path, world: int, how: str, parts: int) -> None:
+    config = training_config(corpus, tmp_path, {"train.compile": how})
+    assert run_ranks(graphs_of_a_training, world, config, True) == [[(True, False)] * parts] * world

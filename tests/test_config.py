@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from gpt2_ddp.config.cli import complete, dump, load
+from gpt2_ddp.config.defaults import BUILT_IN, OWN_TEXT, training_default
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -91,6 +92,58 @@ def test_the_default_file_is_found_from_any_folder(tmp_path, monkeypatch):
     assert config.run_name == "stdlib"
 
 
+def test_text_of_ones_own_does_not_inherit_the_toys_configuration(tmp_path, monkeypatch, capsys):
+    """Without --config: what suits the built-in corpus is for that alone."""
+    monkeypatch.chdir(tmp_path)
+    for flags in ([], ["--data.path", "data/stdlib/"]):
+        assert load(TrainingConfig, flags, training_default).run_name == "stdlib"
+        assert capsys.readouterr().err == ""
+    own = load(TrainingConfig, ["--data.path", "data/mine", "--train.steps", "7"], training_default)
+    suited = load(TrainingConfig, ["--config", OWN_TEXT])
+    assert (own.model, own.optim, own.train.steps) == (suited.model, suited.optim, 7)
+    assert capsys.readouterr().err.startswith(f"note: no --config, so data/mine is trained on with {OWN_TEXT}")
+    load(TrainingConfig, ["--data.path", "data/mine", "--config", OWN_TEXT], training_default)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("more", [[], ["--model.n_layer", "7", "--optim.lr", "1e-3"]])
+def test_a_run_of_ones_own_text_that_was_begun_with_the_toys_configuration_goes_on_with_it(
+    tmp_path, monkeypatch, capsys, more
+):
+    monkeypatch.chdir(tmp_path)
+    for name, file, said in ("old", BUILT_IN, "runs/old/config.yaml"), ("new", OWN_TEXT, OWN_TEXT):
+        flags = ["--data.path", "data/mine", "--run_name", name, *more]
+        begun = load(TrainingConfig, ["--config", file, *flags])
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text(dump(begun))
+        assert load(TrainingConfig, flags, training_default) == begun
+        assert f"with {said}" in capsys.readouterr().err.replace("its own ", "")
+    elsewhere = load(TrainingConfig, ["--data.path", "x", "--run_name", "old", "--output_dir", "y"], training_default)
+    assert elsewhere.model.n_layer == load(TrainingConfig, ["--config", OWN_TEXT]).model.n_layer
+
+
+def test_a_default_run_that_an_older_release_began_goes_on_as_it_began(tmp_path, monkeypatch, capsys):
+    """What may not change in a run stays; steps are the file's, as long as nothing else differs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/stdlib").mkdir(parents=True)
+    begin = lambda *flags: load(TrainingConfig, ["--config", BUILT_IN, *flags])  # noqa: E731
+    for flags, otherwise in (["--optim.lr", "1.5e-3"], True), (["--train.steps", "9"], False):
+        begun = begin(*flags)
+        (tmp_path / "runs/stdlib/config.yaml").write_text(dump(begun))
+        assert load(TrainingConfig, [], training_default) == (begun if otherwise else begin())
+        assert ("runs/stdlib/config.yaml, as it began" in capsys.readouterr().err) is otherwise
+        assert load(TrainingConfig, flags, training_default) == begun
+        capsys.readouterr()
+
+
+def test_a_run_folder_with_a_strange_configuration_counts_as_new(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    for text in ("", "model: 3", "optim: [1]", "model: {n_layer: [4]}"):
+        (tmp_path / "runs" / "mine" / "config.yaml").write_text(text)
+        assert training_default({"data.path": "data/mine", "run_name": "mine"})[0] == OWN_TEXT
+
+
 # Precedence
 
 
@@ -115,13 +168,37 @@ def test_the_default_file_stands_in_only_when_no_file_is_named(write):
 
 def test_values_of_every_kind():
     config = train("--train.compile", "--model.bias", "false", "--optim.betas", "0.8", "0.99", "--eval.tokens", "null")
-    assert (config.train.compile, config.model.bias, config.optim.betas) == (True, False, (0.8, 0.99))
+    assert (config.train.compile, config.model.bias, config.optim.betas) == ("model", False, (0.8, 0.99))
+    words = ("auto", "off", "blocks", "model", "true", "false", "on", "no")
+    settled = [train("--train.compile", word).train.compile for word in words]
+    assert settled == ["auto", "off", "blocks", "model", "model", "off", "model", "off"], (
+        "as of the first releases, too"
+    )
     assert config.eval.tokens is None
+    assert (train().eval.tokens, train("--eval.tokens", "500").eval.tokens) == ("auto", 500)
     assert train("--optim.betas", "[0.8,0.99]").optim.betas == (0.8, 0.99)
     assert train("--optim.lr", "1e-3").optim.lr == 1e-3
     assert train("--train.epochs", "0.5", "--data.prepare", "none").data.prepare is None
     generate = load(GenerateConfig, ["--prompts", "def f(", "a, b", "--top_k", "null"])
     assert (generate.prompts, generate.top_k) == (("def f(", "a, b"), None)
+
+
+def test_one_or_several(write):
+    """Trackers and sample prompts; a lone text is what earlier releases wrote."""
+    tracking = lambda *argv: train(*argv).tracking  # noqa: E731
+    for text, names in (("none", ()), ("null", ()), ("wandb", ("wandb",)), ("wandb,trackio", ("wandb", "trackio"))):
+        assert tracking("--tracking.log_with", text).log_with == names
+    assert tracking("--tracking.log_with", "trackio", "wandb", "trackio").log_with == ("trackio", "wandb")
+    for text, names in (("none", ()), ("[]", ()), ("''", ()), ("null", ()), ("wandb", ("wandb",))):
+        assert tracking("--config", write(f"tracking: {{log_with: {text}}}")).log_with == names
+    assert tracking("--config", write("tracking: {sample_prompt: 'def '}")).sample_prompt == ("def ",)
+    assert tracking("--config", write("tracking: {sample_prompt: ['def ', '']}")).sample_prompt == ("def ", "")
+    assert tracking("--tracking.sample_prompt", "a, b", "").sample_prompt == ("a, b", "")
+    assert tracking().sample_prompt == ("",)
+    (message,) = mistakes(*STEPS, "--tracking.log_with", "wandb", "mlflow")
+    assert message == "tracking.log_with = mlflow: should be 'wandb', 'tensorboard' or 'trackio'"
+    (message,) = mistakes(*STEPS, "--tracking.peak_flops", "0")
+    assert message.startswith("tracking.peak_flops = 0")
 
 
 def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(write):
@@ -235,9 +312,13 @@ def test_all_mistakes_between_fields_at_once():
         (["--optim.lr", "1e-5"], "optim.min_lr = 6e-05", "at most optim.lr (1e-05)"),
         (["--optim.decay_steps", "700"], "optim.warmup_steps = 700", "less than"),
         (["--run_name", "../x"], "run_name = ../x", "match"),
+        (["--tracking.project", "../x"], "tracking.project = ../x", "match"),
         (["--model.n_layer", "0"], "model.n_layer = 0", "greater than or equal to 1"),
         (["--model.n_layer", "2.5"], "model.n_layer = 2.5", "integer"),
         (["--optim.name", "sgd"], "optim.name = sgd", "adamw"),
+        (["--optim.muon_lr", "0.02"], "optim.muon_lr = 0.02", "--optim.name muon"),
+        (["--optim.muon_momentum", "0.9"], "optim.muon_momentum = 0.9", "--optim.name muon"),
+        (["--optim.name", "muon", "--optim.muon_momentum", "1"], "optim.muon_momentum = 1", "less than 1"),
         (["--optim.betas", "0.9", "1.0"], "optim.betas", "less than 1"),
         (["--optim.betas", "0.9"], "optim.betas", "2 values"),
         (["--optim.lr", "nan"], "optim.lr = nan", "finite"),
@@ -245,7 +326,10 @@ def test_all_mistakes_between_fields_at_once():
         (["--train.epochs", "nan"], "train.epochs = nan", "finite"),
         (["--optim.betas", "0.9", "nan"], "optim.betas", "finite"),
         (["--model.n_layer", "true"], "model.n_layer = true", "integer"),
-        (["--train.compile", "maybe"], "train.compile = maybe", "boolean"),
+        (["--train.loss_chunk", "0"], "train.loss_chunk = 0", "at least 1, or auto, or null"),
+        (["--train.micro_batch_size", "0"], "train.micro_batch_size = 0", "at least 1, or auto"),
+        (["--train.micro_batch_size", "true"], "train.micro_batch_size = true", "at least 1, or auto"),
+        (["--train.compile", "maybe"], "train.compile = maybe", "'auto', 'off', 'blocks' or 'model'"),
     ],
 )
 def test_a_mistake_names_field_value_and_cure(argv, field, cure):
@@ -267,6 +351,15 @@ def test_a_mistake_names_field_value_and_cure(argv, field, cure):
 def test_booleans_are_not_numbers(write, text):
     (message,) = mistakes(*([] if "steps" in text else STEPS), "--config", write(text))
     assert "number" in message
+
+
+@pytest.mark.parametrize("value", ["0", "-5", "1.5", "many", "Auto"])
+def test_tokens_of_an_evaluation(value):
+    (message,) = mistakes(*STEPS, "--eval.tokens", value)
+    assert message == (
+        f"eval.tokens = {value}: should be a number of tokens, at least 1, or auto, or null for all of them; "
+        "the default is auto"
+    )
 
 
 def test_nan_in_a_file(write):
@@ -409,3 +502,15 @@ def test_help_and_mistakes_import_no_torch(file):
         done = script("-c", code, str(file), *argv)
         assert done.returncode == status, done.stderr
         assert done.stderr.endswith("light"), done.stderr
+
+
+@pytest.mark.parametrize(("main", "code"), [("print(1)", 141), ("(_ for _ in ()).throw(BrokenPipeError)", 1)])
+def test_a_command_whose_output_nobody_reads_ends_like_others(main, code):
+    """But another pipe that breaks is an error."""
+    reader, writer = os.pipe()
+    if code == 141:
+        os.close(reader)
+    imports = "from gpt2_ddp.config.cli import run_command; from gpt2_ddp.config.tools import StatusConfig"
+    command = f"{imports}; run_command(StatusConfig, lambda config: {main})"
+    done = subprocess.run([sys.executable, "-c", command], stdout=writer, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr.count(b"\n") > 0) == (code, code == 1)

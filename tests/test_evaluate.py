@@ -1,17 +1,26 @@
 """Evaluation: every target once, whatever the ranks and the batch."""
 
+import contextlib
+import io
 import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import training_config
 from ranks import run_ranks
 
-from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.data.shards import TokenStream, read_manifest
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.evaluate import Evaluation
+from gpt2_ddp.model.evaluate import Evaluation, evaluate
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.run.checkpoint import Checkpoint
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 
@@ -91,3 +100,91 @@ def test_derived_numbers():
     assert result.perplexity == pytest.approx(math.e**2)
     assert result.bits_per_byte == pytest.approx(200 / math.log(2) / 300)
     assert math.isnan(Evaluation(1.0, 1, 0).bits_per_byte)
+
+
+@pytest.mark.parametrize(
+    ("shown", "terminal", "seconds"), [(True, True, 1.0), (False, False, 1.0), (False, True, 0.01)]
+)
+def test_a_long_evaluation_has_a_progress_bar(corpus, monkeypatch, shown, terminal, seconds):
+    """On a terminal, once it has taken two seconds; `seconds` pass with every batch."""
+    screen, now = io.StringIO(), iter(np.arange(1000) * seconds)
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
+    evaluate(accelerator, model(), TokenStream(corpus, read_manifest(corpus), "val"), 48, 8, 48 * 80)
+    assert ("evaluating" in screen.getvalue()) == shown
+
+
+# How many tokens
+
+
+@pytest.mark.parametrize(
+    ("every", "windows", "scored"),
+    [(100, 16, 96), (250, 512, 7680), (10, 24, 16), (1, 1, 16), (30, 9, 16), (31, 9, 17)],
+)
+def test_automatic_is_a_share_of_what_is_trained_between_two(corpus, tmp_path, every, windows, scored):
+    changes = {"eval": {"every": every}, "train.global_batch_tokens": windows * 32}
+    assert training_config(corpus, tmp_path, changes).auto_eval_tokens == scored * 32
+
+
+@pytest.mark.parametrize("config", sorted(Path("configs").glob("gpt2_*.yaml")), ids=lambda file: file.stem)
+def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
+    """A forward pass is a third of a step."""
+    config = load(TrainingConfig, ["--config", str(config)])
+    tokens, steps, every = config.eval.tokens, config.train.steps, config.eval.every
+    assert tokens is not None, "all of a corpus of any size"
+    tokens = config.auto_eval_tokens if tokens == "auto" else tokens
+    evaluations = 1 + -(-steps // every)
+    assert evaluations * tokens / 3 <= 0.05 * steps * config.train.global_batch_tokens
+
+
+def settled(config: TrainingConfig, recorded: object = "new") -> tuple[object, str]:
+    """`eval.tokens` that a run takes, a new one or one whose config.yaml holds `recorded`; and what is said."""
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    accelerator = SimpleNamespace(num_processes=1, is_main_process=True)
+    saved = Checkpoint(Path("saved"), {"step": 5, "kind": "gpt2"}, {"eval": {"tokens": recorded}})
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        tokens = Pretraining(config, accelerator, None if recorded == "new" else saved).config.eval.tokens
+    return tokens, said.getvalue()
+
+
+def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
+    """Where nothing else is asked for; the first releases recorded null, which is all."""
+    auto, all_, some = (training_config(corpus, tmp_path, {"eval": {"tokens": n}}) for n in ("auto", None, 900))
+    assert settled(auto) == (250 * 24 * 6 // 100 * 32, "")
+    assert settled(auto, 777) == (777, "")
+    assert settled(auto, None) == (None, "")
+    assert settled(some, 900) == (900, "")
+    assert settled(all_, None) == (None, "")
+    tokens, said = settled(all_, 777)
+    assert tokens is None
+    assert said.startswith("note: evaluations score all tokens from here on, and 777 before (eval.tokens); the lowest")
+    assert settled(some, None)[0] == 900
+
+
+def forward_tokens(config: TrainingConfig) -> dict[bool, int]:
+    """Trains; tokens that went forward in training (True) and in evaluations (False)."""
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    forward, found = GPT.forward, {True: 0, False: 0}
+
+    def counting(self, tokens, *rest, **named):
+        found[torch.is_grad_enabled()] += tokens.numel()
+        return forward(self, tokens, *rest, **named)
+
+    GPT.forward = counting
+    train(config, Pretraining)
+    return found
+
+
+@pytest.mark.slow
+def test_evaluations_take_a_twentieth_of_a_run_at_most(corpus, tmp_path):
+    """Padded rows and the one before the first step included."""
+    changes = {"train.steps": 60, "eval": {"every": 20}}
+    found = run_ranks(forward_tokens, 2, training_config(corpus, tmp_path, changes))
+    trained, scored = (sum(tokens[kind] for tokens in found) for kind in (True, False))
+    assert trained >= 60 * 24 * 32
+    assert 0 < scored / 3 <= 0.05 * trained

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import write_atomically, writing
+from gpt2_ddp.files import check_writable, write_atomically, writing
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -59,3 +59,15 @@ def test_every_refusal_names_its_cure(number, cure):
 def test_what_is_no_disk_s_crashes():
     with pytest.raises(KeyError), writing(Path("place")):
         raise KeyError
+
+
+def test_where_a_result_can_go_is_known_before_the_work(tmp_path):
+    there = tmp_path / "there"
+    there.write_text("before")
+    check_writable(str(there))
+    check_writable(str(tmp_path / "new"))
+    assert there.read_text() == "before"
+    assert os.listdir(tmp_path) == ["there"], "nothing is left behind"
+    for wrong in (tmp_path, tmp_path / "none/new", there / "new"):
+        with pytest.raises(UserError, match=r"^output = .*: cannot be written \(.*\); name another file$"):
+            check_writable(str(wrong))

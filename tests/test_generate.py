@@ -1,9 +1,11 @@
 """Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the script."""
 
+import io
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ import torch
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.tokenizer import load_tokenizer, train_bpe
-from gpt2_ddp.model.generate import BATCH_ROWS, generate, next_logits, sample, sample_text
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.data.vocabulary import train_bpe
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.generate import BATCH_ROWS, TextStream, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT, KVCache
-from gpt2_ddp.run.checkpoint import CheckpointFolder
-from gpt2_ddp.run.snapshot import Snapshot, copy_moments, copy_weights
+from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
+from gpt2_ddp.run.snapshot import Snapshot, moments_of, weights_of
 from gpt2_ddp.tasks.checkpoints import generate_text
 
 ROOT = Path(__file__).parents[1]
@@ -259,17 +263,41 @@ class Letters:
         return "".join(chr(96 + index) for index in ids)
 
 
-def test_a_sample_of_text_is_the_prompt_and_its_continuation():
+def test_samples_of_text_are_the_prompts_and_their_continuations():
     model = tiny(vocab_size=27)
-    text = sample_text(model, Letters(), "abc", max_new_tokens=20, seed=1)
-    (new,) = generate(model, [[1, 2, 3]], 20, EOT, seed=1)
-    assert text == "abc" + Letters().decode(new)
-    assert sample_text(model, Letters(), "", 20, seed=1) == Letters().decode(generate(model, [[]], 20, EOT, seed=1)[0])
+    texts = sample_texts(model, Letters(), ["abc", ""], max_new_tokens=20, seed=1)
+    first, second = generate(model, [[1, 2, 3], []], 20, EOT, seed=1)
+    assert texts == ["abc" + Letters().decode(first), Letters().decode(second)]
+    assert sample_texts(model, Letters(), ["abc"], 20, seed=1) == texts[:1]
+
+
+def test_new_tokens_are_heard_as_they_come():
+    model, heard = tiny(), {}
+    results = generate(
+        model, [[1]] * (BATCH_ROWS + 2), 5, 7, heard=lambda row, token: heard.setdefault(row, []).append(token)
+    )
+    assert [heard.get(row, []) for row in range(BATCH_ROWS + 2)] == results
+
+
+def test_a_stream_writes_no_half_of_a_character():
+    tokenizer, pieces = load_tokenizer("gpt2"), []
+    text = "año 日本 🙂🙃 \N{REPLACEMENT CHARACTER} x"
+    ids = tokenizer.encode(text).tolist()
+    stream = TextStream(tokenizer, pieces.append)
+    for token in ids[:-2]:
+        stream.add(token)
+        assert text.startswith("".join(pieces)), "nothing that is written is taken back"
+    for token in [*ids[-2:], *tokenizer.encode("🙂").tolist()[:1]]:  # cut off in the middle of a character
+        stream.add(token)
+    assert "".join(pieces) == text
+    stream.end()
+    assert "".join(pieces) == text + "\N{REPLACEMENT CHARACTER}"
+    assert len(pieces) > 6
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A run folder with the checkpoint of an untrained model."""
+    """A run folder with two checkpoints of an untrained model, of which the first is the better one."""
     folder = tmp_path_factory.mktemp("run")
     file = folder / "tokenizer.json"
     train_bpe(["def main(argument):\n    return argument + 1\n"] * 10, 300, file)
@@ -278,10 +306,12 @@ def checkpoint(tmp_path_factory):
         {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}, "train": {"steps": 1}}
     )
     model = GPT(config.model, vocab_size)
-    state = {"step": 1, "tokenizer": "tokenizer.json", "vocab_size": vocab_size}
+    state = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "best_evaluation": [1, 2.5, 100, 1]}
     optimizer = torch.optim.AdamW(model.parameters())
-    moments = copy_moments(model, optimizer)
-    CheckpointFolder(folder / "checkpoints").save(Snapshot(state, dump(config), copy_weights(model), moments, (file,)))
+    moments = moments_of(model, optimizer)
+    for step in (1, 2):
+        snapshot = Snapshot({"step": step} | state, dump(config), weights_of(model), moments, (file,))
+        CheckpointFolder(folder / "checkpoints").save(snapshot)
     return folder
 
 
@@ -295,10 +325,70 @@ def test_run_prints_every_sample(checkpoint, capsys):
     assert [sample.split()[0][:3] for sample in samples] == ["def", "def", "ret", "ret"]
     assert len(set(samples)) == 4
     assert " tokens/s on cpu" in first.err
+    best, newest = (checkpoint / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
+    assert f"note: this is {newest}, the newest; the run's lowest val_loss, 2.5000, is {best}'s\n" in first.err
     generate_text(config)
     assert capsys.readouterr().out == first.out
     generate_text(config.model_copy(update={"seed": 1}))
     assert capsys.readouterr().out != first.out
+    generate_text(config.model_copy(update={"checkpoint": str(newest)}))
+    assert "note" not in capsys.readouterr().err
+
+
+def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffdef main\r\n\n  return\n".encode())
+    config = GenerateConfig(checkpoint=str(checkpoint), max_new_tokens=4, device="cpu")
+    generate_text(config.model_copy(update={"prompts_file": str(file)}))
+    from_file = capsys.readouterr().out
+    generate_text(config.model_copy(update={"prompts": ("def main", "  return")}))
+    assert capsys.readouterr().out == from_file
+    monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
+    with pytest.raises(UserError, match="prompts_file = -: is empty"):
+        generate_text(config.model_copy(update={"prompts_file": "-"}))
+    for content, said in ((b"\n\r\n", "is empty"), (b"caf\xe9", "is not UTF-8"), (None, "cannot be read")):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        with pytest.raises(UserError, match=f"prompts_file = .*{said}"):
+            generate_text(config.model_copy(update={"prompts_file": str(file)}))
+
+
+def test_prompts_are_typed(checkpoint, monkeypatch, capsys):
+    """At a terminal each line is continued at once; through a pipe all of them together."""
+    config = GenerateConfig(checkpoint=str(checkpoint), prompts_file="-", max_new_tokens=6, device="cpu")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("def main\nreturn\n"))
+    generate_text(config)
+    first, second = capsys.readouterr().out.split("-" * 80 + "\n")
+    terminal = io.StringIO("def main\n\n")
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdin", terminal)
+    generate_text(config)
+    typed = capsys.readouterr()
+    assert typed.out.startswith(first)
+    assert typed.err.count("> ") == 3
+    assert typed.err.count("tokens/s") == 2
+    assert second.startswith("return")
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples):
+    config = GenerateConfig(checkpoint=str(checkpoint), prompts=("def",), num_samples=samples, device="cpu")
+    generate_text(config.model_copy(update={"max_new_tokens": 5}))
+    whole = capsys.readouterr().out
+    draws = []
+
+    def stop_after_five(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if len(draws) == 5:
+            raise KeyboardInterrupt
+        draws.append(sample(*args, **kwargs))
+        return draws[-1]
+
+    monkeypatch.setattr("gpt2_ddp.model.generate.sample", stop_after_five)
+    with pytest.raises(KeyboardInterrupt):
+        generate_text(config.model_copy(update={"max_new_tokens": 50}))
+    assert capsys.readouterr().out == whole
 
 
 def test_the_script(checkpoint, tmp_path):

@@ -8,8 +8,8 @@ import pytest
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.hashes import RECORD, verify_shards
+from gpt2_ddp.data.manifest import HEADER_BYTES, read_manifest
 from gpt2_ddp.data.prepare import prepare
-from gpt2_ddp.data.shards import HEADER_BYTES, read_manifest
 from gpt2_ddp.errors import UserError
 
 

@@ -137,6 +137,12 @@ def test_a_table_that_nobody_reads_ends_the_ranks_too():
     assert process.wait(60) != 0
 
 
+def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, capsys):
+    with pytest.raises(UserError, match=r"output = .*: cannot be written"):
+        run_lab(LabConfig(only=("set_epoch",), output=str(tmp_path)))
+    assert capsys.readouterr().out == ""
+
+
 def test_the_command(tmp_path):
     output = str(tmp_path / "lab.json")
     command = [sys.executable, "scripts/ddp_lab.py", "--only", "set_epoch", "rank_0s_loss", "--output", output]

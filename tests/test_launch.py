@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
 import yaml
 from conftest import training_config
 from ranks import free_port
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.processes.cores import usable_cores
+from gpt2_ddp.processes.launch import pick_precision
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -64,6 +67,16 @@ def one_process_digest(config_file) -> str:
     return digest(config_file, "one")[0]
 
 
+@pytest.mark.slow
+def test_one_process_is_launched_quietly():
+    """As `make train` does: of a mistake there is the one line that says what it is."""
+    quiet = ["-q", "--config_file", str(ROOT / "configs/accelerate/one_process.yaml")]
+    assert " ".join(quiet[:2]) in (ROOT / "Makefile").read_text()
+    found = launch([*ACCELERATE, *quiet, SCRIPT, "--train.stps", "3"])
+    assert found.returncode == 1, "the launcher's own code"
+    assert found.stderr == "error: --train.stps: there is no such flag; did you mean --train.steps?\n"
+
+
 CPU_TEMPLATE = str(ROOT / "configs/accelerate/cpu_processes.yaml")
 TWO_PROCESSES = [
     pytest.param([*TORCHRUN, "--nproc_per_node", "2", "--master_port", "{port}"], id="torchrun"),
@@ -104,6 +117,30 @@ def test_two_machines_on_loopback(config_file, one_process_digest):
         _, errors = machine.communicate(timeout=120)
         assert machine.returncode == 0, errors
     assert digest(config_file, "two") == (one_process_digest, 2)
+
+
+@pytest.mark.slow
+def test_ranks_with_other_paths_train_together_and_other_settings_are_named(config_file, corpus):
+    """As on machines that share no disk."""
+    place = Path(config_file).parent
+    shutil.copytree(corpus, place / "data-1")
+    (place / "data-0").symlink_to(corpus)
+
+    def start(flags: str) -> subprocess.CompletedProcess:
+        words = [sys.executable, *train_command(config_file, "two"), "--data.path", f"{place}/data-$RANK"]
+        line = f"exec {' '.join(words)} --output_dir {place}/runs-$RANK {flags}"
+        return launch(
+            [*TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port()), "--no-python", "sh", "-c", line]
+        )
+
+    found = start("--optim.lr 0.00$((RANK + 1))")
+    errors = [line for line in found.stderr.splitlines() if line.startswith("error:")]
+    assert errors == ["error: optim.lr = 0.001: rank 1 has 0.002; give all ranks the same"], found.stderr
+    assert not list(place.glob("runs-*"))
+    found = start("")
+    assert found.returncode == 0, found.stderr
+    assert not (place / "runs-1").exists()
+    assert digest(str(place / "runs-0/config.yaml"), "two")[1] == 2
 
 
 def multi_cpu_file(tmp_path: Path) -> str:
@@ -168,6 +205,13 @@ def test_accumulation_in_the_environment_changes_nothing(config_file, one_proces
     folder = Path(config_file).parent
     one, other = ((folder / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "run"))
     assert [json.loads(row).get("loss") for row in one] == [json.loads(row).get("loss") for row in other]
+
+
+def test_fast_is_bf16_where_the_device_has_instructions_for_it(monkeypatch):
+    for has, precision in ((True, "bf16"), (False, "no")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
+        assert pick_precision("fast", torch.device("cpu"), "train.") == precision
+    assert pick_precision("fast", torch.device("mps"), "train.") == "no"
 
 
 LAUNCHES = [
@@ -242,7 +286,7 @@ def start_long_run(launcher: list[str], config_file: str, **env: str) -> subproc
     process = subprocess.Popen(command, env=environment(**env), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     metrics = Path(config_file).parent / "long/metrics.jsonl"
     deadline = time.monotonic() + 90
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+    while not metrics.exists() or metrics.read_text().count("\n") < 4:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)

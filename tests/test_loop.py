@@ -13,18 +13,16 @@ import torch
 from conftest import training_config
 from ranks import RankError, run_ranks, start_ranks
 from safetensors.torch import load_file
+from small_jobs import rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order
-from gpt2_ddp.data.shards import TokenStream, read_manifest
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
-
-
-def rows(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(run: Path) -> list[float]:
@@ -42,9 +40,11 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
 
 
-def test_equal_to_a_hand_written_loop(corpus, tmp_path):
+@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-6), ("muon", 5e-3)])  # bf16 makes much of roundings
+def test_equal_to_a_hand_written_loop(corpus, tmp_path, name, tolerance):
     """50 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader."""
-    config = training_config(corpus, tmp_path, {"train.steps": 50, "eval.every": 50, "checkpoint.every": 50})
+    changes = {"train.steps": 50, "eval.every": 50, "checkpoint.every": 50, "optim.name": name}
+    config = training_config(corpus, tmp_path, changes)
     run_ranks(run_training, 1, config)
     ours = rows(tmp_path / "run")
 
@@ -54,9 +54,11 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
     n_windows = (len(stream) - 1) // 32
     torch.manual_seed(config.seed)
     model = GPT(config.model, 512)
-    decay = [p for p in model.parameters() if p.dim() >= 2]
+    matrices = [p for p in model.h.parameters() if p.dim() == 2 and name == "muon"]
+    decay = [p for p in model.parameters() if p.dim() >= 2 and not any(p is matrix for matrix in matrices)]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decay}, {"params": others, "weight_decay": 0.0}], weight_decay=0.1)
+    muon = torch.optim.Muon(matrices, weight_decay=0.1) if matrices else None
     order = Order(config.seed, n_windows)
     for step in range(1, 51):
         loss_sum = 0.0
@@ -73,10 +75,13 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group.update(lr=lr_at(step, optim), betas=(0.9, 0.95))
+        if muon:
+            muon.param_groups[0]["lr"] = lr_at(step, optim) / 3e-3 * 0.01  # one schedule, a peak of its own
+            muon.step()
         optimizer.step()
-        optimizer.zero_grad()
-        assert ours[step]["loss"] == pytest.approx(loss_sum, abs=1e-6), step
-        assert ours[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4), step
+        model.zero_grad()
+        assert ours[step]["loss"] == pytest.approx(loss_sum, abs=tolerance), step
+        assert ours[step]["grad_norm"] == pytest.approx(norm.item(), rel=100 * tolerance), step
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.8
 
 
@@ -141,11 +146,17 @@ def stopping_training(config: TrainingConfig, stop_at: int, number: int) -> str:
     return run_training(config)
 
 
-@pytest.mark.parametrize("world", [1, *[pytest.param(world, marks=pytest.mark.slow) for world in (2, 3)]])
-def test_stopped_anywhere_and_resumed_is_bitwise_equal(corpus, tmp_path, world):
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("adamw", 1),
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("adamw", 2), ("adamw", 3), ("muon", 2))],
+    ],
+)
+def test_stopped_anywhere_and_resumed_is_bitwise_equal(corpus, tmp_path, name, world):
     """Dropout on. Stopped by signals and by kill -9 at random steps, then run to the end."""
     rng = random.Random(world)
-    changes = {"model.dropout": 0.1, "optim.decay_steps": 20}
+    changes = {"model.dropout": 0.1, "optim.decay_steps": 20, "optim.name": name}
     whole = training_config(corpus, tmp_path / "whole", changes)
     assert run_ranks(run_training, world, whole) == ["completed"] * world
 
@@ -224,6 +235,32 @@ def test_no_host_sync_inside_a_step(corpus, tmp_path, world):
         assert counts[1:] == [0, 0, 0, 0]  # the first one starts the loader, which draws a seed on the CPU
 
 
+def test_muon_trains_the_same_on_two_processes(corpus, tmp_path):
+    """Each makes some of the updates, and nobody waits for a device; losses are equal but for the order of sums."""
+    changes = {"train.steps": 5, "optim.name": "muon"}
+    for world in (1, 2):
+        config = training_config(corpus, tmp_path / str(world), changes)
+        for counts in run_ranks(steps_and_syncs, world, config):
+            assert counts[1:] == [0, 0, 0, 0]
+    alone, both = (rows(tmp_path / str(world) / "run")[1:] for world in (1, 2))
+    assert [row["order_digest"] for row in alone] == [row["order_digest"] for row in both]
+    assert [row["loss"] for row in alone] == pytest.approx([row["loss"] for row in both], rel=1e-5)
+
+
+def train_on_unlike_processors(config: TrainingConfig) -> str:
+    from gpt2_ddp.model import muon
+
+    muon.multiplies_bf16 = lambda device: os.environ.get("RANK") != "1"
+    return run_training(config)
+
+
+@pytest.mark.slow
+def test_ranks_with_unlike_processors_stay_replicas(corpus, tmp_path):
+    """They are compared before a checkpoint is saved."""
+    config = training_config(corpus, tmp_path, {"train.steps": 5, "optim.name": "muon"})
+    assert run_ranks(train_on_unlike_processors, 2, config) == ["completed"] * 2
+
+
 def train_with_a_bad_gradient(config: TrainingConfig, bad_step: int) -> str:
     from gpt2_ddp.run import loop as module
 
@@ -242,8 +279,10 @@ def train_with_a_bad_gradient(config: TrainingConfig, bad_step: int) -> str:
     return run_training(config)
 
 
-def test_a_bad_gradient_on_one_rank_is_skipped_by_all(corpus, tmp_path):
-    run_ranks(train_with_a_bad_gradient, 2, training_config(corpus, tmp_path, {"train.steps": 10}), 4)
+@pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_bad_gradient_on_one_rank_is_skipped_by_all(corpus, tmp_path, name):
+    changes = {"train.steps": 10, "optim.name": name}
+    run_ranks(train_with_a_bad_gradient, 2, training_config(corpus, tmp_path, changes), 4)
     found = rows(tmp_path / "run")
     assert [row["skipped"] for row in found[1:]] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
     assert found[4]["grad_norm"] is None

@@ -8,8 +8,11 @@ import torch
 
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
+from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import RunningStatistics, StepGuard, build_optimizer, lr_at
+from gpt2_ddp.model.muon import orthogonal
+from gpt2_ddp.model.optim import RunningStatistics, StepGuard, build_optimizer, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.processes.launch import multiplies_bf16
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
@@ -42,13 +45,120 @@ def test_warmup_longer_than_the_run_ends_at_min_lr():
     assert lr_at(51, config) == pytest.approx(0.1)
 
 
-def test_only_matrices_and_embeddings_decay():
+@pytest.mark.parametrize(
+    ("changes", "step", "steps", "words"),
+    [
+        ({}, 0, 700, ""),
+        (
+            {"warmup_steps": 20, "decay_steps": 21},
+            5,
+            5,
+            "ends at step 5, and its warm-up at step 20: the last rate is 0.5",
+        ),
+        (
+            {"warmup_steps": 20, "decay_steps": 21},
+            5,
+            600,
+            "reaches min_lr (0.2) at step 21, and the run ends at step 600",
+        ),
+        ({"warmup_steps": 20, "decay_steps": 21}, 5, 600, "579 steps train at min_lr; --optim.decay_steps 600 moves"),
+        ({"warmup_steps": 20, "decay_steps": 21}, 100, 600, "500 steps train at min_lr; train.branch_from starts"),
+        ({}, 0, 100, "ends at step 100, and the schedule at step 700 (optim.decay_steps): the last rate is 1.97, and"),
+        ({}, 60, 100, "train.branch_from starts"),
+        ({}, 0, 690, ""),
+        ({"schedule": "wsd"}, 400, 500, "the last rate is 2, and min_lr 0.2; --optim.decay_steps 500 moves"),
+        ({"schedule": "constant"}, 0, 10**6, ""),
+        ({"min_lr": 2.0}, 0, 10**6, ""),
+    ],
+)
+def test_what_may_surprise_about_a_schedule_is_said(changes, step, steps, words):
+    config = OptimConfig(**{"lr": 2.0, "min_lr": 0.2, "warmup_steps": 50, "decay_steps": 700} | changes)
+    note = schedule_note(step, steps, config)
+    assert words in note
+    assert bool(note) == bool(words)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_only_matrices_and_embeddings_decay(name):
     model = GPT(TINY, 100)
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1))
+    optimizer = build_optimizer(model, OptimConfig(name=name, weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.0 if "ln_" in name or name.endswith("bias") else 0.1), name
     assert len(decay) == len(list(model.parameters()))
+
+
+def test_a_plain_loop_with_torchs_muon_is_the_same():
+    """Twenty steps: every loss, and every weight in the end, to the bit where bf16 is multiplied."""
+    config = OptimConfig(name="muon", lr=4e-3, muon_lr=0.02, weight_decay=0.2, muon_momentum=0.9)
+    torch.manual_seed(0)
+    ours, plain = GPT(TINY, 100), GPT(TINY, 100)
+    plain.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours, config)
+    guard = StepGuard(optimizer)
+    names = [f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    matrices = [plain.get_parameter(name) for name in names]
+    embeddings = [plain.wte.weight, plain.wpe.weight]
+    vectors = [p for p in plain.parameters() if p.dim() == 1]
+    groups = [{"params": embeddings, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}]
+    theirs = [torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)]
+    theirs += [torch.optim.Muon(matrices, weight_decay=0.2, momentum=0.9)]
+    for step in range(1, 21):
+        tokens = torch.randint(100, (4, 5))
+        losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, plain)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6 if BF16 else 1e-3), step
+        (losses[0] + losses[1]).backward()
+        for model in (ours, plain):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        guard.judge(norm)
+        share = step / 20
+        for group in optimizer.param_groups:
+            group["lr"] = 4e-3 * share * group.get("relative_lr", 1.0)
+        for group in [*theirs[0].param_groups, *theirs[1].param_groups]:
+            group["lr"] = (0.02 if "momentum" in group else 4e-3) * share
+        for one in (optimizer, *theirs):
+            one.step()
+            one.zero_grad()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, plain.get_parameter(name), atol=1e-6 if BF16 else 1e-2, rtol=0)
+
+
+BF16 = multiplies_bf16(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(24, 64), (64, 24), (32, 32)])
+def test_an_orthogonal_matrix(shape, dtype):
+    """About U·Vᵀ: all singular values near 1, the directions those of the matrix; of zeros, zeros."""
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    found = orthogonal(matrix, dtype).float()
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+    u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+    assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ v).flatten(), dim=0) > 0.95
+    assert not orthogonal(torch.zeros(shape), dtype).any()
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_muon_iterates_in_bf16_where_the_device_has_instructions_for_it(has, monkeypatch):
+    """As `train.mixed_precision: fast` has it."""
+    seen: set[torch.dtype] = set()
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
+    monkeypatch.setattr(muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype))
+    model = GPT(TINY, 100)
+    optimizer = build_optimizer(model, OptimConfig(name="muon"))
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
+    optimizer.step()
+    assert seen == {torch.bfloat16 if has else torch.float32}
+
+
+def test_muon_steps_the_largest_first_and_no_embedding():
+    model = GPT(TINY, 100)
+    matrices = muon_matrices(model, OptimConfig(name="muon"))
+    assert [tuple(p.shape) for p in matrices] == [(32, 8), (8, 32), (24, 8), (8, 8)]
+    assert muon_matrices(model, OptimConfig()) == []
 
 
 def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]:
@@ -59,14 +169,14 @@ def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.O
         "sgd": lambda parameters: build_job_optimizer(_Holds(parameters), JobOptimConfig(momentum=0.9), 0.1),
         "plain adamw": lambda parameters: torch.optim.AdamW(parameters, fused=False),
         "plain sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
-        "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
+        "muon": lambda parameters: build_optimizer(_Holds(parameters), OptimConfig(name="muon")),
     }
 
 
 class _Holds(torch.nn.Module):
     def __init__(self, parameters: list[torch.nn.Parameter]):
         super().__init__()
-        self.all = torch.nn.ParameterList(parameters)
+        self.h = torch.nn.ParameterList(parameters)
 
 
 @pytest.mark.parametrize("name", optimizers())
@@ -105,7 +215,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
             assert torch.equal(made[0].state[a][kind], made[1].state[b][kind]), kind
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "plain sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "plain sgd"])
 def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     """Each gradient is finite, so the scaler finds nothing; the norm of all of them is not."""
     layer = torch.nn.Linear(6, 8)

@@ -88,13 +88,17 @@ def test_a_parent_that_is_gone_already_counts(tmp_path):
     assert (tmp_path / "ended").read_text() == "SIGUSR1"
 
 
-HELPER = """
-    import os, signal, sys, time
-    from gpt2_ddp.processes.parent import helper_context
+HELP = """
+    import os, time
 
     def help():
         os.write(1, f"{os.getpid()}\\n".encode())  # at once, or two would stand on one line
         time.sleep(600)  # stuck: it asks nobody whether it may end
+"""
+HELPER = """
+    import os, signal, sys, time
+    from gpt2_ddp.processes.parent import helper_context
+    from helper import help
 
     if __name__ == "__main__":
         method, end = sys.argv[1:]
@@ -116,6 +120,7 @@ HELPER = """
 @pytest.mark.parametrize("end", ["exit", "terminate", "kill"])
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, method, end):
+    (tmp_path / "helper.py").write_text(textwrap.dedent(HELP))
     (tmp_path / "parent.py").write_text(textwrap.dedent(HELPER))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = [sys.executable, "parent.py", method, end]
@@ -130,3 +135,34 @@ def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, method, end):
     assert parent.returncode == (-9 if end == "kill" else 0)
     assert not psutil.wait_procs(helpers, timeout=30)[1]
     assert output == ("[0, 0]\n" if end == "terminate" else "")
+
+
+HALF_SENT = """
+    import os, struct, sys, time
+    from pathlib import Path
+    from gpt2_ddp.processes.parent import helper_pool
+
+    def send_half_a_result(mark):
+        queue = sys._getframe(1).f_locals["result_queue"]  # of the pool's worker
+        os.write(queue._writer.fileno(), struct.pack("!i", 1000) + bytes(10))
+        mark.touch()
+        time.sleep(60)
+
+    def leave_pool(mark):
+        with helper_pool(1) as pool:
+            pool.submit(half_sent.send_half_a_result, mark)
+            while not mark.exists():
+                time.sleep(0.01)
+            raise ValueError("left")
+
+    if __name__ == "__main__":
+        import half_sent
+        leave_pool(Path("mark"))
+"""
+
+
+def test_a_pool_is_left_though_a_result_was_half_sent(tmp_path):
+    (tmp_path / "half_sent.py").write_text(textwrap.dedent(HALF_SENT))
+    command = [sys.executable, "half_sent.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.stderr.splitlines()[-1] == "ValueError: left"

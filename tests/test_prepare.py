@@ -1,24 +1,34 @@
 """Preparing data: what ends up in the shards, restarts, and the user's mistakes."""
 
 import gzip
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import encode, sources
+from gpt2_ddp.data import encode, find
+from gpt2_ddp.data import prepare as prepare_module
+from gpt2_ddp.data.building import alone_in
 from gpt2_ddp.data.hashes import verify_shards
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.prepare import default_output, prepare
-from gpt2_ddp.data.shards import TokenStream, read_manifest
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.data.vocabulary import suitable_vocab_size
 from gpt2_ddp.errors import UserError
 
 PROJECT = Path(__file__).parents[1]
@@ -119,11 +129,11 @@ def test_standard_library(tmp_path, capsys):
     assert sum(os.times()[:4]) - before < 60  # seconds of CPU, the workers' included
     assert manifest.vocab_size == 8192
     assert manifest.source == f"stdlib (Python {sys.version.split()[0]})"
-    originals = [path.read_bytes().decode("utf-8", "replace") for path in sources._library_files()]
+    originals = [path.read_bytes().decode("utf-8", "replace") for path in find.library_files()]
     originals = [text for text in originals if text]
     assert sorted(documents_of(tmp_path / "out", "train") + documents_of(tmp_path / "out", "val")) == sorted(originals)
     assert sum(map(len, originals)) > 8e6
-    assert not any("site-packages" in str(path) or "/test/" in str(path) for path in sources._library_files())
+    assert not any("site-packages" in str(path) or "/test/" in str(path) for path in find.library_files())
     assert prepare(PrepareConfig(output=str(tmp_path / "out"))) == manifest
     assert "is already prepared" in capsys.readouterr().out
 
@@ -218,12 +228,16 @@ FILES = {
         ("none/*.txt", {}, "there is no such file"),
         ("empty.txt", {}, "source = .*: has too little text for a train split"),
         ("image.png", {}, r"image\.png: is not text"),
-        ("rows.jsonl", {}, "column = text: .*rows.jsonl, line 1, has no such column, but body, n"),
+        (
+            "rows.jsonl",
+            {},
+            "column = text: none of 1 rows has text there; the first, .*rows.jsonl, line 1, has body, n",
+        ),
         ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
         ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"),
         ("deep.jsonl", {}, r"deep\.jsonl: line 1 is not JSON"),
         ("list.json", {}, "line 1 is not an object"),
-        ("torn.parquet", {}, "is not a whole parquet file"),
+        ("torn.parquet", {}, r"torn\.parquet: cannot be read \(Parquet"),
         ("torn.txt.gz", {}, r"torn\.txt\.gz: cannot be read"),
         ("words.txt", {"tokenizer": "gpt5"}, "tokenizer = gpt5"),
         ("words.txt", {"tokenizer": "words.txt"}, "tokenizer = words.txt"),
@@ -233,8 +247,102 @@ def test_mistakes_are_named(tmp_path, source, changes, message):
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(UserError, match=message):
-        prepare(config(tmp_path / source, tmp_path / "out", **{"val_fraction": 0} | changes))
-    assert not (tmp_path / "out" / "manifest.json").exists()
+        prepare(config(tmp_path / source, tmp_path / "new" / "out", **{"val_fraction": 0} | changes))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_source_without_text_is_found_before_a_bpe_is_trained(tmp_path, capfd):
+    (tmp_path / "empty.txt").touch()
+    for source in ("empty.txt", "absent.txt"):
+        with pytest.raises(UserError, match="source = "):
+            prepare(config(tmp_path / source, tmp_path / "out", tokenizer="bpe"))
+    assert capfd.readouterr().out == ""
+
+
+def test_what_others_put_into_the_folder_stays(tmp_path):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "one/of/mine").mkdir(parents=True)
+    (tmp_path / "one/of/notes.txt").write_text("precious")
+    for output in ("one/of", "one/of/mine", "one/of/theirs/new"):
+        with pytest.raises(UserError, match="too little text for a val split"):
+            prepare(config(tmp_path / "text.txt", tmp_path / output, val_fraction=1e-9))
+    assert {path.name for path in (tmp_path / "one").rglob("*")} == {"of", "mine", "notes.txt"}
+
+
+def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
+    """The first takes its folder and its lock away; the second, and only one at a time, makes them anew."""
+    folder, entered, inside = tmp_path / "new/out", [], threading.Semaphore(0)
+
+    def fail(number: int) -> None:
+        with suppress(ZeroDivisionError), alone_in(folder):
+            assert [path.name for path in folder.iterdir()] == [".prepare.lock"]
+            (folder / "train_000000.bin").touch()
+            inside.release()
+            entered.append(number)
+            while number == 0 and capfd.readouterr().out.count("waiting for it") < 1:
+                time.sleep(0.01)
+            raise ZeroDivisionError
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(fail, 0)
+        inside.acquire()
+        others = [pool.submit(fail, number) for number in (1, 2, 3)]
+        for future in (first, *others):
+            future.result(timeout=60)
+    assert entered[0] == 0
+    assert sorted(entered) == [0, 1, 2, 3]
+    assert list((tmp_path / "new").glob("*")) == []  # the parent stays where another came between the two
+
+
+def test_many_who_fail_at_once_leave_nothing(tmp_path):
+    """None keeps another from taking the folder away that it made, by a lock put into it in between."""
+    folder, inside = tmp_path / "out", []
+
+    def fail(_: int) -> None:
+        with suppress(ZeroDivisionError), alone_in(folder):
+            inside.append(1)
+            assert inside == [1]
+            assert [path.name for path in folder.iterdir()] == [".prepare.lock"]
+            inside.pop()
+            raise ZeroDivisionError
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(100):
+            list(pool.map(fail, range(8)))
+            assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bpe_of_little_text_says_its_size(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 30)
+    manifest = prepare(config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe", vocab_size=5000))
+    assert f"the BPE has {manifest.vocab_size} tokens, not 5,000: there is no more to merge" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+@pytest.mark.parametrize(
+    "text", ["床前明月光，疑是地上霜。" * 200, "🙂👩\u200d👧🏳️❤️🇨🇭" * 200, "a\r\nb\u2028 <|endoftext|>"]
+)
+def test_bytes_and_characters_of_any_text(tmp_path, tokenizer, text):
+    for number in range(3):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / f"texts/{number}.txt").write_bytes(text[number:].encode())
+    manifest = prepare(config(tmp_path / "texts", tmp_path / "out", tokenizer=tokenizer, val_fraction=0))
+    assert documents_of(tmp_path / "out", "train") == [text, text[1:], text[2:]]
+    assert manifest.vocab_size == (257 if tokenizer == "bytes" else len({*text}) + 1)
+    with pytest.raises(UserError, match="tokenizer chars" if tokenizer == "chars" else "tokenizer bytes"):
+        prepare(config(tmp_path / "texts", tmp_path / "out", val_fraction=0))
+
+
+def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):
+    monkeypatch.chdir(tmp_path)
+    for name in ("bytes", "chars", "gpt2"):
+        assert name not in set(tiktoken.list_encoding_names()) - {"gpt2"}
+        Path(name).write_text("{}")
+        prepare(config(texts, tmp_path / f"out-{name}", tokenizer=name, max_documents=20))
+        note = f"note: {name} is the tokenizer of that name; for the file that there is write ./{name}"
+        assert note in capsys.readouterr().out
+        with pytest.raises(UserError, match=f"tokenizer = {name}: is not a byte-level BPE"):
+            prepare(config(texts, tmp_path / "file", tokenizer=f"./{name}"))
 
 
 def test_default_outputs():
@@ -253,4 +361,77 @@ def test_shipped_recipes(tmp_path):
     for path in (PROJECT / "configs").glob("data_*.yaml"):
         assert load(PrepareConfig, ["--config", str(path)]).output is not None
     stdlib = load(PrepareConfig, ["--config", "configs/data_stdlib.yaml"])
-    assert stdlib == PrepareConfig(output=default_output(stdlib))
+    assert stdlib == PrepareConfig(output=default_output(stdlib), vocab_size=2048)
+
+
+@pytest.mark.parametrize(
+    ("documents", "digest"),
+    [
+        ("file", "49da85cfb0dcc735eb94fd99f61089d93a03a7b39c2f1b413486ce45f6ef87cf"),
+        ("line", "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"),
+        ("paragraph", "6a21db73c0d3527ccc6739a702af88845cdac367d56682b21e198b8a4aea63e1"),
+    ],
+)
+def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, digest):
+    draw = random.Random(0)
+    words = ["one", "two ", "\n", "\r\n", "\n\n", "é", "漢字", " and", "\t", "😀", ", ", "\x0c", " \n"]
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        text = "".join(draw.choice(words) for _ in range(200))
+        (tmp_path / "texts" / f"{number:02d}.txt").write_bytes(text.encode())
+    rows = [{"id": number, "text": f"row {number} " * number} for number in range(30)] + [{"id": 1, "text": None}]
+    (tmp_path / "texts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert prepare(config(tmp_path / "texts", tmp_path / "out", documents=documents, val_fraction=0.2)).hash == digest
+
+
+@pytest.mark.parametrize(
+    ("size", "ids"),
+    [
+        (1, 512),
+        (10**4, 512),
+        (300_000, 2048),
+        (10**6, 4096),
+        (10**7, 8192),
+        (10**8, 2**15),
+        (10**12, 2**15),
+        (None, 2**15),
+    ],
+)
+def test_a_vocabulary_suits_the_size_of_the_text(size, ids):
+    assert suitable_vocab_size(size) == ids
+
+
+def test_without_a_vocab_size_the_text_decides_and_any_that_is_there_will_do(tmp_path, capsys):
+    """Those of older releases, which had another default, are found prepared as well."""
+    (tmp_path / "text.txt").write_text("".join(f"word{number} of many\n" for number in range(4000)))
+    asked = config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe")
+    assert prepare(asked).vocab_size == suitable_vocab_size(os.path.getsize(tmp_path / "text.txt")) == 1024
+    for size in (400, None):
+        made = prepare(config(tmp_path / "text.txt", tmp_path / f"given{size}", tokenizer="bpe", vocab_size=size))
+        assert "is already prepared" not in capsys.readouterr().out
+        assert prepare(config(tmp_path / "text.txt", tmp_path / f"given{size}", tokenizer="bpe")) == made
+        assert "is already prepared" in capsys.readouterr().out
+
+
+def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
+    file, make_tokenizer = texts / "below" / "001.txt", prepare_module.make_tokenizer
+    for change, words in (
+        (lambda: file.write_bytes(random.Random(0).randbytes(2000)), "1 edited: below/001.txt"),
+        (lambda: file.unlink(), "1 removed: below/001.txt"),
+        (lambda: texts.rename(tmp_path / "elsewhere"), "there is no such file"),
+    ):
+        monkeypatch.setattr(
+            prepare_module, "make_tokenizer", lambda *args, change=change: (make_tokenizer(*args), change())
+        )
+        with pytest.raises(UserError, match=words):
+            prepare(config(texts, tmp_path / "out", tokenizer="chars"))
+        assert not (tmp_path / "out").exists()
+
+
+def test_an_output_within_the_source(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prepare(config("stdlib", "stdlib", max_documents=1, tokenizer="bytes"))
+    with pytest.raises(UserError, match="is the source; choose another folder"):
+        prepare(config(texts, texts))
+    made = prepare(config(texts, texts / "out"))
+    assert prepare(config(texts, texts / "out")) == made

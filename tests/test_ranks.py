@@ -1,8 +1,7 @@
 """What a rank draws, and what ranks agree on."""
 
-import pytest
 import torch
-from ranks import RankError, run_ranks
+from ranks import run_ranks
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run.seeds import seed_step
@@ -53,16 +52,31 @@ def test_a_mistake_found_by_one_rank_is_raised_on_all():
     assert run_ranks(one_rank_fails, 3, 9) == ["0", "1", "2"]
 
 
-def other_configuration() -> None:
+def compared(here: list[dict[str, object]]) -> str:
+    """What check_ranks_agree says where each rank has its own of `here`."""
     import os
 
     from gpt2_ddp.processes.launch import build_accelerator
     from gpt2_ddp.processes.ranks import check_ranks_agree
 
     build_accelerator("cpu", "no")
-    check_ranks_agree("configuration", "", f"seed: {os.environ['RANK']}")
+    try:
+        check_ranks_agree(here[int(os.environ["RANK"])])
+    except UserError as error:
+        return str(error)
+    return ""
 
 
-def test_ranks_with_other_configurations_are_named():
-    with pytest.raises(RankError, match="rank 1 has another"):
-        run_ranks(other_configuration, 2)
+def test_what_ranks_differ_in_is_named_with_both_values():
+    same = {"seed": 1, "optim.lr": 1e-3, "data": None}
+    assert run_ranks(compared, 3, [same, dict(same), dict(same)]) == [""] * 3
+    others = [same, same | {"optim.lr": 2e-3}, same | {"optim.lr": 3e-3, "data": "x", "more": 7}]
+    message = (
+        "optim.lr = 0.001: rank 1 has 0.002; give all ranks the same\n"
+        "data = None: rank 2 has x; give all ranks the same\n"
+        "more = None: rank 2 has 7; give all ranks the same"
+    )
+    assert run_ranks(compared, 3, others) == [message] * 3
+    many = [{str(number): rank for number in range(9)} for rank in range(2)]
+    for message in run_ranks(compared, 2, many):
+        assert message.splitlines()[-2:] == ["4 = 0: rank 1 has 1; give all ranks the same", "and 4 more that differ"]

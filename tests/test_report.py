@@ -1,11 +1,16 @@
 """Reports of runs as they are found on disk: complete, torn, strange, several, very short and very long."""
 
+import base64
+import hashlib
+import io
 import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import matplotlib.colors
+import matplotlib.image
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -14,8 +19,10 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.reports.figure import MAX_POINTS, draw, thin
-from gpt2_ddp.reports.report import report, write_report
+from gpt2_ddp.reports import page as page_module
+from gpt2_ddp.reports.figure import draw, share_tokens
+from gpt2_ddp.reports.lines import COLORS, MAX_POINTS, short_names, thin
+from gpt2_ddp.reports.report import choose_axis, report, write_report
 from gpt2_ddp.reports.runs import read_runs
 
 BATCH = 512
@@ -80,6 +87,20 @@ class Page(HTMLParser):
             self.row[-1] += data
 
 
+def test_the_best_evaluation_is_one_of_those_that_scored_as_many_tokens_as_the_last(tmp_path: Path) -> None:
+    found = metrics(30)
+    found[10] |= {"val_loss": 1.0, "val_tokens": 50}
+    (run,) = read_runs([make_run(tmp_path / "run", found)])
+    assert page_module._summary(run)["best validation loss"].startswith("2.0000 at step 200")
+
+
+def points(file: Path) -> dict:
+    """What the page's script reads."""
+    found = re.search(r'id="points">(.*?)</script>', file.read_text(encoding="utf-8"))
+    assert found
+    return json.loads(found[1])
+
+
 def test_values_are_the_files_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", metrics(30))
     weights = {"wte.weight": np.zeros((128, 32)), "wpe.weight": np.zeros((64, 32)), "ln_f.bias": np.zeros(32)}
@@ -94,8 +115,8 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
         "tokens": f"{300 * BATCH:,}",
         "skipped steps": "3",
         "last train loss": "3.2000 at step 300",
-        "last validation loss": f"3.0000 at step 300 (perplexity {math.exp(3):.2f})",
-        "best validation loss": f"2.0000 at step 200 (perplexity {math.exp(2):.2f})",
+        "last validation loss": f"3.0000 at step 300 (perplexity {math.exp(3):.2f}, 1.2500 bits per byte)",
+        "best validation loss": f"2.0000 at step 200 (perplexity {math.exp(2):.2f}, 1.2500 bits per byte)",
         "tokens per second (median)": "256",
         "MFU (median)": "25.0%",
         "time in training steps": "10 min 0 s",
@@ -118,10 +139,17 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
 
 def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     page = Page(write_report([make_run(tmp_path / "run", metrics(30))], tmp_path / "new" / "folder"))
-    assert page.tags.count("svg") == 1
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert page.tags.count("svg") == 3
+    assert not {"link", "img", "iframe"} & set(page.tags)
     assert all(link.startswith("#") for link in page.links)
-    assert not re.search(r"url\((?!#)|@import", (tmp_path / "new/folder/report.html").read_text())
+    text = (tmp_path / "new/folder/report.html").read_text()
+    assert not re.search(r"url\((?!#)|@import", text)
+    names = re.findall(r' id="([^"]*)"', text)
+    assert len(names) == len(set(names))
+    assert set(re.findall(r'(?:xlink:href="|url\()#([^")]*)', text)) <= set(names)
+    _, script = re.findall("<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in text
 
 
 def test_user_text_is_escaped(tmp_path: Path) -> None:
@@ -131,8 +159,12 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
     (run / "config.yaml").write_text(json.dumps({"seed": HOSTILE, "optim": {"lr": HOSTILE}}))
     other = make_run(tmp_path / "other", metrics(3))
     page = Page(write_report([run, other], tmp_path))
-    assert "script" not in page.tags
+    assert page.tags.count("script") == 2  # ours: the values and what shows them
     assert "b" not in page.tags
+    assert points(tmp_path / "report.html")["runs"][0]["name"] == run.name
+    assert (
+        "a\\u003cb>&$x$" in (tmp_path / "report.html").read_text()
+    )  # `<!--<script>` would hide the end of the element
     assert page.text.count(HOSTILE) == 6  # reason, learning rate and seed, both again as differences, sample
     assert page.tables[0][""] == ["a<b>&$x$ $\\foo$", "other"]
 
@@ -144,8 +176,8 @@ def test_several_runs_and_what_differs(tmp_path: Path) -> None:
     summary, differences, _ = page.tables
     assert summary[""] == ["a/run", "b/run", "c/run"]
     assert differences == {"": summary[""], "seed": ["1", "1", "2"], "optim.lr": ["0.001", "0.0003", "0.001"]}
-    svg, _ = draw(read_runs(runs))
-    assert all(f">{name}</text>" in svg for name in summary[""])
+    svg = draw(read_runs(runs), "steps").svg()
+    assert all(f">{name}, 256/s, MFU 25.0%</text>" in svg for name in summary[""])
 
 
 def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
@@ -196,7 +228,7 @@ def test_long_runs_make_small_pages(tmp_path: Path) -> None:
         row |= dict(zip(("loss", "grad_norm", "tokens_per_second"), values, strict=True))
     runs = [make_run(tmp_path / name, rows) for name in "abc"]
     file = write_report(runs, tmp_path)
-    assert file.stat().st_size < 1_500_000
+    assert file.stat().st_size < 1_000_000
 
 
 def test_thinning_keeps_the_extremes() -> None:
@@ -248,3 +280,131 @@ def test_a_small_job_counts_samples(tmp_path: Path) -> None:
     assert "Throughput (samples per second)" in page.text
     both = Page(write_report([job, make_run(tmp_path / "gpt", metrics(3))], tmp_path / "both"))
     assert (both.tables[0]["samples"], both.tables[0]["tokens"][0]) == (["36", "–"], "–")
+
+
+def test_runs_that_coincide_are_all_visible(tmp_path: Path) -> None:
+    """Seven equal schedules, one of them longer, one shorter: each has its share of what is seen of the curve."""
+    lengths = [30, 60, 30, 30, 10, 30, 30]
+    picture = draw(read_runs([make_run(tmp_path / f"run{i}", metrics(n)) for i, n in enumerate(lengths)]), "steps")
+    left, top, right, bottom = [round(edge * 130 / 72) for edge in list(picture.panels().values())[1]]
+    pixels = matplotlib.image.imread(io.BytesIO(picture.png()))[top:bottom, left:right, :3]
+    colors = [matplotlib.colors.to_rgb(color) for color in COLORS[: len(lengths)]]
+    places = [np.nonzero((abs(pixels - color) < 0.01).all(2).any(0))[0] for color in colors]
+    half = (right - left) / 2
+    for number, columns in enumerate(places):
+        assert len(columns) > half / 21 / 3, f"run{number} is hidden"  # a third of a seventh of its third or half
+    assert len(places[1][places[1] > 0.6 * 2 * half]) > 0.3 * 2 * half  # alone there, so it is unbroken
+    assert places[4].max() < 0.3 * 2 * half
+
+
+def test_values_under_the_pointer(tmp_path: Path) -> None:
+    rows = metrics(30)
+    for i, row in enumerate(rows[1:], 1):
+        row["tokens_per_second"] = 100.0 * i
+    rows[7] |= {"grad_norm": None}
+    found = points(write_report([make_run(tmp_path / "run", rows)], tmp_path))
+    seconds = {10 * i: total for i, total in enumerate(np.cumsum([0, *(51.2 / i for i in range(1, 31))]))}
+    kinds = {(line["panel"], line["label"]): number for number, line in enumerate(found["lines"])}
+    for (panel, label), metric in {(0, "train"): "loss", (0, "validation"): "val_loss", (1, ""): "lr",
+                                   (2, ""): "grad_norm", (3, ""): "tokens_per_second"}.items():  # fmt: skip
+        number = kinds[panel, label]
+        line = found["lines"][number]
+        logged = {row["step"]: row[metric] for row in rows if metric in row}
+        assert line["step"] == list(logged)
+        values = list(zip(line["value"], logged.values(), strict=True))
+        assert all((shown == logged and shown is None) or shown == pytest.approx(logged, rel=1e-4)
+                   for shown, logged in values)  # fmt: skip
+        for axis, along in {"steps": lambda s: s, "tokens": lambda s: s * BATCH, "time": seconds.get}.items():
+            left, _, right, _ = found["axes"][axis]["panels"][panel]
+            share = np.array([along(step) for step in logged]) / along(300)
+            places = left + (right - left) * (0.02 + share) / 1.04
+            assert found["axes"][axis]["x"][number] == pytest.approx(list(places), abs=0.2)
+    assert found["lines"][kinds[2, ""]]["value"].count(None) == 1
+
+
+def test_loss_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
+    """Where rows have it; not in the place of a loss that is not finite."""
+    rows = metrics(4)
+    rows[2] |= {"loss_mean": 5.5}
+    rows[3] |= {"loss_mean": 5.0, "loss": None}
+    rows[4] |= {"loss_mean": None}
+    (run,) = read_runs([make_run(tmp_path / "run", rows)])
+    assert run.series("loss_mean")[1].tolist() == pytest.approx([9.0, 5.5, math.nan, 4.5], nan_ok=True)
+    assert run.last("loss") == rows[4] | {"loss_mean": 4.5}
+
+
+def test_tokenizers_that_differ(tmp_path: Path) -> None:
+    """Losses per token cannot be compared then: validation in bits per byte, no training loss, and it is said."""
+    runs = [make_run(tmp_path / name, metrics(10)) for name in "ab"]
+    states = [run / "checkpoints" / "step-00000100" / "state.json" for run in runs]
+    for state, sha in zip(states, ("1" * 64, "2" * 64), strict=True):
+        state.parent.mkdir(parents=True)
+        state.write_text(json.dumps({"tokenizer_sha256": sha}))
+    never = make_run(tmp_path / "never", [{"step": 10, "loss": 1.0}])
+    picture = draw(read_runs([*runs, never]), "steps")
+    loss, *_ = picture.figure.axes
+    legend = loss.get_legend()
+    assert loss.get_title("left") == "Validation loss (bits per byte, log scale)"
+    assert legend
+    assert {"token, and the runs' tokenizers differ", "not evaluated: never"} < {t.get_text() for t in legend.texts}
+    shown = [trace for trace in picture.overlay.traces if trace.panel is loss]
+    assert {trace.label for trace in shown} == {"validation"}
+    assert all(set(trace.values) == {1.25} for trace in shown)
+    states[1].write_text(states[0].read_text())
+    assert share_tokens(read_runs(runs))
+    assert share_tokens(read_runs([*runs, never]))  # what is not known is not another
+    states[1].write_text("[")
+    rows = metrics(10)
+    rows[-1]["val_bits_per_byte"] *= 2  # half as many bytes per token
+    assert not share_tokens(read_runs([*runs, make_run(tmp_path / "bytes", rows)]))
+
+
+def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
+    run, other = make_run(tmp_path / "run", metrics(3)), make_run(tmp_path / "other", metrics(3))
+    twice = make_run(tmp_path / "twice", [row | {"tokens": 2 * row["tokens"]} for row in metrics(3)])
+    foreign = make_run(tmp_path / "foreign", [{"step": 1, "loss": 1.0}])
+    everything = ["steps", "tokens", "time"]
+    assert choose_axis(read_runs([run, other]), "auto") == (everything, "steps")
+    assert choose_axis(read_runs([run, twice]), "auto") == (everything, "tokens")
+    assert choose_axis(read_runs([run, foreign]), "auto") == (["steps"], "steps")
+    with pytest.raises(UserError, match=r"axis = time: the rows of foreign do not say it"):
+        write_report([run, foreign], tmp_path, "time")
+    text = write_report([run], tmp_path, "time").read_text()
+    assert re.findall(r'id="by-(\w+)"( checked)?', text) == [("steps", ""), ("tokens", ""), ("time", " checked")]
+
+
+def test_events_are_no_rows(tmp_path: Path) -> None:
+    """What happened is marked below the loss; a branch's time is its own."""
+    rows = [row for row in metrics(30) if row["step"] > 200]
+    rows.insert(0, {"event": "branch", "step": 200, "of": "runs/x"})
+    rows.insert(4, {"event": "start", "step": 230})
+    rows.insert(6, {"event": "rollback", "step": 230})
+    rows[-4]["not_finite"] = 2
+    rows += [{"event": "end", "step": 300}, {"event": "of the future", "step": 300}]
+    (run,) = read_runs([make_run(tmp_path / "run", rows)])
+    assert [row["step"] for row in run.rows] == [210, 220, 230, *range(250, 301, 10)]
+    assert run.clock[1][-1] == 100 * BATCH / 256
+    legend = draw([run], "time").figure.axes[0].get_legend()
+    assert legend
+    assert {"resumed", "rolled back to here", "not a finite number"} < {text.get_text() for text in legend.texts}
+
+
+def test_samples_step_by_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", metrics(3))
+    rows = [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {'x' * 9000}"}
+            for step in range(0, 50_000, 100) for prompt in ("<i>", "two\n")]  # fmt: skip
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_report([run], tmp_path)
+    text = file.read_text()
+    steps = [int(step.replace(",", "")) for step in re.findall(r"<summary>step ([\d,]+)</summary>", text)]
+    assert len(steps) == 12
+    assert (steps[0], steps[-1]) == (49_900, 0)
+    assert re.findall(r"<details( open)?>", text) == [" open", *[""] * 11]
+    assert "<b>&quot;&lt;i&gt;&quot;</b><pre>&lt;i&gt;49900 " in text
+    assert "<b>&quot;two\\n&quot;</b>" in text
+    assert file.stat().st_size < 400_000
+
+
+def test_names_fit_into_a_legend() -> None:
+    long = ["a" * 40 + str(number) + "b" * 40 for number in range(2)]
+    assert short_names(["run", *long]) == ["run", *(f"{'a' * 15}…{'b' * 16} ({number})" for number in (2, 3))]

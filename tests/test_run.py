@@ -16,10 +16,11 @@ import pytest
 import yaml
 from conftest import training_config
 from ranks import RankError, run_ranks, start_ranks
-from small_jobs import job_config
+from small_jobs import job_config, rows
 
-from gpt2_ddp.config.training import RunConfig, TrainingConfig
-from gpt2_ddp.data.shards import read_manifest, write_manifest
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import read_manifest, write_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.run.checkpoint import MANIFEST
@@ -39,10 +40,6 @@ def train_and_tell(config: RunConfig) -> str:
     with redirect_stdout(io.StringIO()) as said:
         train(config)
     return said.getvalue()
-
-
-def rows(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -68,7 +65,8 @@ def there_and_back(config: RunConfig) -> list[Any]:
         run.settle()
         for _ in range(4):
             train_step(run)
-        snapshot = run.capture()
+        present = run.capture()
+        snapshot = present.copied() if present else None
         for _ in range(3):
             losses = [train_step(run) for _ in range(4)]
             norms = torch.stack([torch.stack([step.loss_sum, step.grad_norm]) for step in losses]).tolist()
@@ -88,7 +86,7 @@ def there_and_back(config: RunConfig) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "world"),
     [
-        *[(kind, 2) for kind in ("gpt2", "gpt2 with workers", "mlp")],
+        *[(kind, 2) for kind in ("gpt2", "gpt2 with workers", "gpt2 with muon", "mlp")],
         *[pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("gpt2", "gpt2 with workers", "mlp")],
         *[pytest.param("regression", world, marks=pytest.mark.slow) for world in (1, 2)],
     ],
@@ -96,6 +94,7 @@ def there_and_back(config: RunConfig) -> list[Any]:
 def test_back_in_the_middle_of_a_run(corpus: Path, tmp_path: Path, kind: str, world: int) -> None:
     """The same four steps have the same bits, on every rank: weights, moments, order, sums over the epoch."""
     changes = {"model.dropout": 0.1, "data.workers": 2 if "workers" in kind else 0}
+    changes |= {"optim.name": "muon"} if "muon" in kind else {}
     config = training_config(corpus, tmp_path, changes) if "gpt2" in kind else job_config(kind, tmp_path)
     for first, *others in run_ranks(there_and_back, world, config):
         assert first[1] == 8
@@ -142,6 +141,7 @@ def test_fields_that_have_come_or_gone_since(corpus, tmp_path, halfway):
 
     forge(place, "config.yaml", older)
     since = ("passed", "epoch_size", "epoch_loss", "epoch_units", "kind", "metrics", "skipped", "run_id", "tokens")
+    since += ("since_row", "best_evaluation")
     forge(place, "state.json", lambda state: [state.pop(name) for name in since])
     (said,) = run_ranks(
         train_and_tell, 1, training_config(corpus, tmp_path / "parts", {"train.steps": 10, "eval.every": 5})
@@ -182,6 +182,7 @@ def train_without_long_work(config: RunConfig, large: tuple[str, ...] = (".bin",
     ("changes", "message"),
     [
         ({"optim.lr": 1e-3}, "optim.lr = 0.001: the run was started with 0.003"),
+        ({"optim.name": "muon"}, "optim.name = muon: .* adamw; .* .train.init_from takes this one's weights along"),
         ({"model.n_layer": 3, "seed": 1}, "seed = 1: the run was started with 1337"),
         ({"train.global_batch_tokens": 12 * 32}, "train.global_batch_tokens = 384: the run was started with 768"),
     ],

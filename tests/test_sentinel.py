@@ -16,7 +16,8 @@ from ranks import run_ranks
 from small_jobs import job_config
 from torch import Tensor
 
-from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.run.sentinel import Corrupted, _accuse, check_replicas, sum_of
 
 

@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 
 from gpt2_ddp.data.hashes import verify_shards
-from gpt2_ddp.data.shards import (
-    HEADER_BYTES,
-    OPEN_FILES,
-    Manifest,
-    ShardWriter,
-    TokenStream,
-    read_manifest,
-    write_manifest,
-)
+from gpt2_ddp.data.manifest import HEADER_BYTES, Manifest, read_manifest, write_manifest
+from gpt2_ddp.data.shards import OPEN_FILES, ShardWriter, TokenStream
 from gpt2_ddp.errors import UserError
 
 
@@ -163,10 +156,15 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
     tokens = random_tokens(2500)
     first = write(folders[0], tokens)
     assert first == read_manifest(folders[0])
-    assert first.hash == write(folders[1], tokens, source="/elsewhere", recipe={"workers": 8}).hash
-    assert first.hash != write(folders[2], tokens, tokenizer_sha256="1").hash
+    moved = write(folders[1], tokens, source="/elsewhere", recipe={"workers": 8})
+    assert (moved.hash, moved.parts) == (first.hash, first.parts)
+    other = write(folders[2], tokens, tokenizer_sha256="1")
+    assert other.hash != first.hash
+    assert [part for part in first.parts if other.parts[part] != first.parts[part]] == ["tokenizer"]
     tokens[-1] ^= 1
-    assert first.hash != write(folders[3], tokens).hash
+    other = write(folders[3], tokens)
+    assert other.hash != first.hash
+    assert [part for part in first.parts if other.parts[part] != first.parts[part]] == ["train split"]
 
 
 @pytest.mark.parametrize(

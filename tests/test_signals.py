@@ -11,10 +11,11 @@ from test_launch import environment
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
 SCRIPT = """
-    import ctypes, os, signal, sys, time
+    import ctypes, os, signal, sys, threading, time
     from gpt2_ddp.processes import signals
 
     signals.PATIENCE_SECONDS = 0.5
+    signals.ECHO_SECONDS = float(os.environ.get("ECHO", signals.ECHO_SECONDS))
 
     def ready():
         print("ready", flush=True)
@@ -37,7 +38,7 @@ WAITS_OUTSIDE = """
     for name in sys.argv[1:]:
         signal.siginterrupt(signal.Signals[name], False)  # as gloo, which goes on waiting
     read, _ = os.pipe()
-    ready()
+    threading.Timer(0.3, ready).start()  # once this thread waits
     ctypes.CDLL(None).read(read, ctypes.create_string_buffer(1), 1)
 """
 DOES_NOT_LISTEN = """
@@ -132,19 +133,20 @@ def test_one_of_several_ranks_fails_for_its_launcher(tmp_path):
     assert signalled(start(tmp_path, WAITS_IN_PYTHON, TORCHELASTIC_RUN_ID="x"), signal.SIGTERM)[0] == 0
 
 
-@pytest.mark.parametrize("third", ["SIGTERM", "SIGINT"])
-def test_a_training_answers_itself_and_what_comes_after_it_changes_nothing(tmp_path, third):
-    process = start(tmp_path, TRAINS)
+@pytest.mark.parametrize(("third", "echo"), [("SIGTERM", "0"), ("SIGINT", "0"), ("SIGINT", "600")])
+def test_a_training_answers_itself_and_what_comes_after_it_changes_nothing(tmp_path, third, echo):
+    process = start(tmp_path, TRAINS, ECHO=echo)
     assert process.stdout is not None
     assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
     assert process.stderr.readline() == "SIGUSR1 heard: stopping\n"
     process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "SIGUSR1 SIGINT\n"
+    # a thread says at once what it heard; Python's handlers, which may come later, are called by the signals' numbers
+    assert sorted(process.stdout.readline().split()) == ["SIGINT", "SIGUSR1"]
     process.send_signal(signal.Signals[third])
     output, errors = process.communicate("\n", timeout=60)
-    if third == "SIGTERM":
+    if third == "SIGTERM" or echo != "0":
         assert (process.returncode, output, errors) == (0, "done\n", "")
     else:
         assert (process.returncode, output, errors) == (130, "", "ended at once by SIGINT\n")

@@ -19,7 +19,8 @@ import tiktoken
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import sources
-from gpt2_ddp.data.shards import TokenStream, read_manifest
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -65,10 +66,10 @@ def test_lines_and_paragraphs(tmp_path):
 
 
 def test_broken_text_becomes_replacement_characters(tmp_path):
-    (tmp_path / "latin.txt").write_bytes("é x".encode("latin-1"))
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") + b"x" * 9999)
     (tmp_path / "surrogate.jsonl").write_text('{"text": "lone \\ud800"}\n')
     pieces = read_pieces(config(tmp_path))
-    assert [piece.text for piece in pieces] == ["\ufffd x", "lone \ufffd"]
+    assert [piece.text for piece in pieces] == ["\ufffd" + "x" * 9999, "lone \ufffd"]
 
 
 @pytest.mark.parametrize("pattern", ["gpt2", CL100K_PATTERN])
@@ -79,7 +80,7 @@ def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern
     monkeypatch.setattr(sources, "LONGEST_PIECE", 50_000)
     tokenizer = load_tokenizer("gpt2")
     if pattern != "gpt2":
-        ranks = tokenizer._encoding._mergeable_ranks | {b")\n": 50256}  # a token that GPT-2's pattern cannot give
+        ranks = tokenizer.encoding._mergeable_ranks | {b")\n": 50256}  # a token that GPT-2's pattern cannot give
         special = {"<|endoftext|>": 50257}
         tokenizer = Tokenizer(
             "x", tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
@@ -153,7 +154,10 @@ def test_hub_dataset(tmp_path, monkeypatch):
     endpoint = f"http://127.0.0.1:{server.server_port}"
     for arguments, message in (
         (("--source", "hub:owner/other"), "error: source = hub:owner/other: cannot be read from the Hub"),
-        (("--column", "text"), "error: column = text: owner/name has no such column, but body"),
+        (
+            ("--column", "text"),
+            "error: column = text: none of 300 rows has text there; the first, owner/name, row 0, has body",
+        ),
     ):
         result = prepare_with_hub(endpoint, tmp_path, *arguments)
         assert (result.returncode, message in result.stderr) == (2, True), result.stderr
@@ -194,3 +198,11 @@ def test_hub_without_a_network_is_asked_once_at_most(tmp_path, offline, monkeypa
     [line] = result.stderr.splitlines()
     assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
     assert "local" in line
+
+
+def test_suffixes_in_capitals(tmp_path):
+    (tmp_path / "A.JSONL").write_text('{"text": "one"}\n')
+    (tmp_path / "B.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "two"}\n'))
+    pa.parquet.write_table(pa.Table.from_pylist([{"text": "three"}]), tmp_path / "C.PARQUET")
+    (tmp_path / "D.TXT.Gz").write_bytes(gzip.compress(b"four"))
+    assert [piece.text for piece in read_pieces(config(tmp_path))] == ["one", "two", "three", "four"]

@@ -150,6 +150,10 @@ def test_a_line_for_each_run(tmp_path, capsys):
         [runs[0], "stalled", "step", "7"],
         [runs[1], "completed", "step", "1200"],
     ]
+    (tmp_path / "compare").mkdir()
+    show_status(load(StatusConfig, [str(tmp_path / "compare"), runs[1]]))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1:3] for line in lines] == [["no", "run"], ["completed", "step"]]
     with pytest.raises(UserError, match=r"holds no status.json; give a run folder, like .*/another, .*/one"):
         show_status(load(StatusConfig, [str(tmp_path)]))
 

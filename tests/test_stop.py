@@ -7,26 +7,29 @@ import time
 from pathlib import Path
 
 import pytest
+import small_jobs
 from conftest import training_config
 from ranks import run_ranks
 from small_jobs import job_config, run_small_job, same, weights
 
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.processes import signals
 from gpt2_ddp.processes.launch import build_accelerator
 from gpt2_ddp.run.stop import GivenUp, StopRequest
 
 
 def rows(file: Path) -> list[dict]:
-    found = [json.loads(line) for line in file.read_text().splitlines()]
     ignored = ("tokens_per_second", "samples_per_second", "mfu", "data_share")
-    return [{k: v for k, v in row.items() if k not in ignored} for row in found]
+    return [{k: v for k, v in row.items() if k not in ignored} for row in small_jobs.rows(file.parent, file.name)]
 
 
 def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]:
     """Trains; what follows step `step` sends SIGTERM to this process, if it is that rank, when it is halfway `during`
-    an evaluation, a sample or a save. Returns the outcome, and how often the rest was polled."""
-    from gpt2_ddp.run import checkpoint, run, stop
+    an evaluation (or its tasks), a sample or a save. Returns the outcome, and how often the rest was polled."""
+    from gpt2_ddp.run import checkpoint_folder as checkpoint
+    from gpt2_ddp.run import run, stop
     from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks import pretraining
     from gpt2_ddp.tasks.pretraining import Pretraining
 
     now = {"run": None, "in": "", "polls": 0, "after": 0}
@@ -58,18 +61,19 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     build, poll = run.Run.build, stop.StopRequest.poll
     run.Run.build, stop.StopRequest.poll = built, polled
     run.Run.evaluate, run.Run.sample = entering("evaluate", run.Run.evaluate), entering("sample", run.Run.sample)
+    pretraining.answer = entering("tasks", pretraining.answer)
     checkpoint.CheckpointFolder.save = entering("save", checkpoint.CheckpointFolder.save)
     outcome = (train(config, Pretraining) if isinstance(config, TrainingConfig) else run_small_job(config)).outcome
     return outcome, now["after"]
 
 
 CASES = [
-    ("evaluate", 10, 1),
+    ("tasks", 10, 1),
     ("sample", 10, 1),
     ("save", 10, 0),
     *[
         pytest.param(*case, marks=pytest.mark.slow)
-        for case in (("evaluate", 0, 1), ("evaluate", 20, 0), ("sample", 20, 0))
+        for case in (("evaluate", 0, 1), ("evaluate", 10, 1), ("evaluate", 20, 0), ("sample", 20, 0))
     ],
 ]
 
@@ -83,6 +87,7 @@ def undisturbed(corpus, tmp_path_factory) -> Path:
 
 def settings(corpus: Path, folder: Path) -> TrainingConfig:
     changes = {"eval.tokens": None, "eval.batch_size": 4, "tracking.sample_every": 10, "model.dropout": 0.1}
+    changes |= {"eval.tasks": ["cloze"], "eval.task_items": 11}
     return training_config(corpus, folder, changes | {"tracking": {"log_every": 1, "sample_every": 10}})
 
 
@@ -99,7 +104,7 @@ def test_what_a_stop_breaks_off_is_done_by_the_resumed_run(corpus, tmp_path, und
     assert (status["state"], status["step"], status["reason"]) == ("stopped", step, status["reason"])
     state = json.loads((tmp_path / f"run/checkpoints/step-{step:08d}/state.json").read_text())
     assert (state["owed"] is None) == (during == "save")
-    if during == "evaluate" and step:
+    if during in ("evaluate", "tasks") and step:
         assert not any(row["step"] == step for row in rows(tmp_path / "run/metrics.jsonl"))
     assert [end for end, _ in run_ranks(train_and_stop, 2, config, "", 0, 0)] == ["completed"] * 2
     for file in ("metrics.jsonl", "samples.jsonl"):
@@ -110,7 +115,8 @@ def test_what_a_stop_breaks_off_is_done_by_the_resumed_run(corpus, tmp_path, und
             json.loads((run / "checkpoints" / checkpoint.name / "state.json").read_text())
             for run in (tmp_path / "run", undisturbed)
         )
-        assert ours | {"run_id": ""} == theirs | {"run_id": ""}
+        own = {"run_id": "", "metrics_chain": ""}
+        assert ours | own == theirs | own
 
 
 def test_a_stop_in_a_jobs_evaluation_is_heard(tmp_path):
@@ -146,3 +152,25 @@ def test_the_deadline_counts_in_what_a_save_takes(monkeypatch):
         assert stop.reason == "the Slurm job's time limit"
     finally:
         stop.restore_handlers()
+
+
+def interrupted(first: int, echo_seconds: float) -> tuple[str, bool]:
+    """What a rank takes for the reason to stop that gets `first` and then SIGINT, and whether that one ended it."""
+    signals.ECHO_SECONDS = echo_seconds
+    stop = StopRequest(build_accelerator("cpu", "no"), time.monotonic())
+    try:
+        stop.request("another rank")  # which is no signal to this one
+        for number in (first, signal.SIGINT):
+            os.kill(os.getpid(), number)
+    except KeyboardInterrupt:
+        return stop.reason, True
+    finally:
+        stop.restore_handlers()
+    return stop.reason, False
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_twice_is_one_request(first):
+    """To every process of a job, and again through the launcher; who interrupts later than that is impatient."""
+    assert run_ranks(interrupted, 1, first, 600.0) == [("another rank", False)]
+    assert run_ranks(interrupted, 1, first, 0.0) == [("another rank", True)]

@@ -62,6 +62,7 @@ def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
     assert torch.allclose(found["linear.bias"], bias, atol=1e-6)
     logged = rows(tmp_path / "run")[1:]
     assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+    assert [row["loss_mean"] for row in logged] == pytest.approx([row["loss"] for row in logged], rel=1e-6)
     assert results[0].step == len(losses) == 36
     sizes = [12] * 8 + [1]
     last = sum(loss * size for loss, size in zip(losses[-9:], sizes, strict=True)) / 97

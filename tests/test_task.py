@@ -1,6 +1,5 @@
 """The design, tried: a kind of training that nobody thought of is one short class, and has all that the others have."""
 
-import json
 import math
 import os
 import signal
@@ -9,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_jobs
 import torch
 from accelerate import Accelerator
 from ranks import run_ranks, start_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gpt2_ddp.config.training import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
 from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.run.task import Due, Poll, Scores
@@ -115,8 +115,8 @@ def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step
 
 
 def rows(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("letters_per_second", "data_share")} for row in found]
+    timings = ("letters_per_second", "data_share")
+    return [{k: v for k, v in row.items() if k not in timings} for row in small_jobs.rows(run)]
 
 
 def weights(run: Path) -> dict[str, bytes]:

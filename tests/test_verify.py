@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import training_config
+from golden_runs import CORPUS, GOLDEN
 from ranks import run_ranks
 from small_jobs import job_config
 
@@ -14,11 +17,14 @@ from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, contiguous
-from gpt2_ddp.data.shards import read_manifest, write_manifest
+from gpt2_ddp.data.manifest import read_manifest, write_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.reports.verify import check_order, verify_run
-from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, STATE, seal
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.reports.verify_config import check_end
+from gpt2_ddp.reports.verify_order import History, Records, in_parts, replay_order
+from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, MODEL, STATE, seal
+from gpt2_ddp.run.rows import FIRST_CHAIN, next_chain
 
 
 def run_training(config: TrainingConfig) -> str:
@@ -30,10 +36,13 @@ def run_training(config: TrainingConfig) -> str:
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10."""
+    """The folder of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10; its data are
+    beside it."""
     runs = tmp_path_factory.mktemp("runs")
+    data = Path(shutil.copytree(corpus, runs / "data"))
     for processes, steps in ((1, 5), (2, 10)):
-        config = training_config(corpus, runs, {"train.steps": steps, "optim.warmup_steps": 2})
+        changes = {"train.steps": steps, "optim.warmup_steps": 2, "optim.decay_steps": 10}
+        config = training_config(data, runs, changes)
         run_ranks(run_training, processes, config)
     return runs / "run"
 
@@ -49,103 +58,110 @@ def change(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new, 1))
 
 
-def row(run: Path, step: int) -> dict:
-    return next(row for line in (run / "metrics.jsonl").open() if (row := json.loads(line))["step"] == step)
+def reseal(file: Path) -> None:
+    """Makes the manifest beside a checkpoint's file fit what is in it now."""
+    manifest = json.loads((file.parent / MANIFEST).read_text())
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+    (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
+
+
+def edit_rows(run: Path, edit: Callable[[list[dict]], object]) -> None:
+    """Edits the rows, and computes all of the chain again."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    chain, lines = FIRST_CHAIN, []
+    edit(rows)
+    for row in rows:
+        text = json.dumps({name: value for name, value in row.items() if name != "chain"})
+        chain = next_chain(chain, text)
+        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+    (run / "metrics.jsonl").write_text("".join(lines))
+
+
+def at(rows: list[dict], step: int) -> dict:
+    return next(row for row in rows if row["step"] == step and "event" not in row)
+
+
+def verified(run: Path, capsys: pytest.CaptureFixture, **options: str) -> tuple[int, list[str], list[str]]:
+    """The exit code, the defects, and the other lines."""
+    code = verify_run(VerifyConfig(run=str(run), **options))
+    lines = capsys.readouterr().out.splitlines()
+    defects = [line.removeprefix("defect  ") for line in lines if line.startswith("defect  ")]
+    return code, defects, [line for line in lines if not line.startswith("defect  ")]
 
 
 def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> None:
-    assert verify_run(VerifyConfig(run=str(run))) == 1
-    out = capsys.readouterr().out
-    found = [line.removeprefix("defect  ") for line in out.splitlines() if line.startswith("defect  ")]
-    assert len(found) == len(defects)
-    assert all(line.startswith(defect) for line, defect in zip(found, defects, strict=True)), found
-    assert out.endswith(f"{run} is not intact, defects: {len(defects)}\n")
+    """Each of `defects` is the beginning of one that is found."""
+    code, found, others = verified(run, capsys)
+    assert code == 1
+    for defect in defects:
+        assert any(line.startswith(defect) for line in found), (defect, found)
+    assert others[-1].startswith(f"{run} is not intact, defects: ")
 
 
-def test_trained_run_is_intact(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_trained_run_is_intact(run: Path, corpus: Path, capsys: pytest.CaptureFixture) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "lo')  # what a kill leaves
     assert verify_run(VerifyConfig(run=str(run))) == 0
+    last = chain_of(run, 15)[:12]
     assert capsys.readouterr().out.splitlines() == [
-        "ok      metrics.jsonl: 11 rows, steps strictly increasing",
-        "ok      checkpoints: 2, every file as it was written",
+        f"ok      metrics.jsonl: 11 rows, steps strictly increasing; 15 lines chained by hashes up to {last}",
+        "ok      checkpoints: 2, every file as it was written, all that were kept",
+        "ok      configuration: the same in config.yaml, starts and checkpoints, with one run id",
+        "ok      data: 3 of 3 shards as they were prepared",
         "ok      order of the data: every digest up to step 10, recomputed from seed 1337",
+        "ok      learning rates as scheduled; rows, evaluations and checkpoints at the steps that they were due",
+        "note    losses, norms and weights: only training again proves them, --replay A:B",
         f"{run} is intact",
     ]
+    others = verified(run, capsys, shards="none")[2]
+    assert "note    no shard was read: whether the tokens are those of the manifest is unknown" in others
+    assert "ok      data: 3 of 3 shards (" in "\n".join(verified(run, capsys, shards="sampled")[2])
 
 
-def test_another_seed_is_found_in_rows_and_checkpoints(run: Path, capsys: pytest.CaptureFixture) -> None:
-    change(run / "config.yaml", "seed: 1337", "seed: 1338")
-    assert verify_run(VerifyConfig(run=str(run))) == 1
-    out = capsys.readouterr().out
-    assert "defect  metrics.jsonl, line 2: order_digest of step 1 is " in out
-    assert out.count("defect  ") == 6
-    assert "defect  ... and 7 more like these" in out  # 10 rows and 2 checkpoints, 5 of them shown
-    assert out.endswith("defects: 12\n")
+@pytest.mark.parametrize("name", ["gpt2_run", "regression_run"])
+def test_a_run_of_an_older_release_is_intact_as_far_as_it_can_be_known(
+    name: str, capsys: pytest.CaptureFixture
+) -> None:
+    code, defects, others = verified(GOLDEN / name, capsys, **({"data": str(CORPUS)} if name == "gpt2_run" else {}))
+    assert (code, defects) == (0, [])
+    assert any("lines of an older release have no chain" in line for line in others)
+    assert "ok      learning rates as scheduled" in others
 
 
-def test_changed_digest_and_counts(run: Path, capsys: pytest.CaptureFixture) -> None:
-    digest, tokens = row(run, 4)["order_digest"], row(run, 7)["tokens"]
-    change(run / "metrics.jsonl", digest, "f" * 64)
-    change(run / "metrics.jsonl", f'"tokens": {tokens},', f'"tokens": {tokens + 32},')
-    expect_defect(
-        run,
-        capsys,
-        f"metrics.jsonl, line 5: order_digest of step 4 is {'f' * 12}, not {digest[:12]}",
-        f"metrics.jsonl, line 8: step 7 does not go with tokens {tokens + 32}",
-    )
+def test_a_complete_run_says_what_its_killed_session_did_not(
+    run: Path, trained: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Its last two rows, of the newest checkpoint and of the end, and its status; it leaves a sound one alone."""
+    changes = {"train.steps": 10, "optim.warmup_steps": 2, "optim.decay_steps": 10}
+    config = training_config(trained.parent / "data", run.parent, changes)
+    whole = (run / "metrics.jsonl").read_bytes()
+    cut_off(2)(run)
+    (run / "status.json").write_text('{"state": "running", "step": 9, "reason": ""}')
+    assert verified(run, capsys)[0] == 0
+    for _ in range(2):
+        assert run_ranks(run_training, 1, config) == ["completed"]
+        assert (run / "metrics.jsonl").read_bytes() == whole
+        assert verified(run, capsys)[0] == 0
 
 
-def test_steps_that_do_not_increase_and_broken_lines(run: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_line_that_is_no_row(run: Path, capsys: pytest.CaptureFixture) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[3] = lines[3][:-5]
-    lines.insert(6, lines[5])
+    lines[4] = lines[4][:-5]
     (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    expect_defect(run, capsys, "metrics.jsonl, line 4: is not a row", "metrics.jsonl, line 7: step 5 after step 5")
+    expect_defect(
+        run, capsys, "metrics.jsonl, line 5: is not a row", "metrics.jsonl, line 6: its chain does not follow"
+    )
 
 
 def test_step_that_nobody_could_reach_costs_nothing(run: Path, capsys: pytest.CaptureFixture) -> None:
     change(run / "metrics.jsonl", '"step": 10,', '"step": 10000000000000,')
-    expect_defect(run, capsys, "metrics.jsonl, line 11: step 10000000000000 does not go with tokens")
-
-
-def test_flipped_bit_and_missing_file(run: Path, capsys: pytest.CaptureFixture) -> None:
-    model = run / "checkpoints" / "step-00000005" / MODEL
-    content = bytearray(model.read_bytes())
-    content[len(content) // 2] ^= 1
-    model.write_bytes(content)
-    (run / "checkpoints" / "step-00000010" / STATE).unlink()
-    expect_defect(
-        run,
-        capsys,
-        "checkpoints/step-00000005/model.safetensors: its SHA-256",
-        "checkpoints/step-00000010/state.json: is missing",
-    )
-
-
-def test_state_forged_together_with_its_hash(run: Path, capsys: pytest.CaptureFixture) -> None:
-    five, ten = run / "checkpoints" / "step-00000005", run / "checkpoints" / "step-00000010"
-    digest, wrong_digest = row(run, 5)["order_digest"], row(run, 10)["order_digest"]
-    for checkpoint, old, new in ((five, digest, wrong_digest), (ten, '"position": 240', '"position": 264')):
-        before = sha256_file(checkpoint / STATE)
-        change(checkpoint / STATE, old, new)
-        change(checkpoint / MANIFEST, before, sha256_file(checkpoint / STATE))
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        change(checkpoint / MANIFEST, manifest["sha256"], seal(manifest))
-    five.rename(five.with_name("step-00000006"))
-    expect_defect(
-        run,
-        capsys,
-        "checkpoints/step-00000006/state.json: is the state of step 5",
-        "checkpoints/step-00000006/state.json: order_digest of step 5",
-        "checkpoints/step-00000010/state.json: step 10 does not go with tokens 7680, position 264",
-    )
+    expect_defect(run, capsys, "metrics.jsonl, line 13: step 10000000000000 does not go with tokens")
 
 
 def test_run_without_metrics_or_checkpoints(run: Path, capsys: pytest.CaptureFixture) -> None:
     (run / "metrics.jsonl").unlink()
     shutil.rmtree(run / "checkpoints")
-    expect_defect(run, capsys, "metrics.jsonl: has no rows")
+    expect_defect(run, capsys, "metrics.jsonl: has no rows", "checkpoints: none is there, and the run has saved some")
 
 
 def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path) -> None:
@@ -173,14 +189,292 @@ def test_a_small_job_is_intact_from_its_first_row_on(tmp_path: Path, capsys: pyt
     run = tmp_path / "run"
     assert verify_run(VerifyConfig(run=str(run))) == 0
     rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    change(run / "metrics.jsonl", json.loads(rows[4])["order_digest"], "f" * 64)
-    expect_defect(run, capsys, f"metrics.jsonl, line 5: order_digest of step 4 is {'f' * 12}, not ")
+    edit_rows(run, lambda rows: at(rows, 4).update(order_digest="f" * 64, lr=0.02))
+    expect_defect(
+        run,
+        capsys,
+        f"metrics.jsonl, line 6: order_digest of step 4 is {'f' * 12}, not ",
+        "metrics.jsonl, line 6: lr of step 4 is 0.02, not 0.01",
+    )
+    edit_rows(run, lambda rows: rows.remove(at(rows, 18)))
+    expect_defect(run, capsys, "metrics.jsonl, line 22: the row of step 18 is missing")
     shutil.rmtree(run / "checkpoints")
-    (run / "metrics.jsonl").write_text("".join(rows[:4]))
+    for name in (".saved", "status.json"):
+        (run / name).unlink()
+    (run / "metrics.jsonl").write_text("".join(rows[:5]))
     assert verify_run(VerifyConfig(run=str(run))) == 0
+    assert "note    the last 4 rows come after the newest checkpoint" in capsys.readouterr().out
     (run / "config.yaml").write_text("")
     with pytest.raises(UserError, match="is empty"):
         verify_run(VerifyConfig(run=str(run)))
+
+
+# Tampering
+
+
+STEP = "checkpoints/step-00000010"
+
+
+def of_another_run(run: Path) -> None:
+    change(run / STEP / STATE, '"run_id": "', '"run_id": "f')
+    change(run / STEP / CONFIG, "lr: 0.003\n", "lr: 0.004\n")
+    reseal(run / STEP / STATE)
+    reseal(run / STEP / CONFIG)
+
+
+def all_deleted(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def older_weights(run: Path) -> None:
+    shutil.copy(run / "checkpoints/step-00000005" / MODEL, run / STEP / MODEL)
+
+
+def older_weights_resealed(run: Path) -> None:
+    older_weights(run)
+    reseal(run / STEP / MODEL)
+
+
+def nonsense(name: str, content: str) -> Callable[[Path], None]:
+    def write(run: Path) -> None:
+        (run / STEP / name).write_text(content)
+        reseal(run / STEP / name)
+
+    return write
+
+
+def passed_nonsense(run: Path) -> None:
+    change(run / STEP / STATE, '"passed": []', '"passed": 5')
+    reseal(run / STEP / STATE)
+
+
+def older_checkpoint(run: Path) -> None:
+    shutil.rmtree(run / STEP)
+    shutil.copytree(run / "checkpoints/step-00000005", run / STEP)
+
+
+def flipped_bit(run: Path) -> None:
+    content = bytearray((run / STEP / MODEL).read_bytes())
+    content[len(content) // 2] ^= 1
+    (run / STEP / MODEL).write_bytes(content)
+
+
+def another_digest(run: Path) -> None:
+    state = json.loads((run / STEP / STATE).read_text())
+    change(run / STEP / STATE, state["order_digest"], "f" * 64)
+    change(run / STEP / STATE, '"processes": 2', '"processes": 1')
+    reseal(run / STEP / STATE)
+
+
+def layers_everywhere(run: Path) -> None:
+    for file in (run / "config.yaml", run / STEP / CONFIG, run / "checkpoints/step-00000005" / CONFIG):
+        change(file, "n_layer: 2", "n_layer: 3")
+        if file.parent != run:
+            reseal(file)
+    edit_rows(run, lambda rows: [row["config"]["model"].update(n_layer=3) for row in rows if "config" in row])
+
+
+def in_config(old: str, new: str) -> Callable[[Path], None]:
+    return lambda run: change(run / "config.yaml", old, new)
+
+
+def in_rows(edit: Callable[[list[dict]], object]) -> Callable[[Path], None]:
+    return lambda run: edit_rows(run, edit)
+
+
+def without_line(number: int) -> Callable[[Path], None]:
+    def remove(run: Path) -> None:
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        del lines[number - 1]
+        (run / "metrics.jsonl").write_text("".join(lines))
+
+    return remove
+
+
+def cut_off(count: int) -> Callable[[Path], None]:
+    def cut(run: Path) -> None:
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_text("".join(lines[:-count]))
+
+    return cut
+
+
+def as_of_an_older_release(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = [{name: value for name, value in row.items() if name != "chain"} for row in rows if "event" not in row]
+    at(kept, 8)["loss"] = 1.0
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
+
+
+OTHER_ROWS = f"{STEP}/state.json: the rows that it follows, by its metrics_chain, are not those"
+NO_END = "status.json: says completed, and metrics.jsonl does not end with an end"
+TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a checkpoint of another run": (
+        of_another_run,
+        (
+            f"{STEP}/state.json: run_id is f",
+            f"{STEP}/config.yaml: optim.lr = 0.004: the run was started with 0.003",
+            f"{STEP}: is not the one that metrics.jsonl recorded",
+        ),
+    ),
+    "all checkpoints deleted": (all_deleted, ("checkpoints/step-00000005: is missing", f"{STEP}: is missing")),
+    "n_layer": (
+        in_config("n_layer: 2", "n_layer: 3"),
+        (
+            "config.yaml: model.n_layer = 3: the run was started with 2",
+            f"{STEP}/model.safetensors: h.2.attn.c_attn.bias has the shape None",
+        ),
+    ),
+    "n_layer everywhere": (
+        layers_everywhere,
+        ("checkpoints/step-00000005/model.safetensors: h.2.", f"{STEP}: is not the one"),
+    ),
+    "lr": (in_config("lr: 0.003\n", "lr: 0.004\n"), ("config.yaml: optim.lr = 0.004: the run was started with 0.003",)),
+    "dropout": (in_config("dropout: 0.0", "dropout: 0.5"), ("config.yaml: model.dropout = 0.5",)),
+    "seed": (
+        in_config("seed: 1337", "seed: 1338"),
+        ("config.yaml: seed = 1338", "metrics.jsonl, line 3: order_digest"),
+    ),
+    "a field that may change": (in_config("every: 5\n", "every: 9\n"), ("config.yaml: checkpoint.every is 9, in ",)),
+    "lr of a row": (
+        lambda run: change(run / "metrics.jsonl", '"lr": 0.0015', '"lr": 0.0016'),
+        (
+            "metrics.jsonl, line 3: its chain does not follow",
+            "metrics.jsonl, line 3: lr of step 1 is 0.0016, not 0.0015",
+        ),
+    ),
+    "lr of a row, chained": (
+        in_rows(lambda rows: at(rows, 7).update(lr=0.003)),
+        ("metrics.jsonl, line 10: lr of step 7 is 0.003, not 0.00", OTHER_ROWS),
+    ),
+    "val_loss of a row, chained": (
+        in_rows(lambda rows: at(rows, 10).update(val_loss=1.5)),
+        (f"{STEP}/state.json: val_loss is ", OTHER_ROWS),
+    ),
+    "val_loss where none was due": (
+        in_rows(lambda rows: at(rows, 7).update(val_loss=1.5)),
+        ("metrics.jsonl, line 10: step 7 has a val_loss, against eval.every",),
+    ),
+    "tokens and epoch of a row": (
+        in_rows(lambda rows: (at(rows, 7).update(tokens=1), at(rows, 8).update(epoch=0.5))),
+        ("metrics.jsonl, line 10: step 7 does not go with tokens 1", "metrics.jsonl, line 11: epoch of step 8 is 0.5"),
+    ),
+    "a row missing": (without_line(10), ("metrics.jsonl, line 10: its chain does not follow",)),
+    "a row missing, chained": (
+        in_rows(lambda rows: rows.remove(at(rows, 7))),
+        ("metrics.jsonl, line 10: the row of step 7 is missing", OTHER_ROWS),
+    ),
+    "a row twice, chained": (
+        in_rows(lambda rows: rows.insert(9, at(rows, 7))),
+        ("metrics.jsonl, line 11: step 7 after step 7", OTHER_ROWS),
+    ),
+    "older weights": (older_weights, (f"{STEP}/model.safetensors: its SHA-256 is not the one",)),
+    "older weights, resealed": (older_weights_resealed, (f"{STEP}: is not the one that metrics.jsonl recorded",)),
+    "a state that is none": (nonsense(STATE, "[1]"), (f"{STEP}/state.json: holds no fields",)),
+    "a state without JSON": (nonsense(STATE, "{"), (f"{STEP}/state.json: cannot be read (",)),
+    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: does not say its step",)),
+    "a configuration without YAML": (nonsense(CONFIG, "a: ]"), (f"{STEP}/config.yaml: cannot be read (",)),
+    "weights that are none": (nonsense(MODEL, "no"), (f"{STEP}/model.safetensors: Error while deserializing header",)),
+    "positions that are none": (passed_nonsense, (f"{STEP}/state.json: passed over 5, not []",)),
+    "an older checkpoint": (
+        older_checkpoint,
+        (f"{STEP}/state.json: is the state of step 5", f"{STEP}: is not the one that metrics.jsonl recorded"),
+    ),
+    "a flipped bit": (flipped_bit, (f"{STEP}/model.safetensors: its SHA-256 is not the one",)),
+    "a file of a checkpoint missing": (lambda run: (run / STEP / STATE).unlink(), (f"{STEP}/state.json: is missing",)),
+    "digest and processes of a checkpoint": (
+        another_digest,
+        (f"{STEP}/state.json: order_digest of step 10 is ffff", f"{STEP}/state.json: processes is 1, in metrics.jsonl"),
+    ),
+    "a loss, chained": (in_rows(lambda rows: at(rows, 8).update(loss=1.0)), (OTHER_ROWS,)),
+    "an early loss, chained": (in_rows(lambda rows: at(rows, 1).update(loss=1.0)), (OTHER_ROWS,)),
+    "the end cut off": (cut_off(1), (NO_END,)),
+    "the last rows cut off": (cut_off(3), (NO_END, OTHER_ROWS)),
+    "completed at another step": (
+        lambda run: change(run / "status.json", '"step": 10', '"step": 11'),
+        ("status.json: says completed at step 11, metrics.jsonl completed at step 10",),
+    ),
+    "a start removed": (without_line(8), ("metrics.jsonl, line 8: its chain does not follow",)),
+    "a start removed, chained": (
+        in_rows(lambda rows: rows.pop(7)),
+        ("metrics.jsonl, line 8: step 6 of a run of 5 steps", OTHER_ROWS),
+    ),
+    "the first start removed": (without_line(1), ("metrics.jsonl, line 1: its chain does not follow",)),
+    "the first start removed, chained": (
+        in_rows(lambda rows: rows.pop(0)),
+        ("metrics.jsonl, line 1: the chain of rows does not begin with a start", OTHER_ROWS),
+    ),
+    "a checkpoint's row removed, chained": (
+        in_rows(lambda rows: rows.pop(-2)),
+        ("metrics.jsonl, line 14: the checkpoint of step 10 was not recorded",),
+    ),
+    "the chain left away in a row": (
+        lambda run: change(run / "metrics.jsonl", f', "chain": "{chain_of(run, 4)}"', ""),
+        ("metrics.jsonl, line 4: has no chain, and rows before it have one",),
+    ),
+    "the chain hidden from the check by a blank": (
+        lambda run: (
+            change(run / "metrics.jsonl", '"loss": 6', '"loss": 1'),
+            (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("\n", " \n")),
+        ),
+        ("metrics.jsonl, line 1: its chain does not follow",),
+    ),
+    "made to look like an older release's": (as_of_an_older_release, (OTHER_ROWS,)),
+    "a sample of a step that was never reached": (
+        lambda run: (run / "samples.jsonl").write_text('{"step": 90, "text": "x"}\n'),
+        ("samples.jsonl, line 1: is of step 90",),
+    ),
+}
+
+
+def chain_of(run: Path, line: int) -> str:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[line - 1])["chain"]
+
+
+@pytest.mark.parametrize("name", TAMPERINGS)
+def test_each_tampering_is_found_and_named(run: Path, capsys: pytest.CaptureFixture, name: str) -> None:
+    tamper, defects = TAMPERINGS[name]
+    tamper(run)
+    expect_defect(run, capsys, *defects)
+
+
+def test_shards_that_are_others(run: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Overwritten, or missing; or another data set of the same length in their place, with a manifest of its own."""
+    data = Path(shutil.copytree(trained.parent / "data", tmp_path / "data"))
+    shard = data / "train_000000.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2] + b"\1\1")
+    code, defects, _ = verified(run, capsys, data=str(data))
+    assert (code, defects) == (1, [f"{shard}: its SHA-256 is not the one of {data / 'manifest.json'}"])
+    assert verified(run, capsys, data=str(data), shards="none")[0] == 0
+    shard.unlink()
+    code, defects, _ = verified(run, capsys, data=str(data))
+    assert code == 1
+    assert str(shard) in defects[0]
+
+    shard.write_bytes(content[:-2] + b"\1\1")
+    manifest = read_manifest(data)
+    train = [replace(one, sha256=sha256_file(data / one.file)) for one in manifest.splits["train"]]
+    write_manifest(data, replace(manifest, splits={**manifest.splits, "train": train}))
+    (trained.parent / "data").rename(trained.parent / "kept")
+    try:
+        shutil.copytree(data, trained.parent / "data")
+        expect_defect(run, capsys, f"{trained.parent / 'data'}: holds other tokens than the run was trained on")
+        shutil.rmtree(trained.parent / "data")
+    finally:
+        (trained.parent / "kept").rename(trained.parent / "data")
+
+
+# The order of the data
+
+
+def order_defects(config: TrainingConfig, corpus: Path, records: dict[str, dict]) -> list[str]:
+    rows = {place: record for place, record in records.items() if place.startswith("line")}
+    states = {place: record for place, record in records.items() if place not in rows}
+    history = replay_order(config, [read_manifest(corpus)], rows, states)
+    assert history is not None
+    placed, defects = in_parts(rows, states)
+    return defects + [f"{place}: {defect}" for place, record in placed for defect in history.check(record)]
 
 
 def went_back(corpus: Path) -> dict[str, dict]:
@@ -208,9 +502,8 @@ def went_back(corpus: Path) -> dict[str, dict]:
 
 
 def test_a_run_that_went_back_is_replayed(corpus: Path, tmp_path: Path) -> None:
-    records = went_back(corpus)
-    settings = training_config(corpus, tmp_path).model_dump(mode="json")
-    assert check_order(settings, None, records) == []
+    records, config = went_back(corpus), training_config(corpus, tmp_path)
+    assert order_defects(config, corpus, records) == []
     first = next(place for place, record in records.items() if "event" in record)
     for place, altered in (
         (first, {"passed": [96, 145]}),
@@ -223,13 +516,73 @@ def test_a_run_that_went_back_is_replayed(corpus: Path, tmp_path: Path) -> None:
         ("state of step 8", {"rollbacks": 1}),
         ("line 9", {"tokens": 6 * 24 * 32 + 1}),
     ):
-        found = check_order(settings, None, records | {place: records[place] | altered})
+        found = order_defects(config, corpus, records | {place: records[place] | altered})
         assert found, (place, altered)
         assert found[0].startswith(place), found
+
+
+def test_a_run_that_branched_off_is_replayed_from_its_parents_beginning(corpus: Path, tmp_path: Path) -> None:
+    """From step 8 of a run that went back twice."""
+    parent, config = went_back(corpus)["state of step 8"], training_config(corpus, tmp_path)
+    branch = {"event": "branch"} | {name: parent[name] for name in ("step", "position", "passed", "order_digest")}
+    feed = Feed(range((read_manifest(corpus).tokens("train") - 1) // 32), 1337, 24, contiguous(1, 1))
+    feed.seek(parent["position"], parent["order_digest"], parent["passed"])
+    feed.next_step()
+    own = {"step": 9, "tokens": 9 * 24 * 32, "order_digest": feed.order_digest}
+    assert order_defects(config, corpus, {"line 1": branch, "line 2": own}) == []
+    for altered in ({"order_digest": "f" * 64}, {"passed": [[72, 239]]}, {"step": 7}):
+        (defect, *_) = order_defects(config, corpus, {"line 1": branch | altered, "line 2": own})
+        assert defect.startswith("line 1: branched off"), altered
 
 
 def test_an_order_that_nothing_tells_yet_is_no_defect(tmp_path: Path) -> None:
     """Before its first checkpoint, nothing says how many processes scaled a job's batch."""
     config = job_config("regression", tmp_path, {"scale_with_processes": True})
-    records = {"line 2": {"step": 1, "samples": 24, "order_digest": "0" * 64}}
-    assert check_order(config.model_dump(mode="json"), None, records) is None
+    rows = {"line 2": {"step": 1, "samples": 24, "order_digest": "0" * 64}}
+    assert replay_order(config, [], rows, {}) is None
+
+
+def test_a_run_may_go_back_to_the_same_checkpoint_twice():
+    """The checkpoint on the disk knows nothing of what was passed over since; one that was saved there anew does."""
+    for anew in (False, True):
+        feed = Feed(range(500), 7, 10, contiguous(1, 1))
+        records: Records = {}
+
+        def train(steps, feed=feed, records=records):
+            for step in steps:
+                feed.next_step()
+                records[f"row {len(records)}"] = {"step": step, "tokens": step * 10, "order_digest": feed.order_digest}
+
+        train((1, 2))
+        saved = feed.position, feed.order_digest, list(feed.passed)
+        for begun in (5, 4):
+            train(range(3, begun + 1))
+            end = feed.position
+            feed.seek(*saved)
+            start = int(feed.take(feed.position)[0])
+            feed.pass_over(start, end)
+            went_back = {"event": "rollback", "step": 2, "from": begun, "passed": [start, end]}
+            records[f"row {len(records)}"] = went_back | {"order_digest": feed.order_digest}
+            if anew:
+                saved = feed.position, feed.order_digest, list(feed.passed)
+        train((3, 4, 5))
+
+        def defects(records):
+            history = History(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
+            return [defect for record in records.values() for defect in history.check(record)]
+
+        assert defects(records) == []
+        second = [place for place, record in records.items() if "event" in record][1]
+        start, end = records[second]["passed"]
+        for passed in ([start, end + 1], [start + 1, end], [end, start]):
+            assert defects(records | {second: records[second] | {"passed": passed}})
+
+
+def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
+    """The run died after it had gone back, before it was there again."""
+    rows: dict[str, Any] = {"line 2": {"step": 12}, "line 3": {"event": "rollback", "step": 6, "from": 12}}
+    lines = [{"step": 12, "prompt": "", "text": "x"}, {"event": "rollback", "step": 6}]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(check_end(tmp_path, rows, {})) == []
+    rows["line 2"]["step"] = rows["line 3"]["from"] = 11
+    assert [defect.split(",")[0] for defect in check_end(tmp_path, rows, {})] == ["samples.jsonl"]

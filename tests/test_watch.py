@@ -87,7 +87,10 @@ def test_in_the_same_stage_the_one_that_came_less_far_is_accused():
 
 
 def test_where_nobody_is_behind_all_are_named():
-    said = (reason(seen(*[{"idle": 121.0}] * 4)) or "").splitlines()
+    verdict = judge(seen(*[{"idle": 121.0}] * 4), 120)
+    assert verdict is not None
+    assert verdict.living == [0, 1, 2, 3]
+    said = verdict.reason.splitlines()
     assert [line.split(":")[0] for line in said] == [f"rank {rank} on {HOSTS[rank].host}" for rank in range(4)]
 
 
@@ -96,7 +99,7 @@ def test_silence_is_borne_for_the_patience_alone_whatever_was_announced():
     assert judge(seen(*[preparing] * 4, silent={3: 119.0}), 120) is None
     verdict = judge(seen(*[preparing] * 4, silent={2: 121.0, 3: 121.0}), 120)
     assert verdict is not None
-    assert verdict.stuck == HOSTS[2:]
+    assert (verdict.stuck, verdict.living) == (HOSTS[2:], [])
     assert verdict.reason.splitlines()[1] == (
         "rank 3 on host1: no sign of life for 121 s, last seen at preparing data, step 7"
     )
@@ -175,7 +178,8 @@ def clock(monkeypatch):
     def make(patience: float | None = None, compiles: bool = False) -> Clock:
         monkeypatch.setattr(watching, "BEAT", 1000.0)
         monkeypatch.setattr(watching, "HEARTBEAT", 1000.0)
-        watch = Watch(0, 1, patience, compiles)
+        watch = Watch(0, 1, patience)
+        watch.compiles = compiles
         monkeypatch.setattr(watching, "BEAT", BEAT)
         made.append(Clock(watch))
         monkeypatch.setattr(watching.time, "monotonic", lambda: made[-1].now)
@@ -248,6 +252,32 @@ def test_one_that_was_suspended_forgets_what_it_saw(clock):
     assert (sign.idle, time.watch._silent[1]) == (0, (5, 0.0))
     time.pass_by(4.0, asleep=True)
     assert time.watch._silent[1] == (5, 2 * BEAT), "a short sleep is not counted either"
+
+
+def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
+    """The launcher alone may have ended, or its machine."""
+    time = clock()
+    time.watch._signs, time.watch._silent = {0: Sign(HOSTS[0], turn=5)}, {0: (5, 0.0)}
+    time.watch._is_cut_off = True
+    time.pass_by(100)
+    assert time.watch._silent[0] == (5, 0.0)
+    time.watch._lost = "RuntimeError: gloo"
+    time.pass_by(4)
+    assert time.watch._silent[0] == (5, 4.0)
+
+
+def test_rank_0_speaks_first_of_what_another_raised(clock):
+    time = clock()
+    time.watch._signs, time.watch._silent = {0: Sign(HOSTS[0])}, {0: (0, 0.0)}
+    time.watch._failed, time.watch._rank = "ValueError: x", 1
+    verdicts = []
+    for late in (0.1, GRACE + 0.1):
+        time.now = AFTERMATH + late
+        verdicts.append(time.watch._judge())
+    assert verdicts[0] is None
+    assert verdicts[1] is not None
+    assert (verdicts[1].living, verdicts[1].stuck) == ([1], [])
+    assert verdicts[1].reason.endswith(": ValueError: x (at starting)"), "no step has begun"
 
 
 def test_somebody_in_a_debugger_may_stand_still(clock):

@@ -90,7 +90,8 @@ FLAGS = {
     "unknown optimizer": (["--optim.name", "sgd"], "optim.name = sgd", "'adamw'"),
     "unknown precision": (["--train.mixed_precision", "fp8"], "train.mixed_precision = fp8", "'bf16'"),
     "unknown device": (["--train.device", "tpu"], "train.device = tpu", "'cuda'"),
-    "text for bool": (["--train.compile", "maybe"], "train.compile = maybe", "boolean"),
+    "text for bool": (["--train.deterministic", "maybe"], "train.deterministic = maybe", "boolean"),
+    "unknown way to compile": (["--train.compile", "maybe"], "train.compile = maybe", "'blocks'"),
     "negative seed": (["--seed", "-1"], "seed = -1", "greater than or equal to 0"),
     "huge seed": (["--seed", str(2**63)], f"seed = {2**63}", "less than"),
     "zero keep_last": (["--checkpoint.keep_last", "0"], "checkpoint.keep_last = 0"),
@@ -326,7 +327,7 @@ def test_ranks_started_with_other_configurations(place):
     for process, _ in started:
         process.join(10)
     assert [code for code, _ in answers] == [2, 2]
-    assert "rank 1 has another one" in answers[0][1]
+    assert answers[0][1].splitlines()[-1] == "error: seed = 0: rank 1 has 1; give all ranks the same"
 
 
 def _other_seed_on_rank_1(arguments: list[str]) -> tuple[int, str]:

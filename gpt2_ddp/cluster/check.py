@@ -6,21 +6,25 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpt2_ddp.cluster.roll_call import Facts, Place, arrive, connect, gather_facts, wait_until
-from gpt2_ddp.cluster.watch import Watch
+from gpt2_ddp.cluster.roll_call import Facts, Place, arrive, connect, gather_facts, spell
+from gpt2_ddp.config.cli import is_main_process
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import check_writable
 from gpt2_ddp.processes.environment import world_size
 from gpt2_ddp.processes.launch import USE_TORCHRUN, build_accelerator, pick_device
+from gpt2_ddp.processes.verdict import Verdict
+from gpt2_ddp.processes.watch import Watch
 
 WARM_UP = 3
 """All-reduces of a size before it is timed: the first opens connections."""
@@ -30,9 +34,11 @@ def check_cluster(config: CheckClusterConfig) -> None:
     """Checks this process's world, and prints and saves on rank 0 what was found.
 
     Raises:
-        UserError: for ranks that do not arrive, differ in versions, or sum wrongly. A rank that dies or hangs later
-            ends all processes with an `error:` line and exit code 2 (see Watch).
+        UserError: for ranks that do not arrive, differ in versions, or sum wrongly; on rank 0, for an `output` that
+            cannot be written. A rank that dies or hangs later ends all processes with an `error:` line and exit code 2.
     """
+    if config.output and is_main_process():
+        check_writable(config.output)
     if world_size() == 1:
         accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
         alone = Place(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
@@ -58,30 +64,53 @@ def check_cluster(config: CheckClusterConfig) -> None:
 
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
     """All-reduces every size under watch; the rows of the table, the same on all ranks."""
-    watch = Watch(store, ranks, rank, config.timeout_seconds)
+    explain = partial(explain_verdict, ranks)
+    watch = Watch(rank, len(ranks), config.timeout_seconds, store=store, explain=explain, exit_code=2)
+    watch.at("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watch is to speak first
     mine = []
     try:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
         for size in config.sizes:
-            watch.doing = f"all-reduce of {spell_bytes(size)}"
-            mine.append(time_all_reduce(size, config.repeats, rank, len(ranks), accelerator.device))
-        watch.doing = "comparing results"
+            watch.at(f"all-reduce of {spell_bytes(size)}")
+            mine.append(time_all_reduce(size, config.repeats, rank, len(ranks), accelerator.device, watch.progress))
+        watch.at("comparing results")
         store.set(f"results/{rank}", json.dumps(mine))
         keys = [f"results/{other}" for other in range(len(ranks))]
         store.wait(keys, patience)
         everyone = [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:  # the only class that lost connections have in common
-        watch.fail(str(error))
-    watch.finish()
-    _leave(store, rank, len(ranks))
+        watch.failed(error)
+        time.sleep(patience.total_seconds())  # the watch ends all processes, so that one of them speaks
+        raise
+    watch.close()
+    dist.destroy_process_group()
     return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
 
 
-def time_all_reduce(size: int, repeats: int, rank: int, world_size: int, device: torch.device) -> tuple[float, int]:
+def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
+    """What to do about ranks that live, and yet do not come through a collective; where in the code they stand does not
+    matter here."""
+    said = [line for line in verdict.reason.splitlines() if line[:1] != " "]
+    if not verdict.living:
+        return "\n".join(said)
+    ways = ", ".join(dict.fromkeys(f"{facts.host}: {facts.interface} {facts.ip}" for facts in ranks))
+    return (
+        f"ranks = {spell(verdict.living)}: alive like all others, but not connected ({said[0]}); open all ports "
+        f"between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+        f"(routes to rank 0: {ways})"
+    )
+
+
+def time_all_reduce(
+    size: int, repeats: int, rank: int, world_size: int, device: torch.device, progress: Callable[[], None]
+) -> tuple[float, int]:
     """Sums `size` bytes of fp32 over all ranks.
 
     The numbers are whole and their sums below 2^24, so that fp32 is exact in any order of summation.
+
+    Args:
+        progress: called between two all-reduces.
 
     Returns:
         (median seconds of `repeats` all-reduces on this rank, elements that were wrong in the first)
@@ -95,6 +124,7 @@ def time_all_reduce(size: int, repeats: int, rank: int, world_size: int, device:
     seconds = []
     buffer = torch.zeros_like(value)
     for turn in range(WARM_UP + repeats):
+        progress()
         _wait_for(device)
         start = time.perf_counter()
         dist.all_reduce(buffer)
@@ -121,14 +151,6 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
         "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4),
         "wrong_ranks": [rank for rank, (_, wrong) in enumerate(measured) if wrong],
     }
-
-
-def _leave(store: Store, rank: int, world_size: int) -> None:
-    """Rank 0 may be serving the store: it leaves last."""
-    store.add("left", 1)
-    if rank == 0:
-        wait_until(lambda: store.add("left", 0) == world_size, 20)
-    dist.destroy_process_group()
 
 
 def _notes(ranks: list[Facts]) -> Iterator[str]:

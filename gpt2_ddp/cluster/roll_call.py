@@ -170,7 +170,6 @@ def arrive(store: Store, place: Place, facts: Facts, timeout: float) -> list[Fac
     if store.add(f"seats/{place.rank}", 1) > 1:
         cure = f"a second process (on {facts.host}) has this rank; give each its own (--machine_rank, --node_rank)"
         raise UserError("RANK", place.rank, cure)
-    store.set(f"beats/{place.rank}", "")  # Watch's first sign of life
     store.set(f"facts/{place.rank}", json.dumps(asdict(facts)))
     if place.rank == 0:
         try:

@@ -29,8 +29,8 @@ from gpt2_ddp.config.jobs import (
 )
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import MANIFEST
 from gpt2_ddp.data.prepare import prepare
-from gpt2_ddp.data.shards import MANIFEST
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.processes.cores import usable_cores
@@ -132,9 +132,9 @@ def read_job(
     command, default = KINDS[kind]
     job = load(command, ["--config", file or default])
     train: dict[str, object] = {"mixed_precision": config.mixed_precision, "device": machine.device}
-    train["compile"] = False  # nn.DataParallel cannot
+    train["compile"] = "off"  # nn.DataParallel cannot
     changes: dict[str, object] = {"output_dir": str(folder / "runs"), "fresh": False}
-    changes["tracking"] = job.tracking.model_copy(update={"log_with": "none"})
+    changes["tracking"] = job.tracking.model_copy(update={"log_with": ()})
     if isinstance(job, TrainingConfig):
         size, field = job.global_batch_windows, "train.global_batch_tokens / model.block_size"
     else:
@@ -150,7 +150,7 @@ def read_job(
 
 def with_data(job: TrainingConfig | JobConfig, folder: Path) -> TrainingConfig | JobConfig:
     """The job with tokens to train on: those that are not there yet are prepared in the comparison's own folder."""
-    if not isinstance(job, TrainingConfig) or not job.data.prepare or (Path(job.data.path) / MANIFEST).exists():
+    if not isinstance(job, TrainingConfig) or not job.data.prepare or (Path(job.data.paths[0]) / MANIFEST).exists():
         return job
     path = str(folder / "data" / Path(job.data.prepare).stem)
     prepare(load(PrepareConfig, ["--config", job.data.prepare, "--output", path]))
@@ -165,13 +165,13 @@ def compare_job(
     ways = machine.ways(config.processes)
     able = [way for way, reason in ways if not reason]
     reference = folder / "reference.safetensors"
-    steps = config.steps or _steps(name, job, config, able[0], folder)
+    steps = config.steps or steps_for(name, job, config, able[0], folder)
     runs: dict[Way, list[Reading]] = {way: [] for way in able}
     differences: dict[Way, list[Difference]] = {way: [] for way in able}
     for repeat in range(config.repeats):
         for way in able:
             weights = folder / "weights.safetensors"
-            run = _run(f"{name}-{way.name}-{repeat}", job, config, way, steps, weights)
+            run = run_way(f"{name}-{way.name}-{repeat}", job, config, way, steps, weights)
             if not reference.exists():
                 weights.replace(reference)
                 weights = reference
@@ -229,18 +229,19 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
             yield f"{row.job}: {run.parameters:,} parameters, {samples}, {run.steps} steps timed"
 
 
-def _run(
+def run_way(
     name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Way, steps: int, weights: Path
 ) -> Reading:
+    """One run of a job, in fresh processes. Raises: UserError, as the job does."""
     own: dict[str, object] = {"run_name": name}
-    if way.data_parallel:  # each GPU's share of a micro-batch is as large as in the other ways
-        size = job.train.micro_batch_size * way.devices
-        own["train"] = job.train.model_copy(update={"micro_batch_size": size})
+    size = job.train.micro_batch_size
+    if way.data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
+        own["train"] = job.train.model_copy(update={"micro_batch_size": size * way.devices})
     job = job.model_copy(update=own)
     return start_processes(measure, way.processes, job, way.data_parallel, config.threads, steps, weights)
 
 
-def _steps(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, single: Way, folder: Path) -> int:
+def steps_for(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, single: Way, folder: Path) -> int:
     """How many steps take one process about `seconds`."""
-    trial = _run(f"{name}-trial", job, config, single, TRIAL, folder / "trial.safetensors")
+    trial = run_way(f"{name}-trial", job, config, single, TRIAL, folder / "trial.safetensors")
     return min(max(round(config.seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -26,6 +27,14 @@ WARM_UP = 3
 """Steps before the clock starts; they train like all others."""
 ROUNDS = 5
 """Pairs of readings, with and without synchronised gradients."""
+
+
+class Share(NamedTuple):
+    """What synchronising gradients costs of a step, 0 to 1 and, by chance, less; and what of it chance may be: the
+    standard deviation of `ROUNDS` readings."""
+
+    share: float
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Reading:
     samples: int
     seconds: float
     peak_memory: tuple[int, ...]
-    communication: float | None
+    communication: Share | None
     metrics: dict[str, float | int]
     parameters: int
     threads: int
@@ -77,7 +86,7 @@ def measure(
         time_steps(run, WARM_UP)
         seconds, n_samples = time_steps(run, steps)
         memory = peak_memory(accelerator.device)
-        metrics = run.evaluate(lambda: None)
+        metrics = run.evaluate(run.watch.progress)
         parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
         if accelerator.is_main_process:
             save_file(parameters, weights)
@@ -89,7 +98,7 @@ def measure(
         samples=n_samples,
         seconds=max(seconds for seconds, _, _ in ranks),
         peak_memory=tuple(memory for _, memory, _ in ranks),
-        communication=None if share is None else mean(share for _, _, share in ranks),
+        communication=share and Share(*(mean(part) for part in zip(*(share for _, _, share in ranks), strict=True))),
         metrics=metrics,
         parameters=sum(value.numel() for value in parameters.values()),
         threads=torch.get_num_threads(),
@@ -106,8 +115,8 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
     return time.perf_counter() - begun, units // run.task.units_per_item
 
 
-def communication_share(run: Run, block: int) -> float | None:
-    """Share of this rank's step that synchronising gradients costs, between 0 and 1; None for one process.
+def communication_share(run: Run, block: int) -> Share | None:
+    """Share of this rank's step that synchronising gradients costs; None for one process.
 
     Blocks of ordinary steps take turns with blocks under `no_sync`, which do all the same but for DDP's all-reduce. The
     difference is the exposed communication: what runs hidden behind the backward pass costs nothing, while waiting for
@@ -124,7 +133,8 @@ def communication_share(run: Run, block: int) -> float | None:
         together.append(_seconds_per_sample(run, block))
         with run.accelerator.no_sync(run.model):
             apart.append(_seconds_per_sample(run, block))
-    return max(1 - median(apart) / median(together), 0.0)
+    pairs = zip(apart, together, strict=True)
+    return Share(1 - median(apart) / median(together), stdev(1 - without / with_all for without, with_all in pairs))
 
 
 def _seconds_per_sample(run: Run, steps: int) -> float:

@@ -11,8 +11,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gpt2_ddp.compare.run import Reading
-from gpt2_ddp.reports.figure import COLORS, STYLE
+from gpt2_ddp.compare.run import Reading, Share
+from gpt2_ddp.reports.figure import STYLE
+from gpt2_ddp.reports.lines import COLORS
 
 HEADER = (
     "job",
@@ -82,10 +83,10 @@ class Row:
         return [single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
 
     @property
-    def communication(self) -> float | None:
-        """Median share of a step; None for one process, where there is none."""
+    def communication(self) -> Share | None:
+        """Median share of a step, and median noise; None for one process, where there is none."""
         shares = [run.communication for run in self.runs if run.communication is not None]
-        return median(shares) if shares else None
+        return Share(*map(median, zip(*shares, strict=True))) if shares else None
 
     @property
     def peak_memory(self) -> int:
@@ -111,8 +112,9 @@ class Row:
             "efficiency": self.speed_up / self.way.devices,
             "peak_memory_bytes": self.peak_memory,
             "peak_memory_bytes_of_each_process": [list(run.peak_memory) for run in self.runs],
-            "communication": self.communication,
-            "communication_of_each_run": [run.communication for run in self.runs],
+            "communication": self.communication and self.communication.share,
+            "communication_noise": self.communication and self.communication.noise,
+            "communication_of_each_run": [run.communication and run.communication.share for run in self.runs],
             "metrics": dict(first.metrics),
             "difference_norm": max(difference.norm for difference in self.differences),
             "difference_largest": max(difference.largest for difference in self.differences),
@@ -124,7 +126,7 @@ class Row:
             return [self.job, self.way.name, self.why_missing, *["–"] * (len(HEADER) - 3)]
         found = self.numbers()
         times = [run.seconds for run in self.runs]
-        share, metrics, rate = found["communication"], found["metrics"], found["samples_per_second"]
+        share, metrics, rate = self.communication, found["metrics"], found["samples_per_second"]
         metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
         return [
             self.job,
@@ -134,11 +136,16 @@ class Row:
             f"{self.speed_up:.2f}",
             f"{found['efficiency']:.0%}",
             f"{self.peak_memory / 1e6:,.0f}",
-            "–" if share is None else f"{share:.1%}",
+            "–" if share is None else share_words(*share),
             f"{metric} {metrics[metric]:.4f}" if metric else "–",
             f"{found['difference_norm']:.1e}",
             f"{found['difference_largest']:.1e}",
         ]
+
+
+def share_words(share: float, noise: float) -> str:
+    """A share with its noise, or that it is lost in it."""
+    return f"{share:.1%} ± {noise:.1%}" if share > noise else f"below the noise of ± {noise:.1%}"
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
@@ -165,8 +172,8 @@ def draw(rows: Sequence[Row]) -> bytes:
             communication,
             [row for row in measured if row.communication is not None],
             ways,
-            lambda row: 100 * (row.communication or 0),
-            lambda row: [100 * (run.communication or 0) for run in row.runs],
+            lambda row: 100 * row.communication.share,  # pyright: ignore[reportOptionalMemberAccess]
+            lambda row: [100 * run.communication.share for run in row.runs],  # pyright: ignore[reportOptionalMemberAccess]
             "{:.0f} %",
         )
         communication.set_title("Share of a step in communication (%)")

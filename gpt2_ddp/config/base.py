@@ -1,12 +1,34 @@
 """What every configuration is made of: frozen, typed sections that report all of their mistakes."""
 
 import os
-from collections.abc import Iterator
-from typing import ClassVar, get_args
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from gpt2_ddp.config.mistakes import worded
 from gpt2_ddp.errors import UserError
+
+
+def _words(value: object) -> object:
+    """One word or several, some of them with commas between."""
+    words = [value] if isinstance(value, str) else value
+    if not isinstance(words, list | tuple) or {*map(type, words)} - {str}:
+        return value
+    return [part.strip() for part in ",".join(words).split(",") if part.strip()]
+
+
+Tasks = Annotated[tuple[str, ...], BeforeValidator(_words)]
+"""Names of tasks, or files."""
 
 
 class Section(BaseModel):
@@ -39,9 +61,23 @@ class Command(Section):
         """Mistakes that concern several fields at once, as (field, value, cure)."""
         yield from ()
 
-    @model_validator(mode="after")
-    def _report_mistakes(self) -> "Command":
-        found = [UserError(*mistake).mistakes[0] for mistake in self.mistakes()]
+    @model_validator(mode="wrap")
+    @classmethod
+    def _report_mistakes(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            config = handler(values)
+        except ValidationError as error:
+            raise worded(cls, error) from error
+        found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)
-        return self
+        return config
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of all sections, by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return found

@@ -1,45 +1,51 @@
 """Command lines: defaults < YAML files, left to right < dotted flags. pydantic validates, argparse writes `--help`."""
 
 import argparse
-import copy
-import difflib
 import os
 import re
+import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.mistakes import MOST, leaves, nearest, sections, told
 from gpt2_ddp.config.yaml_file import read_yaml
-from gpt2_ddp.errors import FIELD, UserError, shown
+from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.processes.environment import under_launcher
 from gpt2_ddp.processes.parent import end_with_parent
 from gpt2_ddp.processes.signals import listening
 
 C = TypeVar("C", bound=Command)
-MOST = 20
-"""Mistakes that are told at once; an unquoted `*.txt` on the command line makes as many as there are files."""
+Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
+"""The YAML file, relative to the project's folder, that stands in where no `--config` is given; or what chooses it by
+the flags that are given, and says so in a line, or an empty one."""
 
 
-def run_command(command: type[C], main: Callable[[C], int | None], default: str | None = None) -> NoReturn:
+def run_command(command: type[C], main: Callable[[C], int | None], default: Default = None) -> NoReturn:
     """The body of every script: read `sys.argv`, call `main`, exit with its code, or with 2 on a user's mistake, or
-    with 75 when a signal asks for it.
+    with 75 when a signal asks for it, or like one that SIGPIPE ends when nobody reads on, as in `| head`.
 
     Args:
         command: the class of the script's configuration.
         main: imports what it needs inside, so that `--help` stays fast; returns an exit code, None for 0.
-        default: YAML file, relative to the project's folder, that stands in when no `--config` is given.
+        default: the file that stands in when no `--config` is given.
     """
     with listening(_say):
         if under_launcher():  # it may die without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
             code = main(load(command, sys.argv[1:], default))
+            print(end="", flush=True)
+        except BrokenPipeError:
+            if not _is_unread(sys.stdout.fileno()):
+                raise
+            code = 128 + signal.SIGPIPE
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
         except UserError as error:
             for mistake in error.mistakes:
                 _say(f"error: {mistake}")
@@ -51,6 +57,13 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: str 
 def _say(line: str) -> None:
     if is_main_process():
         print(line, file=sys.stderr, flush=True)
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether it is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return bool(poll.poll(0))
 
 
 def _leave_process_group() -> None:
@@ -66,7 +79,7 @@ def is_main_process() -> bool:
     return not rank.isdigit() or int(rank) == 0
 
 
-def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C:
+def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     """Builds and validates a configuration from command-line arguments.
 
     Raises:
@@ -76,31 +89,54 @@ def load(command: type[C], argv: Sequence[str], default: str | None = None) -> C
     parser = _parser(command, default)
     arguments, unknown = parser.parse_known_args(argv)
     flags = {name: value for name, value in vars(arguments).items() if name not in ("config", "print_config")}
-    known = dict(_leaves(command))
+    known = dict(leaves(command))
     if positional := flags.pop("positional", None):
         flags.setdefault(command.positional, positional)
     words = _without_values(unknown)
     mistakes = [_unknown_word(word, list(known)) for word in words[: MOST + 1]]
 
-    values = {name: default.model_dump(exclude_unset=True) for name, default in _sections(command).items()}
-    files = arguments.config or ([default] if default else [])
-    for file in files:
-        _merge(values, read_yaml(str(file)))  # argparse makes an empty list of a lone `--`
-    for name, text in flags.items():
-        _set(values, name.split("."), _flag_value(known[name], text))
-    config = None
-    try:
-        config = command.model_validate(values)
-    except ValidationError as error:
-        found = error.errors()
-        mistakes += dict.fromkeys(_mistake(command, details) for details in found[: MOST + 1])
-    except UserError as error:
-        mistakes += error.mistakes
-    if mistakes or config is None:
-        raise UserError.join(mistakes[:MOST] + ["and more mistakes like these"] * (len(mistakes) > MOST))
+    files = [str(file) for file in arguments.config or ()]  # argparse makes an empty list of a lone `--`
+    changes = {name: _flag_value(known[name], text) for name, text in flags.items()}
+    config = resolve(command, files, changes, default, mistakes)
     if arguments.print_config:
         print(dump(config), end="")
         sys.exit(0)
+    return config
+
+
+def resolve(
+    command: type[C],
+    files: Sequence[str],
+    changes: Mapping[str, Any],
+    default: Default = None,
+    mistakes: Sequence[str] = (),
+) -> C:
+    """The configuration of `files`, of which later ones win, and of `changes`, by dotted names, which win over all.
+
+    Args:
+        default: the file that stands in where there are none.
+        mistakes: those that were found already.
+
+    Raises:
+        UserError: as `load` does.
+    """
+    note = ""
+    if not files and default:
+        file, note = (default, "") if isinstance(default, str) else default(changes)
+        files = [file]
+    values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
+    for file in files:
+        _merge(values, read_yaml(file))
+    for name, value in changes.items():
+        _set(values, name.split("."), value)
+    try:
+        config = command.model_validate(values)
+    except UserError as error:
+        raise told([*mistakes, *error.mistakes]) from error
+    if mistakes:
+        raise told(mistakes)
+    if note:
+        _say(note)
     return config
 
 
@@ -145,7 +181,8 @@ class _Parser(argparse.ArgumentParser):
         raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists every flag")
 
 
-def _parser(command: type[Command], default: str | None) -> _Parser:
+def _parser(command: type[Command], default: Default) -> _Parser:
+    default = default if default is None or isinstance(default, str) else default({})[0]
     parser = _Parser(description=command.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     files = f"YAML file; repeatable, later files win (default: {default})" if default else "YAML file; repeatable"
     parser.add_argument("--config", action="append", metavar="FILE", default=None, help=files)
@@ -155,52 +192,40 @@ def _parser(command: type[Command], default: str | None) -> _Parser:
         text = f"the same as --{command.positional}"
         parser.add_argument("positional", nargs="*" if many else "?", metavar=command.positional.upper(), help=text)
     groups: dict[str, Any] = {"": parser}
-    for name, field in _leaves(command):
+    for name, field in leaves(command):
         section = name.rpartition(".")[0]
         if section not in groups:
             model = command.model_fields[section].annotation
             groups[section] = parser.add_argument_group(f"{section}: {model.__doc__}")
         options: dict[str, Any] = {"metavar": _metavar(field), "dest": name}
-        if field.annotation is bool:
-            options |= {"nargs": "?", "const": "true"}
-        elif get_origin(field.annotation) is tuple:
+        extra = field.json_schema_extra
+        if alone := "true" if field.annotation is bool else extra.get("alone") if isinstance(extra, dict) else None:
+            options |= {"nargs": "?", "const": alone}
+        elif _takes_several(field):
             options |= {"nargs": "+"}
         shown = "null" if field.default is None else field.default
+        shown = "none" if shown == () else shown
         shown = " ".join(map(str, shown)) if isinstance(shown, tuple) else shown
         text = f"{' '.join((field.description or '').split())} (default: {shown})"
         groups[section].add_argument(f"--{name}", help=text.replace("%", "%%"), **options)
     return parser
 
 
-def _sections(model: type[BaseModel]) -> dict[str, BaseModel]:
-    """The sections of `model` with what it sets in them, which may differ from their own defaults."""
-    return {name: field.default for name, field in model.model_fields.items() if isinstance(field.default, BaseModel)}
-
-
-def _leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None = None) -> list[tuple[str, FieldInfo]]:
-    """Every setting below `model` with its dotted name, and with the default that it has in `section`."""
-    found = []
-    sections = _sections(model)
-    for name, field in model.model_fields.items():
-        if name in sections:
-            found += _leaves(type(sections[name]), f"{prefix}{name}.", getattr(section, name, sections[name]))
-        else:
-            leaf = copy.copy(field)
-            leaf.default = getattr(section, name, field.default)
-            found.append((prefix + name, leaf))
-    return found
-
-
 def _metavar(field: FieldInfo) -> str:
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind not in (type(None), Ellipsis)]
+    kinds = list(get_args(kinds[0])) or kinds  # several of a Literal's choices
     if all(isinstance(kind, str) for kind in kinds):  # a Literal's choices
         return "{" + ",".join(map(str, kinds)) + "}"
     return getattr(kinds[0], "__name__", "VALUE").upper().replace("STR", "TEXT")
 
 
+def _takes_several(field: FieldInfo) -> bool:
+    return tuple in map(get_origin, (field.annotation, *get_args(field.annotation)))
+
+
 def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
     if isinstance(text, list):
-        if len(text) != 1 or get_origin(field.annotation) is not tuple or get_args(field.annotation)[0] is str:
+        if len(text) != 1 or not _takes_several(field) or get_args(field.annotation)[0] is str:
             return text  # of no words, when they are behind a lone `--`
         inside = text[0].strip("[] ")
         return [item.strip() for item in inside.split(",")] if inside else []
@@ -234,35 +259,4 @@ def _unknown_word(word: str, known: list[str]) -> str:
     if word[:1] != "-":
         return UserError("command line", word, f"a value without a flag; write --FIELD {word}").mistakes[0]
     name = word.split("=")[0].lstrip("-")
-    return f"{shown(word)}: there is no such flag{_nearest(name, [*known, 'config', 'print_config'], '--')}"
-
-
-def _nearest(name: str, known: list[str], prefix: str = "") -> str:
-    tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
-    tail = name.rpartition(".")[2]
-    near = [tails[tail]] if tail in tails else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    near = near or [tails[tail] for tail in difflib.get_close_matches(tail, tails, n=1, cutoff=0.6)]
-    return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all"
-
-
-def _mistake(command: type[Command], details: Any) -> str:
-    """Words one of pydantic's errors as `field = value: what is wrong; cure`."""
-    name = ".".join(part for part in details["loc"] if isinstance(part, str))
-    known = dict(_leaves(command))
-    field = known.get(name)
-    if details["type"] == "invalid_key":  # a number, null or a date
-        name = ".".join(map(str, [*details["loc"][:-1], details["input"]]))
-        return f"{shown(name, FIELD)}: there is no such key; --help lists all"
-    if details["type"] == "model_type":
-        cure = f"should be a section of keys, like `{name}: {{key: value}}`"
-    elif details["type"] == "extra_forbidden" and name in known:  # `optim.lr: 1` in a file
-        cure = "there is no such key; write `{}: {{{}: ...}}`".format(*name.split("."))
-    elif details["type"] == "extra_forbidden":
-        cure = f"there is no such key{_nearest(name, [*known, *_sections(command)])}"
-    else:
-        cure = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if field is not None and details["type"] == "missing":
-            cure = f"should be {len(get_args(field.annotation))} values"
-        if field is not None and field.default is not None:
-            cure += f"; the default is {field.default}"
-    return UserError(name, details["input"], cure).mistakes[0]
+    return f"{shown(word)}: there is no such flag{nearest(name, [*known, 'config', 'print_config'], '--')}"

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Section
-from gpt2_ddp.config.training import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 
 
 class LaunchConfig(Section):
@@ -42,6 +42,13 @@ class JobTrainConfig(LoopConfig):
     """samples per optimizer step over all processes; a multiple of their number"""
     micro_batch_size: int = Field(default=1024, ge=1)
     """samples per forward pass and process, at most; a larger share is accumulated in equal parts"""
+
+    @field_validator("compile")
+    @classmethod
+    def _as_a_whole(cls, how: str) -> str:
+        if how == "blocks":
+            raise ValueError("is for a GPT's blocks; use model or off")
+        return how
 
 
 class JobEvalConfig(Section):

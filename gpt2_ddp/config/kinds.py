@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from pydantic import ValidationError
-
 from gpt2_ddp.config.cli import complete
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
-from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
 CONFIGS: dict[str, type[RunConfig]] = {
@@ -30,8 +29,7 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
         )
     try:
         return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved)[0])
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        cure = f"in {place}: {first['msg']}; give the run's own file back"
-        raise UserError(name, first["input"], cure) from error
+    except UserError as error:
+        raise UserError.join(
+            [f"in {place}: {mistake}; give the run's own file back" for mistake in error.mistakes]
+        ) from error

@@ -1,11 +1,16 @@
 """What can be configured in the scripts that do not train."""
 
+import codecs
+import difflib
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from encodings.aliases import aliases
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.base import Command, Tasks
 
 
 class PrepareConfig(Command):
@@ -17,10 +22,11 @@ class PrepareConfig(Command):
     output: str | None = None
     """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: where they are)"""
     tokenizer: str = "bpe"
-    """a tiktoken encoding by name (gpt2, r50k_base, cl100k_base, ...), a tokenizer.json, or `bpe` to train a
-    byte-level BPE on the source"""
-    vocab_size: int = Field(default=8192, ge=257, le=2**31 - 1)
-    """size of the BPE to train, end-of-text token included"""
+    """`bpe` to train a byte-level BPE on the source, `chars` for its characters, `bytes` (256 ids and end-of-text), a
+    tiktoken encoding by name (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
+    vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
+    """size of the BPE to train, end-of-text token included; null: by the size of the files, a power of two: 4,096 for
+    1 MB, 8,192 for 10 MB, 32,768 for 100 MB and more"""
     workers: int = Field(default=0, ge=0)
     """encoding processes; 0: one per core. They do not change the result"""
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
@@ -28,8 +34,13 @@ class PrepareConfig(Command):
     fewer than about ten, the last part of the tokens"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
     """tokens per shard, at most"""
+    encoding: str = "auto"
+    """text and jsonl files: `auto` takes UTF-8, and UTF-16 or UTF-32 by its mark, and asks for the rest; the name of a
+    codec of Python's (cp1252, latin-1, shift_jis, ...) is for the files that are none of these"""
+    on_bad_file: Literal["skip", "stop"] = "skip"
+    """a file that is not text, or is damaged: leave it out and say so, or stop before any work"""
     column: str = "text"
-    """column that holds the text, in jsonl, parquet and Hub sources"""
+    """column that holds the text, in jsonl, parquet and Hub sources; `meta.text` is the text in meta"""
     split: str = "train"
     """Hub: the dataset's split"""
     subset: str | None = None
@@ -38,12 +49,23 @@ class PrepareConfig(Command):
     """Hub: branch, tag or commit"""
     documents: Literal["file", "line", "paragraph"] = "file"
     """text files: one document per file, per line, or per paragraph (blank lines between)"""
+    document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
+    """what is written between documents inside a text, such as `<|endoftext|>`; line breaks around it belong to it"""
     max_documents: int | None = Field(default=None, ge=1)
     """stop after this many documents"""
 
+    @field_validator("encoding")
+    @classmethod
+    def _a_codec(cls, encoding: str) -> str:
+        with suppress(LookupError, ValueError):
+            if encoding == "auto" or codecs.lookup(encoding)._is_text_encoding:
+                return encoding
+        near = difflib.get_close_matches(encoding, sorted({*aliases, *aliases.values()}), n=1)
+        raise ValueError("; did you mean ".join(["Python has no such codec for text", *near]))
+
 
 class EvaluateConfig(Command):
-    """evaluate.py: loss, perplexity and bits per byte of a checkpoint"""
+    """evaluate.py: loss, perplexity and bits per byte of a checkpoint, or its scores in tasks"""
 
     positional = "checkpoint"
 
@@ -55,12 +77,27 @@ class EvaluateConfig(Command):
     """split to score: every one of its tokens but the first, once"""
     tokens: int | None = Field(default=None, ge=1)
     """score this many tokens, evenly spread; null: all"""
+    tasks: Tasks = ()
+    """score these instead of the split: `cloze` (cut from the split), `hellaswag` or `lambada` (from the Hub), or jsonl
+    files of items, as docs/evaluation.md describes them; one or several, also with commas between"""
+    task_items: int | None = Field(default=None, ge=1)
+    """items of each task, evenly spread; null: all"""
+    output: str | None = None
+    """folder for the tasks' items and scores; null: evaluations/ and the checkpoint's name, in the run folder"""
     batch_size: int = Field(default=16, ge=1)
-    """windows per forward pass and process"""
+    """windows, or continuations of a task, per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """autocast; auto follows `accelerate config`"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where to run; auto: cuda, then mps, then cpu"""
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        if self.tasks and self.tokens is not None:
+            yield "tokens", self.tokens, "is for the loss, which tasks take the place of; leave one of the two away"
+        given = {"task_items": self.task_items, "output": self.output}
+        for field, value in given.items():
+            if value is not None and not self.tasks:
+                yield field, value, "is for tasks; name some, like --tasks cloze"
 
 
 class GenerateConfig(Command):
@@ -72,6 +109,9 @@ class GenerateConfig(Command):
     """a run folder (its newest intact checkpoint) or one checkpoint"""
     prompts: tuple[str, ...] = ("",)
     """what to continue, one or several; empty: the start of a document"""
+    prompts_file: str | None = None
+    """file with a prompt in each line, which takes the place of prompts; -: standard input, where at a terminal each
+    line that you type is continued at once, until Ctrl-D"""
     max_new_tokens: int = Field(default=256, ge=1)
     """tokens to add to each prompt, at most; generation also ends at the end-of-text token"""
     temperature: float = Field(default=0.8, ge=0)
@@ -88,6 +128,24 @@ class GenerateConfig(Command):
     """where to run; auto: cuda, then mps, then cpu"""
 
 
+class ExportConfig(Command):
+    """export_hf.py: a folder that transformers, and what builds on it, reads"""
+
+    positional = "checkpoint"
+
+    checkpoint: str = "runs/stdlib"
+    """a run folder (its newest intact checkpoint) or one checkpoint"""
+    output: str | None = None
+    """folder to make; null: in exports/, by the run's name and the step"""
+    gguf: bool = False
+    """write model.gguf for llama.cpp, too, whose converter knows GPT-2's tokenizer but none that was trained here"""
+    push_to_hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
+    """also upload the folder to this repository (OWNER/NAME) on the Hub, by the token of `hf auth login`; it is made
+    if it is not there"""
+    private: bool = True
+    """a repository that is made for it is private; an existing one stays as it is"""
+
+
 class ReportConfig(Command):
     """report.py: report.html and PNG of one or several runs, overlaid"""
 
@@ -97,6 +155,9 @@ class ReportConfig(Command):
     """run folders"""
     output: str | None = None
     """folder for report.html and report.png; null: the first run's folder"""
+    axis: Literal["auto", "steps", "tokens", "time"] = "auto"
+    """what the PNG is drawn along, and the page at first: steps, tokens (or samples), or the time in training steps;
+    auto: steps if a step is as many tokens in all runs, else tokens"""
 
 
 class StatusConfig(Command):
@@ -109,14 +170,16 @@ class StatusConfig(Command):
 
 
 class VerifyConfig(Command):
-    """verify_run.py: recompute a run's order digests and check its checkpoints' hashes"""
+    """verify_run.py: hold everything that a run has recorded against everything else"""
 
     positional = "run"
 
     run: str = "runs/stdlib"
     """run folder"""
     data: str | None = None
-    """folder of token shards; null: the one the run was trained on"""
+    """folder of token shards, of a mixture all of them, joined by `:`; null: the ones the run was trained on"""
+    shards: Literal["full", "sampled", "none"] = "full"
+    """which token shards to hash (about a second per GB): all of them, a few that are drawn anew each time, or none"""
     replay: str | None = None
     """also train again from the checkpoint of one step up to another step, like 1000:1100, on as many processes as the
     run had, in a folder of its own (in TMPDIR), and compare; null: train nothing"""

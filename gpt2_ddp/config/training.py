@@ -1,122 +1,97 @@
-"""What can be configured in train_gpt2.py, and what other training runs share with it."""
+"""What can be configured in train_gpt2.py."""
 
+import math
+import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError, field_validator
 
-from gpt2_ddp.config.base import Command, Section
+from gpt2_ddp.config.base import Section, Tasks
+from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 
-
-class ClipConfig(Section):
-    """The optimizer"""
-
-    grad_clip: float = Field(default=0.0, ge=0)
-    """largest global gradient norm; 0 turns clipping off"""
-
-
-class LoopConfig(Section):
-    """The training loop"""
-
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """autocast; auto follows `accelerate config`; fp16 (CUDA) scales the loss"""
-    compile: bool = False
-    """torch.compile the model"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to train; auto: cuda, then mps, then cpu"""
-    deterministic: bool = False
-    """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
-    max_minutes: float | None = Field(default=None, gt=0)
-    """stop with a checkpoint, which is saved by then, after this many minutes; the same command goes on"""
-    patience_seconds: float | None = Field(default=None, gt=0)
-    """end the run, naming the process, when one makes no progress for so long; null: two minutes, or ten times the
-    longest that this run was seen to need (half an hour where something is done for the first time)"""
-    profile_steps: int = Field(default=0, ge=0)
-    """record a torch profiler trace of this many steps, after three warm-up steps, into the run folder"""
+WINDOWS_PER_BLOCK = 1000
+"""Of a mixture's order: in each block of so many positions, every source has its share (`data.mixture`)."""
+MOST_SOURCES = 32
+"""Of a mixture: more would not leave the heaviest its share of every block."""
 
 
-class GuardConfig(Section):
-    """What is done about steps that go wrong"""
-
-    skip: bool = True
-    """whether a step with a bad gradient changes nothing: one that is not finite, or beyond norm_sigmas"""
-    norm_sigmas: float | None = Field(default=None, gt=0)
-    """a gradient norm is bad that exceeds its running mean by so many standard deviations; null: none that is finite"""
-    loss_sigmas: float | None = Field(default=None, gt=0)
-    """a loss is bad that exceeds its running mean by so many standard deviations; null: none that is finite"""
-    patience: int = Field(default=20, ge=1)
-    """after so many bad steps in a row the run has diverged"""
-    check_every: int | None = Field(default=None, ge=1)
-    """steps between comparisons of all ranks' parameters and optimizer state; null: before each checkpoint alone"""
+def _number_or(kinds: Any, value: object, what: str) -> object:
+    """The value as it is, if it is a number from 1 on or of these kinds. Raises: ValueError, which says what it should
+    be, in one line instead of one for each kind."""
+    with suppress(ValidationError):
+        TypeAdapter(PositiveInt | kinds).validate_python(value)  # pyright: ignore
+        return value
+    raise ValueError(f"should be {what}")
 
 
-class KeepConfig(Section):
-    """Checkpoints"""
+class Phase(Section):
+    """Other weights of a mixture, from some place in its order on"""
 
-    keep_last: int = Field(default=3, ge=1)
-    """newest verified checkpoints to keep, besides the one with the lowest validation loss"""
-
-
-class TrackingConfig(Section):
-    """Metrics"""
-
-    log_every: int = Field(default=10, ge=1)
-    """steps between rows of metrics.jsonl"""
-    log_with: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    """a tracker besides metrics.jsonl; wandb logs offline when nobody is logged in"""
-    project: str = "gpt2_ddp"
-    """project name in the tracker"""
-
-
-class RunConfig(Command):
-    """A training run: what the loop asks for, whatever is trained"""
-
-    kind: ClassVar[str] = ""
-    """what is trained; a checkpoint says so"""
-    kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
-    """sections and fields that have to stay when a run goes on"""
-
-    output_dir: str = "runs"
-    """folder of run folders"""
-    run_name: str = Field(default="gpt2", min_length=1, pattern=r"^\w[\w.-]*$")
-    """the run's folder is output_dir/run_name; the same command given twice goes on with it"""
-    seed: int = Field(default=1337, ge=0, lt=2**63)
-    """fixes initial weights, data order and dropout"""
-    fresh: bool = Field(default=False, exclude=True)
-    """start over; the run folder must be empty or absent, since nothing is overwritten"""
-
-    @property
-    def backend(self) -> str:
-        """Of the process group: auto, nccl or gloo."""
-        return "auto"
-
-    @property
-    def rollbacks(self) -> int:
-        """How often a run that has diverged goes back and passes over what it was trained on."""
-        return 0
-
-    if TYPE_CHECKING:  # sections of every run; each kind has its own, in its own order
-        optim: ClipConfig
-        train: LoopConfig
-        guard: GuardConfig
-        checkpoint: KeepConfig
-        tracking: TrackingConfig
+    at_tokens: int = Field(gt=0, lt=2**63)
+    """where it begins, in tokens of the order; rounded up to a block of 1,000 windows"""
+    weights: tuple[float, ...]
+    """what takes the place of data.weights there"""
 
 
 class DataConfig(Section):
     """The tokens to train on"""
 
-    path: str = "data/stdlib"
-    """folder of token shards with a manifest.json, as prepare_data.py writes it"""
+    path: str | tuple[str, ...] = "data/stdlib"
+    """folder of token shards with a manifest.json, as prepare_data.py writes it; or several of one tokenizer, which
+    are mixed"""
+    weights: tuple[float, ...] = ()
+    """several folders: how much of what is trained on is of each, like 7 2 1 (0: nothing before a later phase); none:
+    in proportion to their windows"""
+    phases: tuple[Phase, ...] = ()
+    """several folders: other weights after so many tokens, each as {at_tokens: N, weights: [...]}, or N:W:W:... on the
+    command line; they may change as long as a run has not got there"""
     prepare: str | None = None
-    """recipe (a config of prepare_data.py whose output is `path`) that is followed first when there are no shards"""
+    """recipe (a config of prepare_data.py whose output is `path`, or one of these) that is followed first when
+    there are no shards"""
     verify_hashes: Literal["always", "changed", "never"] = "changed"
     """check the shards' SHA-256 before the first step (about a second per GB, shared among a node's processes): of all
     of them always; of those that have changed since they were last found right, by size, times and inode, which are
     kept in path/.verified.jsonl (bits that decay on the disk change none of these); or never"""
     workers: int = Field(default=0, ge=0, le=64)
     """loader processes per rank; 0 reads in the training process, which costs about 0.1 ms a batch"""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The folder of each source; the first one's number is 0."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sources, in rows: their folders' names, with the number of the source where one before has it, too."""
+        names: list[str] = []
+        for number, path in enumerate(self.paths):
+            name = os.path.basename(os.path.abspath(path))
+            while name in names:
+                name += f"-{number}"
+            names.append(name)
+        return tuple(names)
+
+    def moved(self, to: str | None) -> tuple[str, ...]:
+        """The folders, or those that they are in now, joined by `:`."""
+        return self.paths if to is None else tuple(to.split(":")) if len(self.paths) > 1 else (to,)
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_folder_or_several(cls, value: object) -> object:
+        folders = value if isinstance(value, list | tuple) else [value]
+        if not folders or not all(isinstance(folder, str) for folder in folders):
+            raise ValueError("should be a valid string, the name of a folder, or a list of them")
+        return folders[0] if len(folders) == 1 else tuple(folders)
+
+    @field_validator("phases", mode="before")
+    @classmethod
+    def _phases_in_text(cls, value: object) -> object:
+        """`N:W:W:...`, as the command line has them."""
+        phases = value if isinstance(value, list | tuple) else [value]
+        split = [phase.split(":") if isinstance(phase, str) else phase for phase in phases]
+        return [{"at_tokens": one[0], "weights": one[1:]} if isinstance(one, list) else one for one in split]
 
     @field_validator("verify_hashes", mode="before")
     @classmethod
@@ -141,23 +116,29 @@ class ModelConfig(Section):
     """dropout probability in embeddings, attention and residual branches"""
     bias: bool = True
     """biases in linear layers and LayerNorms, as GPT-2 has them"""
+    document_mask: bool = False
+    """each document of a window by itself: its tokens see none of another, and its positions begin at 0"""
 
 
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
-    name: Literal["adamw"] = "adamw"
-    """optimizer: AdamW, fused"""
+    name: Literal["adamw", "muon"] = "adamw"
+    """optimizer: AdamW, fused; or Muon for the matrices of the blocks, and AdamW for everything else"""
     lr: float = Field(default=6e-4, gt=0)
     """peak learning rate"""
     min_lr: float = Field(default=6e-5, ge=0)
     """learning rate at the end of the decay and after it"""
+    muon_lr: float = Field(default=0.01, gt=0)
+    """muon: peak learning rate of the matrices, which follows the same schedule: muon_lr / lr times the others' rate"""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """muon: how much of the moment is kept at each step"""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """after the warm-up: cosine decay, warmup-stable-decay, or constant"""
     warmup_steps: int = Field(default=700, ge=0)
     """steps of linear warm-up to lr"""
     decay_steps: int | None = Field(default=None, ge=1)
-    """step at which the decay reaches min_lr; null: the number of steps the run was first started with"""
+    """step at which the decay reaches min_lr; null: the run's last, whichever that is when the decay begins"""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: the last part of decay_steps in which the rate falls linearly"""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -168,6 +149,18 @@ class OptimConfig(ClipConfig):
     """Adam's epsilon"""
     grad_clip: float = Field(default=1.0, ge=0)
     """largest global gradient norm; 0 turns clipping off"""
+
+    @property
+    def decay_begins(self) -> float:
+        """The last step whose rate does not depend on `decay_steps`; infinity for a constant schedule."""
+        if self.schedule == "constant":
+            return math.inf
+        stable = round((self.decay_steps or 0) * (1 - self.decay_fraction)) if self.schedule == "wsd" else 0
+        return max(self.warmup_steps, stable)
+
+    def may_end_at(self, end: int | None, step: int) -> bool:
+        """Whether `decay_steps` may be `end` instead in a run at this step: no step up to it had another rate then."""
+        return step <= min(self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins)
 
     @field_validator("betas")
     @classmethod
@@ -181,17 +174,37 @@ class TrainConfig(LoopConfig):
     """The training loop"""
 
     steps: int | None = Field(default=None, ge=1)
-    """optimizer steps of the whole run"""
+    """optimizer steps of the whole run, those before it branched off (branch_from) counted"""
     epochs: float | None = Field(default=None, gt=0)
     """passes over the training split; takes the place of steps when set"""
     global_batch_tokens: int = Field(default=524_288, ge=1)
     """tokens per optimizer step over all processes; a multiple of block_size times the number of processes"""
-    micro_batch_size: int = Field(default=16, ge=1)
-    """windows per forward pass and process, at most: the largest divisor of the rank's share is taken"""
+    micro_batch_size: int | Literal["auto"] = 16
+    """windows per forward pass and process, at most: the largest divisor of the rank's share is taken; auto: what a
+    GPU's memory holds, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a run keeps its own on as
+    many devices of the same kind"""
+    loss_chunk: int | Literal["auto"] | None = "auto"
+    """tokens whose logits are in memory at a time, while the loss of the others waits; null: all of the micro-batch;
+    auto: 8,192 on GPUs, all on CPUs"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
-    """run folder or checkpoint whose weights start a new run"""
+    """what a new run takes its weights from: a run folder or checkpoint, a folder of transformers with a GPT-2
+    (config.json, safetensors), or `hub:OWNER/NAME[@REVISION]`; the tokenizer has to be the data's"""
+    branch_from: str | None = None
+    """run folder or checkpoint that a new run goes on from at its step: weights, optimizer state and place in the data
+    are taken along; learning rate, schedule and the optimizer's settings may be others"""
+
+    @field_validator("micro_batch_size", mode="before")
+    @classmethod
+    def _windows_or_auto(cls, value: object) -> object:
+        return _number_or(Literal["auto"], value, "a number of windows, at least 1, or auto")
+
+    @field_validator("loss_chunk", mode="before")
+    @classmethod
+    def _tokens_or_auto(cls, value: object) -> object:
+        kinds = Literal["auto"] | None
+        return _number_or(kinds, value, "a number of tokens, at least 1, or auto, or null for all of them")
 
 
 class EvalConfig(Section):
@@ -199,10 +212,28 @@ class EvalConfig(Section):
 
     every: int = Field(default=250, ge=1)
     """steps between evaluations; the first and the last step are always evaluated"""
-    tokens: int | None = Field(default=None, ge=1)
-    """validation tokens per evaluation, evenly spread over the split; null: all of them"""
+    tokens: int | Literal["auto"] | None = "auto"
+    """validation tokens per evaluation, evenly spread over the split and the same each time; auto: 6% of those trained
+    on between two evaluations, at least 16 windows, settled when the run starts; null: all of them"""
+    patience: int | None = Field(default=None, ge=1)
+    """end the run after so many evaluations in a row without a new lowest val_loss; each that has one is saved as a
+    checkpoint, and the best of them is kept; null: train all steps"""
     batch_size: int = Field(default=16, ge=1)
-    """windows per forward pass and process"""
+    """windows, or continuations of a task, per forward pass and process"""
+    tasks: Tasks = ()
+    """scored in each evaluation: `cloze` (cut from the validation split), `hellaswag` or `lambada` (from the Hub), or
+    jsonl files of items, as docs/evaluation.md describes them"""
+    task_items: int | None = Field(default=500, ge=1)
+    """items of each task, evenly spread and the same each time; null: all"""
+    weights: tuple[float, ...] = ()
+    """several folders in data.path: how much each one's loss counts in val_loss, which decides the best, like 0 0 1;
+    none: as in data.weights"""
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _a_number_or_a_word(cls, value: object) -> object:
+        kinds = Literal["auto"] | None
+        return _number_or(kinds, value, "a number of tokens, at least 1, or auto, or null for all of them")
 
 
 class CheckpointConfig(KeepConfig):
@@ -225,15 +256,20 @@ class TextTrackingConfig(TrackingConfig):
 
     sample_every: int = Field(default=0, ge=0)
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
-    sample_prompt: str = ""
-    """what samples begin with; empty: the start of a document"""
+    sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
+    """what samples begin with, one or several; empty: the start of a document"""
+
+    @field_validator("sample_prompt", mode="before")
+    @classmethod
+    def _one_prompt(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
 
 
 class TrainingConfig(RunConfig):
     """train_gpt2.py: pretrain a GPT on token shards"""
 
     kind = "gpt2"
-    kept = ("seed", "model", "optim", "train.global_batch_tokens")
+    kept = ("seed", "model", "optim", "train.global_batch_tokens", "eval.weights")
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
@@ -244,15 +280,30 @@ class TrainingConfig(RunConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TextTrackingConfig = TextTrackingConfig()
 
+    def may_change(self, name: str, before: Any, step: int) -> bool:
+        """A schedule's end, while no step has come to depend on it; and a source that has come since may count
+        nothing."""
+        if name == "eval.weights":
+            now = self.eval.weights
+            return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
+        return name == "optim.decay_steps" and self.optim.may_end_at(before, step)
+
     @property
-    def rollbacks(self) -> int:
-        """`guard.rollbacks`."""
-        return self.guard.rollbacks
+    def phase_begins(self) -> list[int]:
+        """The position in the order, in windows, at which each of `data.phases` begins."""
+        block = WINDOWS_PER_BLOCK * self.model.block_size
+        return [-(-phase.at_tokens // block) * WINDOWS_PER_BLOCK for phase in self.data.phases]
 
     @property
     def global_batch_windows(self) -> int:
         """G: windows of block_size tokens per optimizer step, over all processes."""
         return self.train.global_batch_tokens // self.model.block_size
+
+    @property
+    def auto_eval_tokens(self) -> int:
+        """What `eval.tokens: auto` comes to: 6% of the tokens trained on between two evaluations, in whole windows, of
+        which there are 16 or more."""
+        return max(round(0.06 * self.eval.every * self.global_batch_windows), 16) * self.model.block_size
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         model, optim, train = self.model, self.optim, self.train
@@ -265,9 +316,39 @@ class TrainingConfig(RunConfig):
             yield "train.global_batch_tokens", train.global_batch_tokens, cure
         if train.steps is None and train.epochs is None:
             yield "train.steps", None, "set train.steps or train.epochs"
+        if train.branch_from is not None and train.init_from is not None:
+            cure = "takes all along, train.init_from weights alone; leave one of the two away"
+            yield "train.branch_from", train.branch_from, cure
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
+        for name in ("muon_lr", "muon_momentum"):
+            given = getattr(optim, name)
+            if optim.name != "muon" and given != OptimConfig.model_fields[name].default:
+                yield f"optim.{name}", given, "is for --optim.name muon; give that too, or leave this away"
+        yield from self._mixture_mistakes()
         end = optim.decay_steps
         if end is not None and optim.warmup_steps >= end:
             cure = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
             yield "optim.warmup_steps", optim.warmup_steps, cure
+
+    def _mixture_mistakes(self) -> Iterator[tuple[str, object, str]]:
+        data, paths = self.data, self.data.paths
+        if len({os.path.normpath(path) for path in paths}) < len(paths):
+            yield "data.path", " ".join(paths), "names a folder twice; name it once, data.weights says how much of it"
+        if len(paths) > MOST_SOURCES:
+            yield "data.path", f"{len(paths)} folders", f"should be {MOST_SOURCES} at most; prepare some as one"
+        given = {"data.weights": data.weights, "eval.weights": self.eval.weights}
+        given = {field: weights for field, weights in given.items() if weights}
+        given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
+        for field, weights in given.items():
+            if len(weights) != len(paths):
+                cure = f"should be {len(paths)} numbers, one for each folder of data.path, in their order"
+                yield field, " ".join(map(str, weights)), cure
+            elif min(weights) < 0 or not 0 < sum(weights) < math.inf:
+                yield field, " ".join(map(str, weights)), "should be at least 0 each, and more than that in all"
+        for before, phase, begins in zip([0, *self.phase_begins], data.phases, self.phase_begins, strict=False):
+            if begins <= before:
+                cure = (
+                    f"should come after the phase before, by a block of {WINDOWS_PER_BLOCK} windows (model.block_size)"
+                )
+                yield "data.phases", phase.at_tokens, f"{cure}, {WINDOWS_PER_BLOCK * self.model.block_size} tokens"

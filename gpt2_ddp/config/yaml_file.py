@@ -19,6 +19,7 @@ class _Loader(yaml.SafeLoader):
     """Plain values, each written once: no file is larger in memory than on disk, and no key hides another."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """Raises: ConstructorError where `*` repeats more than a single value."""
         alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
         node = super().compose_node(parent, index)
         if alias and not isinstance(node, yaml.ScalarNode):
@@ -26,6 +27,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        """Raises: ConstructorError for a key that stands there twice."""
         seen = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if str(key.value) in seen:
@@ -34,6 +36,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Raises: ConstructorError for a value that is none of its kind."""
         try:
             value = super().construct_object(node, deep)
             if isinstance(value, int):

@@ -1,36 +1,60 @@
-"""Documents to the shards of their splits, encoded by several processes in the order of the source."""
+"""Documents to the shards of their splits, encoded by several processes in the order of the source.
+
+Workers read, too, and write the tokens to files, which the main process joins: what passes between processes is small.
+"""
 
 import hashlib
-import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, Future, wait
+from contextlib import ExitStack
 from functools import cache, partial
 from math import ceil
 from pathlib import Path
-from typing import IO
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data.account import Account
+from gpt2_ddp.data.building import SHARDS, remove
+from gpt2_ddp.data.documents import Part, check_column
+from gpt2_ddp.data.fast_encoder import EVERY, EncodersDiffer, fast_encoder
+from gpt2_ddp.data.manifest import token_dtype
 from gpt2_ddp.data.shards import Shard, ShardWriter
-from gpt2_ddp.data.sources import Piece, has_documents, read_pieces
+from gpt2_ddp.data.sources import Piece, Survey, has_documents, read_parts, read_pieces, source_parts
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.parent import helper_context
 
 CHUNK = 2**20
-"""Characters that a process encodes at a time."""
+"""Characters, or bytes of files, that a process encodes at a time."""
+LARGE = 8 * CHUNK
+"""Bytes of a file from which on several processes encode it, where it cannot be read but from its beginning on."""
+AHEAD = 3
+"""Chunks per worker that are under way, or wait to be joined."""
 EXPECTED_DOCUMENTS = 10
 """Splits are made by hash if the smaller one can expect so many documents; if fewer, there could be none."""
 
-Chunk = list[tuple[str, Piece]]
+Pieces = Iterable[tuple[str, Piece]]
 """Pieces of documents, with the splits that the documents belong to."""
 
 
-def write_splits(folder: Path, config: PrepareConfig, tokenizer: str) -> dict[str, list[Shard]]:
+class Chunk(NamedTuple):
+    """What a process encodes at a time: pieces that were read already, or else parts of files.
+
+    Args:
+        account: counts what was read here, up to these pieces.
+    """
+
+    pieces: list[tuple[str, Piece]]
+    parts: list[Part]
+    account: Account
+
+
+def write_splits(
+    folder: Path, config: PrepareConfig, tokenizer: str, seen: Survey, pool: Executor, workers: int, fast: bool
+) -> dict[str, list[Shard]]:
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
 
     A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
@@ -39,23 +63,31 @@ def write_splits(folder: Path, config: PrepareConfig, tokenizer: str) -> dict[st
     Args:
         folder: where the shards go.
         tokenizer: name or path, for `load_tokenizer`.
+        seen: what a look at the source has found; its account counts what is encoded.
+        pool: has `workers` processes.
+        fast: with gigatoken, where it is installed.
 
     Raises:
         UserError: the source cannot be read, or gives no tokens for a split.
     """
-    fraction, vocab_size = config.val_fraction, load_tokenizer(tokenizer).vocab_size
+    fraction, vocab_size = config.val_fraction, _cached_tokenizer(tokenizer).vocab_size
     names = ("train", "val") if fraction else ("train",)
-    writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size) for split in names}
-    if fraction == 0 or has_documents(config, ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction))):
-        for encoded in _encode_source(config, tokenizer, fraction):
-            for split, tokens in encoded.items():
-                writers[split].add(tokens)
-    else:
-        with tempfile.TemporaryFile(dir=folder, prefix=".", suffix=".tmp") as spool:
-            for encoded in _encode_source(config, tokenizer, 0.0):
-                spool.write(encoded["train"].data)
-            _divide(spool, writers, fraction)
-    splits = {split: writer.close() for split, writer in writers.items()}
+    by_hash = fraction == 0 or has_documents(config, ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)), seen)
+    splits: dict[str, list[Shard]] = {}
+    for try_fast in (fast, False):
+        writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
+        encode = partial(_encode, folder, tokenizer, try_fast, config, fraction if by_hash else 0.0)
+        try:
+            encoded = _encode_source(config, encode, fraction if by_hash else 0.0, seen, pool, workers)
+            _join(encoded, writers, None if by_hash else fraction)
+            splits = {split: writer.close() for split, writer in writers.items()}
+            break
+        except EncodersDiffer as error:
+            print(f"note: {error}; tiktoken encodes all of it", flush=True)
+            for writer in writers.values():
+                writer.close()
+            remove(folder, *SHARDS)
+    check_column(config.column, seen.account)
     for split, shards in splits.items():
         if not shards:
             cure = f"has too little text for a {split} split; choose another source, or val_fraction 0"
@@ -63,40 +95,85 @@ def write_splits(folder: Path, config: PrepareConfig, tokenizer: str) -> dict[st
     return splits
 
 
-def _divide(spool: IO[bytes], writers: dict[str, ShardWriter], fraction: float) -> None:
-    """Gives the last `fraction` of the spooled tokens to the validation split, the others to the training split."""
-    dtype = writers["val"].dtype
-    total = spool.tell() // dtype.itemsize
-    val = round(total * fraction)
-    spool.seek(0)
-    for split, count in (("train", total - val), ("val", val)):
-        while count:
-            tokens = np.frombuffer(spool.read(min(count, CHUNK) * dtype.itemsize), dtype)
-            writers[split].add(tokens)
-            count -= len(tokens)
+def _join(encoded: Iterator[dict[str, Path]], writers: dict[str, ShardWriter], fraction: float | None) -> None:
+    """Gives the tokens of files to the writers of their splits, or, of all tokens, the last `fraction` to `val`."""
+    if fraction is None:
+        for files in encoded:
+            for split, path in files.items():
+                for tokens in _read(path, writers[split].dtype):
+                    writers[split].add(tokens)
+        return
+    paths, dtype = [files["train"] for files in encoded], writers["val"].dtype
+    total = sum(path.stat().st_size for path in paths) // dtype.itemsize
+    left = total - round(total * fraction)
+    for path in paths:
+        for tokens in _read(path, dtype):
+            train, val = np.split(tokens, [left])
+            writers["train"].add(train)
+            writers["val"].add(val)
+            left -= len(train)
 
 
-def _encode_source(config: PrepareConfig, tokenizer: str, fraction: float) -> Iterator[dict[str, np.ndarray]]:
-    """Tokens of the source's chunks in their order, by split."""
-    workers = config.workers or usable_cores(hyperthreads=True)
+def _read(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """The tokens of a file, which is gone after that."""
+    with path.open("rb") as file:
+        while len(tokens := np.fromfile(file, dtype, CHUNK)):
+            yield tokens
+    path.unlink()
+
+
+def _encode_source(
+    config: PrepareConfig, encode: partial, fraction: float, seen: Survey, pool: Executor, workers: int
+) -> Iterator[dict[str, Path]]:
+    """Files of the tokens of the source's chunks, by split, in their order."""
+    seen.account.begin(config.document_separator)
     with tqdm(desc="encoding", unit=" tokens", unit_scale=True, disable=None) as progress:
-        for encoded in _map_in_order(partial(_encode_chunk, tokenizer), _chunks(config, fraction), workers):
-            progress.update(sum(map(len, encoded.values())))
-            yield encoded
+        for files, tokens, account in _in_order(encode, _chunks(config, fraction, seen), pool, workers):
+            seen.account.add(account)
+            progress.update(tokens)
+            yield files
 
 
-def _chunks(config: PrepareConfig, fraction: float) -> Iterator[Chunk]:
-    chunk, characters, split = [], 0, ""
-    for piece in read_pieces(config):
-        if piece.first:
-            split = "val" if _unit_hash(piece.text) < fraction else "train"
-        chunk.append((split, piece))
+def _chunks(config: PrepareConfig, fraction: float, seen: Survey) -> Iterator[Chunk]:
+    """The whole source, in its order."""
+    if config.source.startswith("hub:") or config.max_documents:
+        whole = Survey(Account(), seen.unusual)
+        yield from _cut(read_pieces(config, whole), fraction, whole.account)
+        return
+    held: list[Part] = []
+    for part in source_parts(config, seen):
+        if part.start is None and part.size > LARGE:
+            if held:
+                yield Chunk([], held, Account())
+            held, account = [], Account()
+            yield from _cut(read_parts(config, [part], account), fraction, account)
+            continue
+        held.append(part)
+        if sum(part.size for part in held) >= CHUNK or len(held) == CHUNK // 2**10:
+            yield Chunk([], held, Account())
+            held = []
+    if held:
+        yield Chunk([], held, Account())
+
+
+def _cut(pieces: Iterable[Piece], fraction: float, account: Account) -> Iterator[Chunk]:
+    """Chunks of pieces; the last one has their account."""
+    held, characters = [], 0
+    for split, piece in _with_splits(pieces, fraction):
+        held.append((split, piece))
         characters += len(piece.text)
         if characters >= CHUNK:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk
+            yield Chunk(held, [], Account())
+            held, characters = [], 0
+    yield Chunk(held, [], account)
+
+
+def _with_splits(pieces: Iterable[Piece], fraction: float) -> Pieces:
+    split = ""
+    for piece in pieces:
+        if piece.first:
+            split = "val" if _unit_hash(piece.text) < fraction else "train"
+        yield split, piece
 
 
 def _unit_hash(text: str) -> float:
@@ -104,38 +181,51 @@ def _unit_hash(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
-def _encode_chunk(tokenizer_name: str, chunk: Chunk) -> dict[str, np.ndarray]:
+def _encode(
+    folder: Path, tokenizer_name: str, fast: bool, config: PrepareConfig, fraction: float, number: int, chunk: Chunk
+) -> tuple[dict[str, Path], int, Account]:
+    """Writes the tokens of a chunk: their files by split, how many there are, and the account of what was read."""
     tokenizer = _cached_tokenizer(tokenizer_name)
-    encoded: dict[str, list[np.ndarray]] = {}
-    for split, piece in chunk:
-        tokens = tokenizer.encode(piece.text)
-        beginning = [np.array([tokenizer.eot], tokens.dtype)] if piece.first else []
-        encoded.setdefault(split, []).extend([*beginning, tokens])
-    return {split: np.concatenate(arrays) for split, arrays in encoded.items()}
+    quick, unchecked = _cached_fast_encoder(tokenizer) if fast else None, EVERY
+    account, pieces = chunk.account, chunk.pieces
+    if chunk.parts:
+        pieces = _with_splits(read_parts(config, chunk.parts, account), fraction)
+    paths: dict[str, Path] = {}
+    files, count, beginning = {}, 0, np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
+    with ExitStack() as stack:
+        for split, piece in pieces:
+            if split not in files:
+                paths[split] = folder / f".{split}-{number:09d}.tmp"
+                files[split] = stack.enter_context(paths[split].open("wb"))
+            tokens = (quick or tokenizer).encode(piece.text)
+            if quick and unchecked >= EVERY:
+                quick.check(piece.text, tokens)
+                unchecked = 0
+            unchecked += len(piece.text)
+            if piece.first:
+                files[split].write(beginning.data)
+            files[split].write(tokens.data)
+            count += len(tokens) + piece.first
+    return paths, count, account
 
 
 _cached_tokenizer = cache(load_tokenizer)
+_cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
 
 
-def _map_in_order(
-    function: Callable[[Chunk], dict[str, np.ndarray]], chunks: Iterator[Chunk], workers: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """`map` over processes that looks only a few chunks ahead. Processes, because tiktoken is a quarter slower in
-    threads; spawned, because forking a process that has threads can deadlock."""
-    if workers == 1:
-        yield from map(function, chunks)
-        return
-    pool, pending = ProcessPoolExecutor(workers, mp_context=helper_context("spawn")), deque()
+def _in_order(
+    encode: partial, chunks: Iterator[Chunk], pool: Executor, workers: int
+) -> Iterator[tuple[dict[str, Path], int, Account]]:
+    """`map` over a pool that looks only a few chunks ahead. Processes, because tiktoken is a quarter slower in threads;
+    spawned, because forking a process that has threads can deadlock."""
+    pending: deque[Future] = deque()
     try:
-        for chunk in chunks:
-            pending.append(pool.submit(function, chunk))
-            if len(pending) > 2 * workers:
+        for number, chunk in enumerate(chunks):
+            pending.append(pool.submit(encode, number, chunk))
+            if len(pending) >= (AHEAD * workers if workers > 1 else 1):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-    except BaseException:
-        for worker in pool._processes.values():  # what they are at does not matter any more
-            worker.terminate()
+    except EncodersDiffer:  # nobody is to write any more
+        wait([future for future in pending if not future.cancel()])
         raise
-    finally:
-        pool.shutdown(cancel_futures=True)

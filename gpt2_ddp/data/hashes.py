@@ -10,7 +10,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from gpt2_ddp.data.shards import AGAIN, Manifest, Shard, check_shard, token_dtype
+from gpt2_ddp.data.manifest import AGAIN, Manifest, Shard, token_dtype
+from gpt2_ddp.data.shards import check_shard
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small, sha256_file
 
@@ -19,12 +20,14 @@ LARGEST = 2**26
 """Bytes of a record, which then begins anew: 300,000 shards; or where inodes change at every start, many of these."""
 
 
-def verify_shards(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1, remember: bool = False) -> None:
+def verify_shards(
+    folder: Path, manifest: Manifest, part: int = 0, parts: int = 1, remember: bool = False, record: bool = True
+) -> None:
     """Checks headers, sizes and SHA-256 of every `parts`-th shard from `part` on: a node's processes share the work.
 
     Args:
-        remember: trust the record where it says that this very file was right. What is found right is added to it
-            either way, if the folder can be written.
+        remember: trust the record where it says that this very file was right.
+        record: add to it what is found right, if the folder can be written.
 
     Raises:
         UserError: naming the file and what is wrong with it.
@@ -40,7 +43,7 @@ def verify_shards(folder: Path, manifest: Manifest, part: int = 0, parts: int = 
             continue
         if sha256_file(path) != shard.sha256:
             raise UserError("shard", path, f"is not the file that was prepared: its SHA-256 differs; {AGAIN}")
-        if fact not in known:
+        if record and fact not in known:
             _add(folder, fact)
 
 

@@ -9,20 +9,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.shards import (
-    HEADER_BYTES,
-    MANIFEST,
-    Manifest,
-    Shard,
-    read_header,
-    read_manifest,
-    token_dtype,
-    write_manifest,
-)
-from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype, write_manifest
+from gpt2_ddp.data.shards import read_header
+from gpt2_ddp.data.tokenizer import Tokenizer, encoding_names, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.cores import usable_cores
 
@@ -75,9 +66,9 @@ def _summary(manifest: Manifest) -> str:
 
 
 def _tokenizer_of_shards(name: str, folder: Path) -> Tokenizer:
-    if name == "bpe":
+    if name in ("bpe", "chars"):
         raise UserError("tokenizer", name, "name the tokenizer that the shards were made with, such as gpt2")
-    if name not in tiktoken.list_encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
+    if name not in encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
         raise UserError("tokenizer", name, f"copy the file into {folder}, beside the shards, and name it there")
     return load_tokenizer(name)
 

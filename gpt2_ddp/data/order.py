@@ -14,6 +14,8 @@ FIRST_DIGEST = "0" * 64
 """The order digest before the first step."""
 
 ROUNDS = 8
+SOURCE_BITS = 48
+"""An item of a mixture is source · 2^48 + window: a window of source 0 is the item that it is alone."""
 
 
 class Order:
@@ -22,11 +24,15 @@ class Order:
     A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a = ceil(sqrt(N)) permutes
     [0, a²); what falls outside [0, N), at most 2·sqrt(N) of the values, is sent through it again until it falls inside
     (cycle walking; Black and Rogaway, 2002).
+
+    Args:
+        stream: makes it another order of the same seed (`data.mixture`); it stands before the epoch in the key.
     """
 
-    def __init__(self, seed: int, n_items: int):
+    def __init__(self, seed: int, n_items: int, stream: str = ""):
         self.seed = seed
         self.n_items = n_items
+        self.stream = stream
         self.base = np.uint64(math.isqrt(n_items - 1) + 1)
 
     def __len__(self) -> int:
@@ -44,7 +50,7 @@ class Order:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])
 
     def _permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
-        key = hashlib.shake_256(f"{self.seed}/{epoch}".encode()).digest(8 * ROUNDS)
+        key = hashlib.shake_256(f"{self.seed}/{self.stream}{epoch}".encode()).digest(8 * ROUNDS)
         keys = np.frombuffer(key, "<u8")
         values = self._feistel(index, keys)
         outside = values >= self.n_items

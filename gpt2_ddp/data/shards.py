@@ -1,173 +1,44 @@
-"""Token shards: files of token ids in the format of llm.c, and the manifest beside them that says what they are.
+"""Token shards: files of token ids in the format of llm.c.
 
 A shard `<split>_<index:06d>.bin` is 256 little-endian int32 (magic, version, token count, zeros), then its tokens:
 uint16 for vocabularies of up to 65,536 ids, uint32 for larger ones. The shards of a split, joined, are one stream.
-A folder is usable when it has a `manifest.json`, which is written last. Its key `sha256` is the SHA-256 of all others:
-of `json.dumps(others, sort_keys=True)`. Version 1 had no such key.
 """
 
-import hashlib
-import json
 import os
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-from pydantic import Field, TypeAdapter, ValidationError
 
-from gpt2_ddp.config.cli import is_main_process
+from gpt2_ddp.data.manifest import AGAIN, HEADER_BYTES, Manifest, Shard, token_dtype
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import fsync_folder, read_small, regular, sha256_file, write_atomically
+from gpt2_ddp.files import fsync_file, fsync_folder, regular, sha256_file
+from gpt2_ddp.processes.parent import InProcess
 
-MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 2**26
-"""Bytes: 400,000 shards."""
-HEADER_BYTES = 1024
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
-AGAIN = "copy it again from where it is whole, or delete the folder and prepare the data again"
 OPEN_FILES = 64
 """Shards that a `TokenStream` keeps open; a corpus may have more shards than a process may have files."""
-
-
-Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f]+$", max_length=255)]
-Number = Annotated[int, Field(ge=0, lt=2**32)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file: its name, how many tokens and bytes it has, and its SHA-256."""
-
-    file: Name
-    tokens: Annotated[int, Field(ge=1, lt=2**31)]
-    bytes: int
-    sha256: Digest
-
-
-Split = Annotated[str, Field(pattern=r"^(train|val)$")]
-"""Another would be trained on by nobody, and a `val` that is missing would be missed by nobody."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What the shards of a folder are; `recipe` says how they were made and is not part of their identity."""
-
-    version: Literal[1, 2]
-    tokenizer: Name
-    tokenizer_sha256: str
-    vocab_size: Number
-    eot: Number
-    source: str
-    splits: Annotated[dict[Split, Annotated[list[Shard], Field(min_length=1)]], Field(min_length=1)]
-    recipe: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def hash(self) -> str:
-        """SHA-256 that changes when a token or the tokenizer does, and not with where the text came from, nor with the
-        manifest's version: checkpoints hold it."""
-        content = {key: value for key, value in asdict(self).items() if key not in ("source", "recipe")}
-        return _sha256(content | {"version": 1})
-
-    def tokens(self, split: str) -> int:
-        """Tokens of a split, 0 for one that does not exist."""
-        return sum(shard.tokens for shard in self.splits.get(split, []))
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The type of a token id in a shard: little-endian uint16, or uint32 for more than 65,536 ids."""
-    return np.dtype("<u2" if vocab_size <= 65_536 else "<u4")
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates `manifest.json`; the main process says so when it is of version 1.
-
-    Raises:
-        UserError: the folder or its manifest is missing, unreadable, changed, or not a manifest of these versions.
-    """
-    path = Path(folder) / MANIFEST
-    try:
-        text = read_small(path, LARGEST_MANIFEST)
-    except FileNotFoundError as error:
-        raise UserError("data", folder, _no_manifest(Path(folder))) from error
-    except OSError as error:
-        raise UserError("data", folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
-    manifest = _parse(text, path)
-    if manifest.version == 1 and is_main_process():
-        own = path.parent / manifest.tokenizer
-        cure = f"{_indexing(path.parent)} --tokenizer {own if os.path.isfile(own) else manifest.tokenizer}"
-        print(f"note: {path} is of version 1, which has no hash of its own; delete it and run {cure} for one that has")
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json`, whole or not at all, which makes the folder usable.
-
-    Raises:
-        UserError: it is none that could be read, as when a file is both trained on and validated on.
-    """
-    content = asdict(manifest)
-    if manifest.version > 1:
-        content["sha256"] = _sha256(content)
-    text = json.dumps(content, indent=1) + "\n"
-    _parse(text.encode(), folder / MANIFEST)
-    write_atomically(folder / MANIFEST, text)
-
-
-def _parse(text: bytes, path: Path) -> Manifest:
-    try:
-        manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
-        content = json.loads(text)
-        _check_sense(manifest)
-    except ValueError as error:
-        what = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            what = f"{'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}"
-        cure = f"is not a manifest of this version ({what}); delete it and prepare the data again"
-        raise UserError("data", path, cure) from error
-    if content.pop("sha256", None) != (_sha256(content) if manifest.version > 1 else None):
-        cure = f"copy it again from where it is whole, or delete it and run {_indexing(path.parent)}"
-        raise UserError("data", path, f"is not the manifest that was written: its own sha256 differs; {cure}")
-    return manifest
-
-
-def _check_sense(manifest: Manifest) -> None:
-    """Raises ValueError for what contradicts itself, and for what is both trained on and validated on."""
-    if manifest.eot >= manifest.vocab_size:
-        raise ValueError(f"eot: {manifest.eot} is outside the vocabulary of {manifest.vocab_size}")
-    itemsize = token_dtype(manifest.vocab_size).itemsize
-    names: set[str] = set()
-    splits: dict[tuple[str, int], str] = {}
-    for split, shards in manifest.splits.items():
-        for shard in shards:
-            if shard.bytes != HEADER_BYTES + shard.tokens * itemsize:
-                raise ValueError(f"{shard.file}: {shard.tokens} tokens of {itemsize} bytes are not {shard.bytes} bytes")
-            if shard.file in names:
-                raise ValueError(f"{shard.file} is listed twice")
-            if splits.setdefault((shard.sha256, shard.bytes), split) != split:
-                raise ValueError(f"{shard.file} holds what the other split has, too")
-            names.add(shard.file)
-
-
-def _sha256(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 class ShardWriter:
     """Writes the tokens of one split into shards of `shard_tokens` tokens, the last one shorter.
 
     A shard carries a temporary name until it is whole and on disk.
+
+    Args:
+        pool: waits for the disk and hashes, meanwhile; None: this process does.
     """
 
-    def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int):
+    def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
         self.folder = folder
         self.split = split
         self.shard_tokens = shard_tokens
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
-        self.shards: list[Shard] = []
+        self._pool = pool or InProcess()
+        self._shards: list[Future[Shard]] = []
         self._file = None
         self._tokens = 0
 
@@ -189,11 +60,12 @@ class ShardWriter:
         """Finishes the last shard and returns all of them."""
         if self._file is not None:
             self._finish()
+        shards = [shard.result() for shard in self._shards]
         fsync_folder(self.folder)
-        return self.shards
+        return shards
 
     def _name(self) -> str:
-        return f"{self.split}_{len(self.shards):06d}.bin"
+        return f"{self.split}_{len(self._shards):06d}.bin"
 
     def _temporary(self) -> Path:
         return self.folder / f".{self._name()}.tmp"
@@ -205,13 +77,18 @@ class ShardWriter:
         with self._file as file:
             file.seek(0)
             file.write(header.data)
-            file.flush()
-            os.fsync(file.fileno())
         size = HEADER_BYTES + self._tokens * self.dtype.itemsize
-        shard = Shard(self._name(), self._tokens, size, sha256_file(self._temporary()))
-        self._temporary().replace(self.folder / shard.file)
-        self.shards.append(shard)
+        place = self.folder / self._name()
+        self._shards.append(self._pool.submit(_seal, self._temporary(), place, self._tokens, size))
         self._file, self._tokens = None, 0
+
+
+def _seal(temporary: Path, place: Path, tokens: int, size: int) -> Shard:
+    """Gives a shard its name, once it is on disk."""
+    fsync_file(temporary)
+    shard = Shard(place.name, tokens, size, sha256_file(temporary))
+    temporary.replace(place)
+    return shard
 
 
 def read_header(path: Path, dtype: np.dtype) -> int:
@@ -323,16 +200,3 @@ class TokenStream:
             if count == 0:
                 raise UserError("shard", self._paths[shard], f"became shorter while it was read; {AGAIN}")
             done += count
-
-
-def _no_manifest(folder: Path) -> str:
-    if not folder.is_dir():
-        return "is not a folder; prepare_data.py makes one"
-    if any(folder.glob("*.bin")):
-        indexing = f"index shards made elsewhere with {_indexing(folder)}"
-        return f"has shards and no {MANIFEST}: run its prepare_data.py command again, or {indexing}"
-    return f"has no {MANIFEST}; prepare_data.py writes it beside the shards"
-
-
-def _indexing(folder: Path) -> str:
-    return f"prepare_data.py --source 'bin:{folder}/*.bin'"

@@ -1,33 +1,46 @@
 """Where text comes from: the standard library's source, local files, the Hub. Documents are read in pieces, so that
 a corpus of any size, or a single file of any size, passes through little memory."""
 
-import glob
-import io
-import json
-import os
 import platform
 import re
-import sysconfig
 from collections.abc import Iterable, Iterator
-from itertools import groupby, islice
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data.account import Account, Found
+from gpt2_ddp.data.decode import COMPRESSED, Look, look
+from gpt2_ddp.data.documents import (
+    MANY,
+    Blocks,
+    Part,
+    check_column,
+    check_parquet,
+    hub_documents,
+    json_documents,
+    json_parts,
+    parquet_documents,
+    parquet_parts,
+    split,
+    text_documents,
+    without_line_breaks,
+)
+from gpt2_ddp.data.find import find_files
 from gpt2_ddp.data.tokenizer import replace_surrogates
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import regular
 
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place where no token of GPT-2's can straddle the cut."""
-LONGEST_PIECE = 16 * PIECE
+LONGEST_PIECE = 4 * PIECE
 """Where it is cut if there is no such place: the text is not made of words."""
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
-NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
-COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
-
-Blocks = Iterable[str]
-"""The text of a document, in parts of any size."""
+USUAL = {"utf-8", "parquet"}
 
 
 class Piece(NamedTuple):
@@ -37,22 +50,97 @@ class Piece(NamedTuple):
     first: bool
 
 
-def read_pieces(config: PrepareConfig) -> Iterator[Piece]:
-    """The source's documents in their order, always the same, cut into pieces; empty documents are left out.
+@dataclass
+class Survey:
+    """What a look at a source's files has found, before any long work.
 
-    Bytes that are not UTF-8 become U+FFFD.
+    Attributes:
+        account: what there is to say of the files; reading the source adds what was read.
+        unusual: the files that are not UTF-8, with their encoding, or None for those that are left out.
+    """
+
+    account: Account = field(default_factory=Account)
+    unusual: dict[str, str | None] = field(default_factory=dict)
+
+
+def survey(config: PrepareConfig) -> Survey:
+    """Looks at all files of the source, from their first byte to their last.
 
     Raises:
-        UserError: the source is missing, unreadable or empty, or does not have the column.
+        UserError: there is no text, there is text in an unknown encoding, or a bad file is to stop the work.
     """
-    for blocks in islice(_documents(config), config.max_documents):
-        for number, text in enumerate(_cut(blocks)):
-            yield Piece(text, first=number == 0)
+    found, garbled, bad = Survey(), Found(), None
+    account = found.account
+    files = () if config.source.startswith("hub:") else find_files(config.source, config.output)
+    for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
+        try:
+            is_parquet = _suffix(regular(path)) == ".parquet"
+            seen = Look(check_parquet(path), 0) if is_parquet else look(path, config.encoding)
+            reason = "" if seen.encoding else "is not text"
+        except (OSError, ValueError) as error:  # ValueError: not what its suffix says
+            seen, reason = Look(None, 0), f"cannot be read ({error})"
+        if seen.encoding not in USUAL:
+            found.unusual[str(path)] = seen.encoding
+        if seen.encoding is None:
+            bad = bad or UserError("source", path, f"{reason}; choose text files, by a glob perhaps: 'texts/**/*.txt'")
+            if config.on_bad_file == "stop":
+                raise bad
+            account.left_out.add(f"{path} {reason}")
+            continue
+        account.encodings[seen.encoding] = account.encodings.get(seen.encoding, 0) + 1
+        if seen.undecodable:
+            account.undecodable.add(f"{path}, line {seen.line}", seen.undecodable)
+        if seen.garbled:
+            garbled.add(f"{path}, line {seen.line}")
+    if bad and not account.encodings:
+        raise bad
+    if garbled.count:
+        tried = "UTF-8" if config.encoding == "auto" else f"UTF-8 or {config.encoding}"
+        cure = f"cannot decode {garbled.of('files')} as {tried}; name another, like cp1252 (UTF-8 files stay UTF-8)"
+        raise UserError("encoding", config.encoding, cure)
+    return found
 
 
-def has_documents(config: PrepareConfig, number: int) -> bool:
+def read_pieces(config: PrepareConfig, seen: Survey | None = None) -> Iterator[Piece]:
+    """The source's documents in their order, always the same, cut into pieces; empty documents are left out.
+
+    Args:
+        config: names the source.
+        seen: what `survey` has found, where that was done already; its account counts what is read.
+
+    Raises:
+        UserError: the source is missing, unreadable or empty, or none of its rows has the column.
+    """
+    seen = seen or survey(config)
+    seen.account.begin(config.document_separator)
+    yield from _pieces(islice(_documents(config, seen), config.max_documents), seen.account)
+
+
+def read_parts(config: PrepareConfig, parts: Iterable[Part], account: Account) -> Iterator[Piece]:
+    """The pieces of some parts of the source, which the account counts; as `read_pieces` gives those of all."""
+    account.begin(config.document_separator)
+    documents = _undivided(config, parts, account)
+    return _pieces(_divided(config.document_separator, documents, account), account)
+
+
+def has_documents(config: PrepareConfig, number: int, seen: Survey) -> bool:
     """Whether the source has at least so many documents."""
-    return sum(1 for _ in islice(_documents(config), min(number, config.max_documents or number))) == number
+    seen.account.begin(config.document_separator)
+    return sum(1 for _ in islice(_documents(config, seen), min(number, config.max_documents or number))) == number
+
+
+def source_parts(config: PrepareConfig, seen: Survey) -> Iterator[Part]:
+    """The parts that all files of the source are made of, in their order."""
+    for path in find_files(config.source, config.output):
+        encoding, suffix = seen.unusual.get(str(path), "utf-8"), _suffix(path)
+        if encoding is None:
+            continue
+        if suffix == ".parquet":
+            yield from parquet_parts(path)
+        elif suffix in JSON_LINES and encoding == "utf-8" and path.suffix.lower() not in COMPRESSED:
+            yield from json_parts(path)
+        else:
+            yield Part(path, encoding, path.stat().st_size)
 
 
 def describe(config: PrepareConfig) -> str:
@@ -60,128 +148,56 @@ def describe(config: PrepareConfig) -> str:
     return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
 
 
-def _documents(config: PrepareConfig) -> Iterator[Blocks]:
+def _documents(config: PrepareConfig, seen: Survey) -> Iterator[Blocks]:
+    account = seen.account
     if config.source.startswith("hub:"):
-        yield from _hub_documents(config)
-        return
-    files = _library_files() if config.source == "stdlib" else _local_files(config.source)
-    for path in files:
-        suffix = next((suffix for suffix in reversed(path.suffixes) if suffix not in COMPRESSED), "")
-        if suffix == ".parquet":
-            yield from _parquet_documents(path, config.column)
-        elif suffix in JSON_LINES:
-            yield from _json_documents(path, config.column)
-        else:
-            yield from _text_documents(path, config.documents)
-
-
-def _library_files() -> list[Path]:
-    """Python's own modules, without their tests and without what was installed beside them."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return sorted(path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts))
-
-
-def _local_files(source: str) -> list[Path]:
-    path = Path(os.path.expanduser(source))
-    if os.path.isdir(path):
-        found = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
+        found = hub_documents(config, account)
     else:
-        found = [path] if os.path.exists(path) else map(Path, glob.iglob(str(path), recursive=True))
-    files = sorted(file for file in found if os.path.isfile(file))
-    if not files:
-        cure = "there is no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
-        raise UserError("source", source, cure)
-    for file in files:
-        try:
-            with _open(file) as text:
-                binary = "\0" in text.read(1024) and ".parquet" not in file.suffixes
-        except (OSError, ValueError) as error:  # ValueError: not what its suffix says
-            raise UserError("source", file, f"cannot be read ({error})") from error
-        if binary:
-            raise UserError("source", file, f"is not text; choose the text files with a glob, like '{source}/**/*.txt'")
-    return files
+        found = _undivided(config, source_parts(config, seen), account)
+    yield from _divided(config.document_separator, _checked(config.column, found, account), account)
+    check_column(config.column, account)
 
 
-def _open(path: Path) -> io.TextIOWrapper:
-    """Text of a file, line ends as they are; decompressed, if its suffix says so."""
-    import pyarrow
+def _checked(column: str, documents: Iterable[Blocks], account: Account) -> Iterator[Blocks]:
+    for document in documents:
+        yield document
+        if account.rows == account.without_column == MANY:
+            check_column(column, account)
 
-    return io.TextIOWrapper(pyarrow.input_stream(str(path)), encoding="utf-8", errors="replace", newline="")
 
-
-def _text_documents(path: Path, documents: str) -> Iterator[Blocks]:
-    if documents == "file":
-        yield _blocks(path)
-        return
-    with _open(path) as file:
-        if documents == "line":
-            yield from ([line.rstrip("\r\n")] for line in file)
+def _divided(separator: str | None, documents: Iterable[Blocks], account: Account) -> Iterator[Blocks]:
+    for document in documents:
+        if separator is None:
+            yield document
         else:
-            paragraphs = groupby(file, key=str.isspace)
-            yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
+            for number, part in enumerate(split(document, separator)):
+                if number:
+                    account.idle_separator = None
+                yield without_line_breaks(part)
 
 
-def _blocks(path: Path) -> Blocks:
-    with _open(path) as file:
-        while block := file.read(PIECE):
-            yield block
+def _undivided(config: PrepareConfig, parts: Iterable[Part], account: Account) -> Iterator[Blocks]:
+    for part in parts:
+        if part.encoding == "parquet":
+            yield from parquet_documents(part, config.column, account)
+        elif _suffix(part.path) in JSON_LINES:
+            yield from json_documents(part, config.column, account)
+        else:
+            yield from text_documents(part.path, part.encoding, config.documents)
 
 
-def _json_documents(path: Path, column: str) -> Iterator[Blocks]:
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path}, line {number},"
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError("source", path, f"line {number} is not JSON ({error}); one object a line") from error
-            if not isinstance(row, dict):
-                raise UserError("source", path, f"line {number} is not an object; write one object a line")
-            yield _value_blocks(row, column, where)
+def _pieces(documents: Iterable[Blocks], account: Account) -> Iterator[Piece]:
+    for blocks in documents:
+        for number, piece in enumerate(_cut(blocks)):
+            text = piece if piece.isascii() else replace_surrogates(piece)
+            account.read(text, first=number == 0)
+            yield Piece(text, first=number == 0)
 
 
-def _parquet_documents(path: Path, column: str) -> Iterator[Blocks]:
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = [column] if column in file.schema_arrow.names else None
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for row in batch.to_pylist():
-                    yield _value_blocks(row, column, str(path))
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UserError("source", path, f"is not a whole parquet file ({error})") from error
-
-
-def _hub_documents(config: PrepareConfig) -> Iterator[Blocks]:
-    import datasets
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    name = config.source.removeprefix("hub:")
-    try:
-        HfApi().dataset_info(name, revision=config.revision, timeout=10)  # load_dataset alone retries for long
-        rows: Any = datasets.load_dataset(
-            name, config.subset, split=config.split, revision=config.revision, streaming=True
-        )
-        for row in rows:
-            yield _value_blocks(row, config.column, name)
-    except (OSError, ValueError, HTTPError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        cure = f"cannot be read from the Hub ({reason}); a local file or folder, or stdlib, needs no network"
-        raise UserError("source", config.source, cure) from error
-
-
-def _value_blocks(row: dict[str, Any], column: str, where: str) -> Blocks:
-    if column not in row:
-        raise UserError("column", column, f"{where} has no such column, but {', '.join(map(str, row)) or 'none'}")
-    text = row[column] if row[column] is not None else ""
-    if not isinstance(text, str):
-        raise UserError("column", column, f"{where} holds {type(text).__name__}, not text; choose another column")
-    text = replace_surrogates(text)
-    return [text] if len(text) <= PIECE else (text[at : at + PIECE] for at in range(0, len(text), PIECE))
+def _suffix(path: Path) -> str:
+    """What kind of file it is, whether compressed or not."""
+    suffixes = (suffix.lower() for suffix in reversed(path.suffixes))
+    return next((suffix for suffix in suffixes if suffix not in COMPRESSED), "")
 
 
 def _cut(blocks: Blocks) -> Iterator[str]:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import check_writable
 from gpt2_ddp.lab import data, gradients, loop
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.processes.environment import world_size
@@ -60,11 +61,14 @@ def run_lab(config: LabConfig) -> int:
         0 if all claims hold, else 1.
 
     Raises:
-        UserError: an unknown experiment, or a launcher that started several of this command.
+        UserError: an unknown experiment, an `output` that cannot be written, or a launcher that started several of
+            this command.
     """
     if world_size() > 1:
         cure = "the lab starts its own two processes: `python scripts/ddp_lab.py`, without a launcher"
         raise UserError("processes", world_size(), cure)
+    if config.output:
+        check_writable(config.output)
     rows = []
     with closing(run_experiments(choose(config.only), config.seed)) as measured:  # or its ranks outlive a failing print
         for row in measured:

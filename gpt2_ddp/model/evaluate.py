@@ -1,7 +1,7 @@
 """Loss of a model over a split: each of its targets scored exactly once, whatever the ranks and the batch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.windows import count_windows
@@ -18,11 +19,12 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over the scored targets: nll in nats (fp64), how many they are, and the UTF-8 bytes that they spell."""
+    """Sums over the scored targets: nll in nats (fp64), how many they are, and the UTF-8 bytes that they spell, whole
+    unless it is of a mixture."""
 
     nll: float
     tokens: int
-    bytes: int
+    bytes: float
 
     @property
     def loss(self) -> float:
@@ -40,6 +42,17 @@ class Evaluation:
         return self.nll / math.log(2) / self.bytes if self.bytes else math.nan
 
 
+def mixed(parts: Iterable[tuple[float, Evaluation]]) -> Evaluation:
+    """That of a text whose tokens are, in these shares, which sum up to 1, of several: of a single one, its own. A part
+    without a share counts nothing, its tokens included."""
+    parts = [(share, part) for share, part in parts if share]
+    if len(parts) == 1:
+        return parts[0][1]
+    tokens = sum(part.tokens for _, part in parts)
+    shares = [(share * tokens / part.tokens, part) for share, part in parts]
+    return Evaluation(sum(n * part.nll for n, part in shares), tokens, sum(n * part.bytes for n, part in shares))
+
+
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
@@ -54,7 +67,8 @@ def evaluate(
     """Scores `stream` in windows of block_size, the shorter last one included: its L - 1 targets, each once.
 
     Batch j belongs to rank j mod W; a short batch is filled up with targets that are not scored, so that every
-    forward pass has one shape. Ranks meet once, at the end; a rank without batches just waits there.
+    forward pass has one shape. Ranks meet once, at the end; a rank without batches just waits there. What takes more
+    than two seconds has a progress bar, on a terminal.
 
     Args:
         model: prepared or plain, on the accelerator's device; `model(x, y, reduction="none")` -> nll [B, T].
@@ -70,20 +84,22 @@ def evaluate(
     lengths = torch.from_numpy(token_bytes.astype(np.int64)).to(device) if token_bytes is not None else None
     was_training = model.training
     model.eval()
-    stride = batch_size * accelerator.num_processes
+    batches = range(0, len(windows), batch_size * accelerator.num_processes)
+    hidden = None if accelerator.is_main_process else True  # None: where there is no terminal
     try:
-        for of_ranks in range(0, len(windows), stride):
-            poll()
-            first = of_ranks + batch_size * accelerator.process_index
-            if first >= len(windows):
-                continue
-            x, y = _batch(stream, windows[first : first + batch_size], block_size, batch_size)
-            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-            scored = y != IGNORED
-            totals[0] += model(x, y, reduction="none").to(exact).sum()
-            totals[1] += scored.sum()
-            if lengths is not None:
-                totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
+        with tqdm(batches, "evaluating", unit="batch", leave=False, delay=2, disable=hidden) as shown:
+            for of_ranks in shown:
+                poll()
+                first = of_ranks + batch_size * accelerator.process_index
+                if first >= len(windows):
+                    continue
+                x, y = _batch(stream, windows[first : first + batch_size], block_size, batch_size)
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                scored = y != IGNORED
+                totals[0] += model(x, y, reduction="none").to(exact).sum()
+                totals[1] += scored.sum()
+                if lengths is not None:
+                    totals[2] += (lengths[y.clamp(min=0)] * scored).sum()
     finally:
         model.train(was_training)
     if accelerator.num_processes > 1:

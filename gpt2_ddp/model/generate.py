@@ -25,6 +25,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     poll: Callable[[], None] = lambda: None,
+    heard: Callable[[int, int], None] = lambda row, token: None,
 ) -> list[list[int]]:
     """Continues each prompt; a row's result does not depend on the other rows.
 
@@ -33,7 +34,8 @@ def generate(
 
     Args:
         model: on any device; its training mode is restored afterwards.
-        prompts: token ids; an empty prompt is the start of a document, a too long one loses its beginning.
+        prompts: token ids; an empty prompt is the start of a document, a too long one loses its beginning. A model with
+            a document mask sees the last document of each.
         max_new_tokens: tokens to add to each prompt, at most.
         eot: the end-of-text token, which ends a row.
         temperature: divides the logits; 0 takes the likeliest token.
@@ -41,6 +43,7 @@ def generate(
         top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
         seed: with the row's index, fixes its random numbers; global generators are neither read nor changed.
         poll: called for each token; what it raises ends the generation.
+        heard: is given each row's new tokens as they come.
 
     Returns:
         The new tokens of each row, end-of-text left out.
@@ -55,7 +58,8 @@ def generate(
             rows = range(first, first + len(batch))
             uniform = np.stack([np.random.default_rng([seed, row]).random(max_new_tokens, np.float32) for row in rows])
             uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
-            results += _continue(model, batch, eot, uniform, draw, poll)
+            hear = lambda row, token, first=first: heard(first + row, token)  # noqa: E731
+            results += _continue(model, batch, eot, uniform, draw, poll, hear)
         return results
     finally:
         model.train(training)
@@ -68,10 +72,12 @@ def _continue(
     uniform: Tensor,
     draw: Callable[[Tensor, Tensor], Tensor],
     poll: Callable[[], None],
+    heard: Callable[[int, int], None],
 ) -> list[list[int]]:
     """`generate` for one batch of non-empty prompts; `uniform` holds its random numbers [B, max_new_tokens]."""
     block_size, steps = model.config.block_size, uniform.size(1)
-    windows = [prompt[-block_size:] for prompt in prompts]  # what each row sees
+    begins = model.eot if model.config.document_mask else None  # a document, which sees nothing before it
+    windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # what each row sees
     cache = KVCache(model, len(windows), min(max(map(len, windows)) + steps, block_size))
     results: list[list[int]] = [[] for _ in windows]
     running = set(range(len(windows)))
@@ -86,10 +92,18 @@ def _continue(
                 running.discard(row)
             elif row in running:
                 results[row].append(token)
+                if token == begins:
+                    windows[row].clear()
                 windows[row].append(token)
+                heard(row, token)
         if not running:
             break
     return results
+
+
+def last_document(tokens: list[int], begins: int | None) -> list[int]:
+    """The tokens from the last `begins` on; all of them where there is none."""
+    return tokens[max((place for place, token in enumerate(tokens) if token == begins), default=0) :]
 
 
 def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bool) -> Tensor:
@@ -131,15 +145,38 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | Non
     return ids.gather(1, choice)[:, 0]
 
 
-def sample_text(
+class TextStream:
+    """Text out of tokens that come one by one: what ends in the middle of a character waits for the rest of it.
+
+    Args:
+        write: takes the pieces; together they are what all the tokens decode to at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
+        self._tokenizer, self._write = tokenizer, write
+        self._waiting: list[int] = []
+
+    def add(self, token: int) -> None:
+        """Writes the text of the tokens since the last piece, unless it ends in U+FFFD: half of a character."""
+        self._waiting.append(token)
+        if not self._tokenizer.decode(self._waiting).endswith("\N{REPLACEMENT CHARACTER}"):
+            self.end()
+
+    def end(self) -> None:
+        """Writes what still waits."""
+        self._write(self._tokenizer.decode(self._waiting))
+        self._waiting = []
+
+
+def sample_texts(
     model: GPT,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompts: Sequence[str],
     max_new_tokens: int,
     seed: int,
     poll: Callable[[], None] = lambda: None,
-) -> str:
-    """The prompt and its continuation as one text, sampled as `generate` does by default."""
-    ids = tokenizer.encode(prompt).tolist()
-    (new,) = generate(model, [ids], max_new_tokens, tokenizer.eot, seed=seed, poll=poll)
-    return tokenizer.decode(ids + new)
+) -> list[str]:
+    """Each prompt and its continuation as one text, sampled as `generate` does by default."""
+    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    new = generate(model, ids, max_new_tokens, tokenizer.eot, seed=seed, poll=poll)
+    return [tokenizer.decode(prompt + more) for prompt, more in zip(ids, new, strict=True)]

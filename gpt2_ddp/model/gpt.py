@@ -5,13 +5,18 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head, Q = C // H, V = padded vo
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.model.chunked_loss import chunked_loss
+from gpt2_ddp.model.documents import Mask, flex_is_there, within_documents
 
 VOCAB_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this, which keeps the head's matrix multiplication on fast paths."""
@@ -60,16 +65,19 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
-        """x: [B, T, C] -> [B, T, C]. With a cache, x continues what it holds."""
+    def forward(self, x: Tensor, mask: Mask | None = None, cache: KVCache | None = None) -> Tensor:
+        """x: [B, T, C] -> [B, T, C]. With a cache, x continues what it holds. Without a mask, each position sees
+        all that stands before it."""
         B, T, C = x.shape
         q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x [B, T, C]
         q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))  # [B, H, T, Q]
-        mask = None
         if cache is not None:
             k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, H, S, Q], [B, 1, T, S]
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+        if isinstance(mask, BlockMask):
+            y = flex_attention(q, k, v, block_mask=mask)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -99,9 +107,9 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask | None = None, cache: KVCache | None = None) -> Tensor:
         """x: [B, T, C] -> [B, T, C]."""
-        x = x + self.attn(self.ln_1(x), cache)
+        x = x + self.attn(self.ln_1(x), mask, cache)
         return x + self.mlp(self.ln_2(x))
 
 
@@ -111,15 +119,22 @@ class GPT(nn.Module):
     Args:
         config: its shape.
         vocab_size: tokens the data can hold; ids of the padding rows above it are never predicted.
+        eot: the token that documents begin with, which a model with a `document_mask` computes with.
+
+    Attributes:
+        activation_checkpointing: each block's activations are recomputed in the backward pass.
+        loss_chunk: tokens whose logits a loss has at a time; None: all.
     """
 
     padding_mask: Tensor | None
 
-    def __init__(self, config: ModelConfig, vocab_size: int):
+    def __init__(self, config: ModelConfig, vocab_size: int, eot: int | None = None):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.activation_checkpointing = False
+        self.eot = eot
+        self.activation_checkpointing = self.compiles_blocks = False
+        self.loss_chunk: int | None = None
         padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = nn.Embedding(config.block_size, config.n_embd)
@@ -152,21 +167,48 @@ class GPT(nn.Module):
             With targets, the cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Without, the
             logits [B, T, vocab_size].
         """
-        x = self.wte(tokens) + self.wpe.weight[: tokens.size(1)]  # [B, T, C]
+        places, mask = self._places(tokens)
+        x = self.wte(tokens) + places  # [B, T, C]
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.h:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, mask, use_reentrant=False)
             else:
-                x = block(x)
-        logits = self.head(x)  # [B, T, V]
+                x = block(x, mask)
         if targets is None:
-            return logits[..., : self.vocab_size]
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+            return self.head(x)[..., : self.vocab_size]
+        return self.loss(x, targets, reduction)
+
+    def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        """Of hidden states [B, T, C], as `forward` returns it."""
+        if self.loss_chunk and targets.numel() > self.loss_chunk:
+            rows = self.ln_f(x).flatten(0, 1)
+            head = self.wte.weight, self.padding_mask
+            loss = chunked_loss(rows, *head, targets.flatten(), self.loss_chunk, reduction)
+        else:
+            loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
 
+    def compile_blocks(self) -> None:
+        """Compiles each block, and the head with its loss, by itself and in place, so that a block's gradients are
+        ready, and on their way to the other ranks, before the backward pass has come to the block below."""
+        for block in self.h:
+            block.compile(dynamic=False)
+        self.loss = torch.compile(self.loss, dynamic=False)
+        self.compiles_blocks = True
+
+    def _places(self, tokens: Tensor) -> tuple[Tensor, Mask | None]:
+        """Position embeddings, [T, C] or [B, T, C], and what each position sees."""
+        if not self.config.document_mask:
+            return self.wpe.weight[: tokens.size(1)], None
+        assert self.eot is not None, "a model with a document mask is made with the token that documents begin with"
+        head_size, dropout = self.config.n_embd // self.config.n_head, self.config.dropout if self.training else 0.0
+        positions, mask = within_documents(tokens, self.eot, blocks=flex_is_there(tokens, head_size, dropout))
+        return self.wpe(positions), mask
+
     def decode(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Hidden states [B, t, C], for `head`, of tokens that continue those in the cache, which is extended.
+        """Hidden states [B, t, C], for `head`, of tokens that continue those in the cache, which is extended. A row is
+        one document, for a model with a document mask.
 
         Args:
             tokens: int64 [B, t].
@@ -176,7 +218,7 @@ class GPT(nn.Module):
         cache.place(positions)
         x = self.wte(tokens) + self.wpe(positions)  # [B, t, C]
         for block in self.h:
-            x = block(x, cache)
+            x = block.forward(x, cache=cache)  # never compiled: its shapes change with each token
         return x
 
     def head(self, x: Tensor) -> Tensor:
@@ -188,6 +230,18 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters()) - self.wpe.weight.numel()
 
     def flops_per_token(self) -> int:
-        """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B; nanoGPT's N)."""
+        """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B; nanoGPT's N), whatever a
+        mask hides."""
         config = self.config
         return 6 * self.num_parameters() + 12 * config.n_layer * config.n_embd * config.block_size
+
+
+class without_init(TorchFunctionMode):
+    """A model that is made inside has whatever its memory held: for weights that are read next, or come over the wire.
+    Filling GPT-2's 124M takes 1.4 s of CPU time, and 1558M twelve times as long."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Passes over `torch.nn.init`."""
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))

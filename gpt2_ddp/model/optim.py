@@ -1,5 +1,6 @@
 """The optimizer, its parameter groups and its schedule."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -9,16 +10,51 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
+from gpt2_ddp.model.muon import Muon
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """Fused AdamW over the plain model: matrices and embeddings decay, biases and LayerNorms do not."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    """The optimizer over the plain model: matrices and embeddings decay, biases and LayerNorms do not.
+
+    Fused AdamW; with `muon`, the matrices of the blocks (`h.*`) are a group of Muon's, whose `relative_lr` says how
+    many times the step's learning rate is theirs.
+    """
+    matrices = muon_matrices(model, config)
+    known = set(matrices)
+    others = [p for p in model.parameters() if p.requires_grad and p not in known]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    if matrices:
+        own = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, **own})
+    return light(Muon if matrices else AdamW)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def light(kind: Any) -> Any:
+    """A class of optimizers that computes the same, and imports no compiler.
+
+    Torch keeps Dynamo out of an optimizer by wrappers that import it at the first call: 1.1 s of CPU time, sympy and
+    all, also where nothing is compiled. What they wrap is never compiled here.
+    """
+    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    bare = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))})
+
+
+def muon_matrices(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
+    """The parameters that Muon steps, none without it; the largest first, which shares them out evenly among ranks."""
+    if config.name != "muon":
+        return []
+    matrices = [p for name, p in model.named_parameters() if name.startswith("h.") and p.dim() == 2 and p.requires_grad]
+    return sorted(matrices, key=Tensor.numel, reverse=True)
+
+
+def state_numbers(model: nn.Module, config: OptimConfig) -> int:
+    """What the optimizer keeps of a model: two moments of each parameter, and one of Muon's matrices."""
+    muon = sum(matrix.numel() for matrix in muon_matrices(model, config))
+    return 2 * sum(parameter.numel() for parameter in model.parameters()) - muon
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
@@ -41,6 +77,27 @@ def lr_at(step: int, config: OptimConfig) -> float:
     progress = min(max(step - start, 0) / max(config.decay_steps - start, 1), 1.0)
     share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + share * (config.lr - config.min_lr)
+
+
+def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
+    """What may surprise about the rates of a run of so many steps, of which `step` are taken; empty for nothing."""
+    end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
+    branch = "train.branch_from starts a new run from one of its checkpoints with another schedule"
+    cure = f"--optim.decay_steps {steps} moves that end" if config.may_end_at(steps, step) else branch
+    if steps <= config.warmup_steps:
+        up = f"the run ends at step {steps:,}, and its warm-up at step {config.warmup_steps:,}"
+        up += f": the last rate is {last:.3g}, and optim.lr {config.lr:.3g}"
+        return f"{up}; raise train.steps, or lower optim.warmup_steps in a new run"
+    if config.schedule == "constant" or low == config.lr:
+        return ""
+    if steps > end:
+        flat = steps - max(step, end)
+        reached = f"the rate reaches min_lr ({low:.3g}) at step {end:,}, and the run ends at step {steps:,}"
+        return f"{reached}: {flat:,} steps train at min_lr; {cure}"
+    if last - low > (config.lr - low) / 20:
+        ends = f"the run ends at step {steps:,}, and the schedule at step {end:,} (optim.decay_steps)"
+        return f"{ends}: the last rate is {last:.3g}, and min_lr {low:.3g}; {cure}"
+    return ""
 
 
 WINDOW, WARM_UP = 100, 20

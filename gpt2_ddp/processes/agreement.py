@@ -18,7 +18,7 @@ class Agreement:
 
     def __init__(self, accelerator: Accelerator, size: int):
         self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
-        self._sums = torch.zeros(size, dtype=torch.int64)
+        self._sums: Sequence[int] | torch.Tensor = [0] * size
         self._pending: dist.Work | None = None
 
     def exchange(self, values: Sequence[int]) -> list[int]:
@@ -26,8 +26,9 @@ class Agreement:
         equally often and gets the same answers."""
         if self._pending is not None:
             self._pending.wait()
-        sums = self._sums.tolist()
-        self._sums = torch.tensor(values, dtype=torch.int64)
+        sums = list(map(int, self._sums))
+        self._sums = values
         if self._group is not None:
+            self._sums = torch.tensor(values, dtype=torch.int64)
             self._pending = dist.all_reduce(self._sums, group=self._group, async_op=True)
         return sums

@@ -24,6 +24,17 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
     return max(int(min(cores, _quota())), 1)
 
 
+def spare_core(device: str, threads: int, workers: int) -> bool:
+    """Whether training leaves a core of this machine to something beside it.
+
+    Args:
+        device: that a process trains on: cpu, cuda or mps; on the latter it keeps one core busy.
+        threads: of a process on the CPU. workers: of its loader.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return processes * ((threads if device == "cpu" else 1) + workers) < usable_cores()
+
+
 def _physical_cores(mask: set[int]) -> int:
     """How many cores the hyperthreads of a mask belong to; each is its own where Linux does not say."""
     folder = ROOT / "sys/devices/system/cpu"

@@ -1,19 +1,22 @@
 """What the ranks do once, what they do alike, and what they agree on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, shown
 
 T = TypeVar("T")
 
 PREPARATION = timedelta(days=7)
 """How long ranks wait for each other while data are prepared, fetched or hashed."""
+MOST = 5
+"""Differences between ranks that are told."""
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
@@ -55,19 +58,34 @@ def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience:
     return result  # pyright: ignore[reportReturnType]
 
 
-def check_ranks_agree(field: str, value: str, here: str) -> None:
+def check_ranks_agree(here: Mapping[str, object]) -> None:
     """Ranks that were started with another configuration or other data would train nonsense in silence.
 
     Args:
-        field, value: what is compared, for the message.
-        here: what it is on this rank, or a hash of it.
+        here: what has to be the same on all ranks, by the name that the user knows it by. A hash may stand for a value.
 
     Raises:
-        UserError: on every rank, when any two of them differ.
+        UserError: on every rank, when any two of them differ: what differs, each with rank 0's value and the other's.
     """
-    for rank, other in enumerate(gather_object([here])):
-        if other != here:
-            raise UserError(field, value, f"rank {rank} has another one; give all ranks the same")
+    first, *others = gather_object([dict(here)])
+    mistakes: dict[str, str] = {}
+    for rank, other in enumerate(others, start=1):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                cure = f"rank {rank} has {shown(other.get(name))}; give all ranks the same"
+                mistakes.setdefault(name, UserError(name, first.get(name), cure).mistakes[0])
+    if mistakes:
+        more = [f"and {len(mistakes) - MOST} more that differ"] * (len(mistakes) > MOST)
+        error = UserError.join([*mistakes.values()][:MOST] + more)
+        error.on_every_rank = True
+        raise error
+
+
+def sum_over_ranks(accelerator: Accelerator, value: Tensor) -> Tensor:
+    """The sum of the ranks' tensors, on all of them; collective."""
+    total = accelerator.reduce(value.clone(), reduction="sum")
+    assert isinstance(total, Tensor)
+    return total
 
 
 def _attempt(function: Callable[[], T]) -> tuple[T | None, UserError | None]:

@@ -24,6 +24,9 @@ PATIENCE_SECONDS = 2.0
 """How long a process may take to end that has nothing to save."""
 QUICK_SECONDS = 0.2
 """One that ends within this time need not say that it has heard."""
+ECHO_SECONDS = 1.0
+"""A signal that comes so soon after the first is the same request: one to every process of a job reaches a rank
+directly, and once more through the launcher."""
 
 Answer = Callable[[int, FrameType | None], None]
 """A handler, as the `signal` module has them."""
@@ -39,6 +42,7 @@ class _Hearing:
 
     listens = False
     asked = ""  # the first signal's name
+    asked_at = 0.0  # on the monotonic clock
     answer: Answer | None = None  # instead of ending
     answered = False  # now or before
     over = False  # what there was to save is saved
@@ -97,9 +101,14 @@ def heard_by(answer: Answer, last: bool = True) -> Callable[[], None]:
     """Has `answer` called for every signal from now on, until the function that this returns is called.
 
     Args:
-        last: after that the process is about to end: signals change nothing then, but for a SIGINT, which raises
-            KeyboardInterrupt.
+        last: after that the process is about to end: signals change nothing then, but for a SIGINT that is no echo,
+            which raises KeyboardInterrupt.
+
+    Outside of the main thread, which is the one that has signals, nothing is changed.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    _hearing.asked = ""
     answer_before, _hearing.answer, _hearing.answered = _hearing.answer, answer, True
     handlers_before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
 
@@ -110,6 +119,11 @@ def heard_by(answer: Answer, last: bool = True) -> Callable[[], None]:
             signal.signal(number, handler)
 
     return give_back
+
+
+def is_impatient(number: int) -> bool:
+    """Whether whoever sent this one does not want to wait any longer: a SIGINT after another signal, not its echo."""
+    return number == signal.SIGINT and time.monotonic() > _hearing.asked_at + ECHO_SECONDS
 
 
 @contextmanager
@@ -135,12 +149,14 @@ def let_in() -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    first, _hearing.asked = not _hearing.asked, _hearing.asked or signal.Signals(number).name
+    first = not _hearing.asked
+    if first:
+        _hearing.asked, _hearing.asked_at = signal.Signals(number).name, time.monotonic()
     if _hearing.answer is not None:
         _hearing.answer(number, frame)
     elif first and _hearing.ends():
         raise Stopped(_hearing.asked)
-    elif number == signal.SIGINT:
+    elif number == signal.SIGINT if first else is_impatient(number):
         raise KeyboardInterrupt
 
 

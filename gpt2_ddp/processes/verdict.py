@@ -1,4 +1,4 @@
-"""Who is to blame when a training stands still: a pure function of what the ranks said of themselves. No torch."""
+"""Who is to blame when ranks stand still: a pure function of what the ranks said of themselves. No torch."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -57,11 +57,17 @@ class Seen(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why a training cannot go on: `reason` in full, and the processes that have to be ended as they may not do it
-    themselves."""
+    """Why the ranks cannot go on.
+
+    Args:
+        reason: in full.
+        stuck: the processes that have to be ended as they may not do it themselves.
+        living: the ranks to blame that said so themselves: they have raised something, or make no progress.
+    """
 
     reason: str
     stuck: list[Process]
+    living: list[int]
 
 
 def judge(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
@@ -81,7 +87,7 @@ def judge(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
     if any(sign.idle <= sign.limit for sign in behind.values()):
         return None
     said = [f"{_name(rank, sign)}: no progress for {sign.idle:.0f} s{_where(sign)}" for rank, sign in behind.items()]
-    return Verdict("\n".join(said), [])
+    return Verdict("\n".join(said), [], list(behind))
 
 
 def judge_silence(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
@@ -89,7 +95,7 @@ def judge_silence(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
     running = {rank: one for rank, one in seen.items() if not one.sign.left}
     for rank, one in running.items():  # what it raised is why the others are lost
         if one.sign.failed and (one.silent > GRACE or one.sign.idle > AFTERMATH):
-            return Verdict(f"{_name(rank, one.sign)}: {one.sign.failed} (at {_at(one.sign)})", [])
+            return Verdict(f"{_name(rank, one.sign)}: {one.sign.failed} (at {_at(one.sign)})", [], [rank])
     if any(one.sign.failed for one in running.values()):
         return None
     limit = max(patience, SILENCE)
@@ -103,7 +109,7 @@ def judge_silence(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
             what = f"no sign of life for {silent:.0f} s, last seen{_where(sign)}"
             said.append(f"{_name(rank, sign)}: {what}")
             stuck.append(sign.process)
-    return Verdict("\n".join(said), stuck) if said else None
+    return Verdict("\n".join(said), stuck, []) if said else None
 
 
 def _place(sign: Sign) -> tuple[int, int, int]:
@@ -115,7 +121,7 @@ def _name(rank: int, sign: Sign) -> str:
 
 
 def _at(sign: Sign) -> str:
-    return f"{sign.stage}, step {sign.step}"
+    return sign.stage + (f", step {sign.step}" if sign.step else "")
 
 
 def _where(sign: Sign) -> str:

@@ -1,7 +1,7 @@
-"""The watch over a training: a rank that dies, raises or stands still is named, and nobody waits for it for ever.
+"""The watch over ranks: one that dies, raises or stands still is named, and nobody waits for it for ever.
 
 Every rank says twice a second where it is, over the store by which the ranks have met. Rank 0 judges all of them, the
-others rank 0; a verdict ends all processes with exit code 1, even where a main thread is inside a collective.
+others rank 0; a verdict ends all processes, even where a main thread is inside a collective.
 """
 
 import json
@@ -49,12 +49,27 @@ class Watch:
         rank, world: of this process; ranks have to make their watches in the same order.
         patience: seconds that any stage may take that does not announce more, and SILENCE on top in the step in which
             it first comes up; None: PATIENCE or ten times the slowest so far, whichever is more, and FIRST_TIME then.
+        store: by which the ranks have met; None: the process group's.
+        explain: what the user is told of a verdict.
+        exit_code: of the processes that a verdict ends.
+
+    Attributes:
         compiles: graphs will be compiled, so that FIRST_TIME holds whatever `patience` says.
     """
 
-    def __init__(self, rank: int, world: int, patience: float | None, compiles: bool = False):
+    compiles = False
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        patience: float | None,
+        store: Store | None = None,
+        explain: Callable[[Verdict], str] = lambda verdict: verdict.reason,
+        exit_code: int = 1,
+    ):
         self._rank, self._world, self._patience = rank, world, patience
-        self._first_time = FIRST_TIME if patience is None or compiles else patience + SILENCE
+        self._explain, self._exit_code = explain, exit_code
         self._thread = threading.get_ident()
         self._ended = threading.Event()
         # of the main thread
@@ -79,7 +94,7 @@ class Watch:
         self._is_speaker = world == 1
         loops = [self._watch] + [self._tell] * (rank == 0)
         if world > 1:
-            self._met: Store = _get_default_store()  # kept, since rank 0's may be its server
+            self._met: Store = store or _get_default_store()  # kept, since rank 0's may be its server
             own: Store = self._met.clone()  # pyright: ignore  # a store serves one call at a time
             self._store = PrefixStore(f"watch/{next(_number)}", own)
             loops.append(self._correspond)
@@ -163,7 +178,8 @@ class Watch:
         forget = elapsed > ASLEEP  # what was seen before is old, and the others may wake later than this one
         elapsed = min(elapsed, 2 * BEAT)
         usual = max(self._patience or PATIENCE, 0 if self._patience else 10 * self._slowest)
-        limit = max(usual, self._first_time) if self._is_first else usual
+        first_time = FIRST_TIME if self._patience is None or self.compiles else self._patience + SILENCE
+        limit = max(usual, first_time) if self._is_first else usual
         idle, stack = 0.0 if forget else before.idle + elapsed, ""
         if self._count != self._seen_count:
             self._slowest = max(self._slowest, 0.0 if self._announced else idle)
@@ -185,7 +201,7 @@ class Watch:
         )
         for rank, sign in self._signs.items():
             turn, silent = self._silent[rank]
-            passed = 0.0 if self._is_cut_off else elapsed
+            passed = 0.0 if self._is_cut_off and not self._lost else elapsed
             self._silent[rank] = sign.turn, 0.0 if forget or sign.turn != turn else silent + passed
 
     def _judge(self) -> Verdict | None:
@@ -194,12 +210,13 @@ class Watch:
             silent = self._silent[rank][1]
             seen[rank] = Seen(sign, silent, silent > GRACE and sign.process.is_gone)
         # the others wait a little longer than rank 0, and each than the one before it, so that one of them speaks
-        patience = (self._patience or PATIENCE) + BEAT * min(self._rank, 8)
+        patience, own = (self._patience or PATIENCE) + BEAT * min(self._rank, 8), self._outgoing()
         if self._rank:
-            return judge_silence({**seen, self._rank: Seen(self._outgoing(), 0.0)}, patience)
-        return judge({0: Seen(self._outgoing(), 0.0), **seen}, patience)
+            return judge_silence({**seen, self._rank: Seen(own._replace(idle=own.idle - GRACE), 0.0)}, patience)
+        return judge({0: Seen(own, 0.0), **seen}, patience)
 
     def _end(self, verdict: Verdict) -> None:
+        verdict = verdict._replace(reason=self._explain(verdict))
         if not self._heard and self._world > 1:
             self._offer = verdict
             if not self._deliver():  # nobody can be asked who speaks: the first on this machine, as rank 0 is lost
@@ -216,7 +233,7 @@ class Watch:
         last.join(AFTERMATH)  # a disk may be what stands still
         if self._is_speaker and self._world > 1:
             time.sleep(3 * BEAT)  # until the others have heard it
-        os._exit(1)  # the main thread may be inside a collective that never returns
+        os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
 
     # The other threads
 
@@ -235,7 +252,8 @@ class Watch:
                 self._wake.wait(2 * BEAT)
                 self._wake.clear()
         except dist.DistError:  # for good
-            # where rank 0 serves the store, its silence tells the rest; the end of a launcher's store says nothing
+            # where rank 0 serves the store, its silence tells the rest; the end of a launcher's store says nothing,
+            # unless a collective fails as well
             self._is_cut_off = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def _exchange(self) -> None:
@@ -249,8 +267,8 @@ class Watch:
                 process, *rest = json.loads(sign)
                 self._signs[rank] = Sign(Process(*process), *rest)
         if verdict:
-            reason, stuck = json.loads(verdict)[1]
-            self._heard = Verdict(reason, [Process(*process) for process in stuck])
+            reason, stuck, living = json.loads(verdict)[1]
+            self._heard = Verdict(reason, [Process(*process) for process in stuck], living)
 
     def _outgoing(self) -> Sign:
         if self._failed:  # the watch's thread may not have looked since, and will not once this one is closed

@@ -1,34 +1,31 @@
-"""The figure of a report: loss, learning rate, gradient norm and throughput of one or several runs, overlaid.
-
-Nothing is smoothed. Long runs are thinned, but every minimum, maximum and non-finite stretch stays visible.
-"""
+"""The figure of a report: loss, learning rate, gradient norm and throughput of one or several runs, overlaid."""
 
 import io
-from collections.abc import Iterator, Sequence
-from itertools import cycle
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from gpt2_ddp.reports.runs import RunRecord, Series
+from gpt2_ddp.reports.lines import COLORS, NOT_FINITE, Overlay
+from gpt2_ddp.reports.runs import RunRecord
 
 INK = "#1b1f24"
 """Text, axes and grid; in the SVG, the colour of the text around it."""
-COLORS = ("#3f7fe8", "#e8702a", "#1fa37a", "#b25fd6", "#d9a514", "#e0527a", "#27a5c4", "#8a8f98")
-"""One per run, used again after eight; readable on white and on black."""
-MAX_POINTS = 3600
-"""Points per panel, over all runs: at most about 0.5 MB of SVG."""
+SAME_TEXT = 1.05
+"""Bytes per token differ by less than this between runs of one tokenizer."""
 BEGINNING = 0.02
 """Part of the steps whose losses may stick out above the panel: they would press the rest of the curve flat."""
+EVENTS = {"rollback": ("rolled back to here", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
+"""What is marked below the loss, and how; `not_finite`: of losses since the row before, which a mean leaves out."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "gpt2_ddp",  # the same metrics give the same bytes
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib's own; the others would be named with every text of the SVG
     "text.parse_math": False,  # a run's name is not a formula
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -42,168 +39,184 @@ STYLE: dict[Any, Any] = {
 } | dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK)
 
 
-def draw(runs: Sequence[RunRecord]) -> tuple[str, bytes]:
-    """Draws the four panels.
+class Picture(NamedTuple):
+    """The four panels along one axis.
 
-    Returns:
-        The figure as an `<svg>` element, transparent and in the colour of the text around it, and as a PNG on white.
+    Args:
+        figure: drawn in STYLE.
+        overlay: what is on it.
     """
+
+    figure: Figure
+    overlay: Overlay
+
+    def svg(self) -> str:
+        """As an `<svg>` element, transparent and in the colour of the text around it."""
+        file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        salt: dict[Any, Any] = {"svg.hashsalt": self.overlay.axis}  # the same metrics give the same bytes; unique names
+        with matplotlib.rc_context(STYLE | salt):
+            self.figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+        element = re.sub(r'<g id="[^"<>]*">', "<g>", file.getvalue())
+        element = re.sub(r' d="[^"<>]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
+        return element[element.index("<svg") :].replace(INK, "currentColor")
+
+    def panels(self) -> dict[Axes, list[float]]:
+        """Left, top, right and bottom of each panel, in the coordinates of the SVG."""
+        width, height = 72 * self.figure.get_size_inches()
+        boxes = {panel: panel.get_position() for panel in self.figure.axes}
+        return {panel: [round(float(edge), 1) for edge in (box.x0 * width, height - box.y1 * height, box.x1 * width,
+                height - box.y0 * height)] for panel, box in boxes.items()}  # fmt: skip
+
+    def png(self) -> bytes:
+        """On white."""
+        file = io.BytesIO()
+        with matplotlib.rc_context(STYLE):
+            self.figure.savefig(file, format="png", facecolor="white", dpi=130)
+        return file.getvalue()
+
+
+def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
+    """Draws the four panels along one of AXES, which all runs have."""
+    overlay = Overlay(runs, axis)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(12, 8), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1))
-        (loss, rate), (norm, speed) = figure.subplots(2, 2)
-        _loss(loss, runs)
-        _learning_rate(rate, runs)
-        _gradient_norm(norm, runs)
-        _throughput(speed, runs)
-        _step_axes([loss, rate, norm, speed], runs)
-        if len(runs) > 1:
-            handles = [Line2D([], [], color=color, lw=3, label=_label(run, runs)) for run, color in _colored(runs)]
-            figure.legend(handles=handles, loc="outside upper center", ncols=min(len(runs), 3), fontsize=11)
-        svg, png = io.StringIO(), io.BytesIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(svg, format="svg", transparent=True, metadata=nothing, bbox_inches="tight")
-        figure.savefig(png, format="png", facecolor="white", dpi=130, bbox_inches="tight", pad_inches=0.2)
-    element = svg.getvalue()
-    return element[element.index("<svg") :].replace(INK, "currentColor"), png.getvalue()
+        names, columns = _legend(overlay)
+        above = 0.4 + 0.25 * -(-len(names) // columns)  # inches
+        figure = Figure(figsize=(12, 7.8 + above))
+        inches = {"left": 0.75 / 12, "right": 1 - 0.2 / 12, "bottom": 0.6 / (7.8 + above), "top": 7.8 / (7.8 + above)}
+        (loss, rate), (norm, speed) = figure.subplots(2, 2, gridspec_kw={**inches, "wspace": 0.15, "hspace": 0.28})
+        _loss(loss, overlay)
+        _learning_rate(rate, overlay)
+        _gradient_norm(norm, overlay)
+        _throughput(speed, overlay)
+        _x_axes([loss, rate, norm, speed], overlay)
+        overlay.take_turns()
+        if names:
+            figure.legend(handles=names, loc="upper center", ncols=columns, fontsize=10.5)
+    return Picture(figure, overlay)
 
 
-def thin(series: Series, buckets: int) -> Series:
-    """At most three points of each of `buckets` stretches of a series: its minimum, its maximum, a non-finite one."""
-    steps, values = series
-    if len(values) <= 3 * buckets:
-        return series
-    finite = np.isfinite(values)
-    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
-    kept = {0, len(values) - 1}
-    for part in np.array_split(np.arange(len(values)), buckets):
-        kept |= {part[low[part].argmin()], part[high[part].argmax()], part[finite[part].argmin()]}
-    keep = sorted(kept)
-    return steps[keep], values[keep]
+def share_tokens(runs: Sequence[RunRecord]) -> bool:
+    """Whether losses per token can be compared: the tokenizer is the same, or seems to be where one is unknown."""
+    known = {run.tokenizer for run in runs}
+    if None not in known or len(known) > 2:
+        return len(known) == 1
+    lengths = [length for run in runs if (length := run.bytes_per_token)]
+    return not lengths or max(lengths) < SAME_TEXT * min(lengths)
 
 
-def _loss(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    panel.set_title("Loss (nats per token, log scale)" if _units(runs) == "tokens" else "Loss (log scale)")
-    key = [
-        Line2D([], [], color=INK, alpha=0.6, linewidth=1, label="train, as logged"),
-        Line2D([], [], color=INK, linewidth=1.6, marker="o", markersize=4.5, label="validation"),
-    ]
-    key += _plot(panel, runs, "loss", alpha=0.6)
-    key += _plot(panel, runs, "val_loss", linewidth=1.6, marker="o", markersize=4.5, markeredgecolor=INK)
-    _log_scale(panel, runs, "loss", "val_loss")
-    series = [run.series(metric) for run in runs for metric in ("loss", "val_loss")]
+def share_batch(runs: Sequence[RunRecord]) -> bool:
+    """Whether a step is as many tokens in all runs."""
+    return len({round(run.tokens_per_step) for run in runs}) == 1
+
+
+def _legend(overlay: Overlay) -> tuple[list[Line2D], int]:
+    """The runs by name, if there are several, and how many fit into a row."""
+    runs = overlay.runs
+    if len(runs) == 1:
+        return [], 1
+    labels = []
+    for run, name in zip(runs, overlay.names, strict=True):
+        batch = "" if share_batch(runs) else f", {short(run.tokens_per_step)} {run.unit} a step"
+        labels.append(f"{name}{batch}{_speed(run)}")
+    handles = [Line2D([], [], color=color, lw=3, label=label)
+               for (_, color), label in zip(overlay.colored(), labels, strict=True)]  # fmt: skip
+    return handles, max(1, min(len(runs), 4, 130 // max(map(len, labels))))
+
+
+def _speed(run: RunRecord) -> str:
+    speed, mfu = run.median("tokens_per_second"), run.median("mfu")
+    return (f", {short(speed)}/s" if speed else "") + (f", MFU {mfu:.1%}" if mfu else "")
+
+
+def _loss(panel: Axes, overlay: Overlay) -> None:
+    runs, look = overlay.runs, {"linewidth": 1.6, "marker": "o", "markersize": 4.5}
+    key = [Line2D([], [], color=INK, label="validation", **look)]
+    metrics = ["loss_mean", "val_loss"] if share_tokens(runs) else ["val_bits_per_byte"]
+    if "loss_mean" in metrics:
+        panel.set_title("Loss (nats per token, log scale)" if overlay.units == "tokens" else "Loss (log scale)")
+        means = any("loss_mean" in row and row["loss_mean"] != row["loss"] for run in runs for row in run.rows)
+        label = "train, mean between rows" if means else "train, as logged"
+        key.insert(0, Line2D([], [], color=INK, alpha=0.6, linewidth=1, label=label))
+        key += overlay.plot(panel, "loss_mean", "train", alpha=0.6)
+    else:
+        panel.set_title("Validation loss (bits per byte, log scale)")
+        remarks = ["without the training losses: they are per", "token, and the runs' tokenizers differ"]
+        remarks += [f"not evaluated: {name}" for run, name in zip(runs, overlay.names, strict=True)
+                    if not len(run.series(metrics[0])[1])]  # fmt: skip
+        key += [Line2D([], [], linewidth=0, label=remark) for remark in remarks]
+    key += overlay.plot(panel, metrics[-1], "validation", markeredgecolor=INK, **look)
+    _log_scale(panel, overlay, *metrics)
+    series = [run.series(metric) for run in runs for metric in metrics]
     first = BEGINNING * max(run.rows[-1]["step"] for run in runs)
     later = np.concatenate([values[(steps >= first) & np.isfinite(values)] for steps, values in series])
     begin = max((values[0] for _, values in series if len(values) and np.isfinite(values[0])), default=0.0)
     if len(later) >= 20 and later.max() > 0 and begin > 1.05 * later.max():
         panel.set_ylim(top=1.05 * later.max())
         key.append(Line2D([], [], color=INK, linewidth=0, marker="^", label=f"begins at {begin:.4g}, above the frame"))
-    panel.legend(handles=list({line.get_label(): line for line in key}.values()), loc="upper right")
+    for run, color in overlay.colored():
+        happened = [row for row in run.events if row["step"] > run.rows[0]["step"]]
+        happened += [{"event": "not_finite", "step": row["step"]} for row in run.rows if row.get("not_finite")]
+        for event, (label, marker) in EVENTS.items():
+            steps = np.array([row["step"] for row in happened if row["event"] == event])
+            if len(steps):
+                key += overlay.mark(panel, overlay.x(run, steps), color=color, marker=marker, label=label)
+    panel.legend(handles=list({line.get_label(): line for line in key}.values()), loc="best")
 
 
-def _learning_rate(panel: Axes, runs: Sequence[RunRecord]) -> None:
+def _learning_rate(panel: Axes, overlay: Overlay) -> None:
     panel.set_title("Learning rate")
-    _plot(panel, runs, "lr", linewidth=1.6)
-    for above, line in enumerate(panel.lines[1:], 1):
-        line.set_linestyle((0, (7, 7 * above)))  # an equal schedule shows through the gaps
+    overlay.plot(panel, "lr", linewidth=1.6)
     panel.set_ylim(bottom=0)
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
 
 
-def _gradient_norm(panel: Axes, runs: Sequence[RunRecord]) -> None:
+def _gradient_norm(panel: Axes, overlay: Overlay) -> None:
     panel.set_title("Gradient norm (before clipping, log scale)")
-    crosses = _plot(panel, runs, "grad_norm", alpha=0.75)
-    _log_scale(panel, runs, "grad_norm")
+    crosses = overlay.plot(panel, "grad_norm", alpha=0.75)
+    _log_scale(panel, overlay, "grad_norm")
     if crosses:
         panel.legend(handles=crosses[:1], loc="upper right")
 
 
-def _throughput(panel: Axes, runs: Sequence[RunRecord]) -> None:
-    panel.set_title(f"Throughput ({_units(runs)} per second)")
-    _plot(panel, runs, "tokens_per_second", alpha=0.75)
+def _throughput(panel: Axes, overlay: Overlay) -> None:
+    panel.set_title(f"Throughput ({overlay.units} per second)")
+    overlay.plot(panel, "tokens_per_second", alpha=0.75)
     panel.set_ylim(bottom=0)
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    key = []
-    for run, color in _colored(runs):
-        speed, mfu = run.median("tokens_per_second"), run.median("mfu")
-        if speed is not None:
-            utilization = "" if mfu is None else f", MFU {mfu:.1%}"
-            key.append(Line2D([], [], color=color, label=f"median {_short(speed)}{utilization}"))
-    if key:
-        panel.legend(handles=key, loc="lower right")
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    if len(overlay.runs) == 1 and (speed := _speed(overlay.runs[0])):
+        panel.legend(handles=[Line2D([], [], color=COLORS[0], label=f"median {speed[2:]}")], loc="lower right")
 
 
-def _plot(panel: Axes, runs: Sequence[RunRecord], metric: str, **style: Any) -> list[Line2D]:
-    """One line per run; crosses at the foot of the panel, which it returns, stand where a value is not finite."""
-    crosses = []
-    for run, color in _colored(runs):
-        steps, values = thin(run.series(metric), max(MAX_POINTS // (3 * len(runs)), 10))
-        if not len(values):
-            continue
-        finite = np.isfinite(values)
-        marker = "." if len(values) < 40 else None  # a line of one point is invisible
-        look = {"color": color, "linewidth": 1, "marker": marker} | style
-        panel.plot(steps, np.where(finite, values, np.nan), **look)
-        if not finite.all():
-            foot = np.full(len(values) - finite.sum(), 0.03)
-            look = {"color": color, "transform": panel.get_xaxis_transform(), "label": "not a finite number"}
-            crosses += panel.plot(steps[~finite], foot, "x", **look)
-    return crosses
-
-
-def _log_scale(panel: Axes, runs: Sequence[RunRecord], *metrics: str) -> None:
+def _log_scale(panel: Axes, overlay: Overlay, *metrics: str) -> None:
     """A logarithmic y axis with round, plainly written ticks, if all values are positive."""
-    values = np.concatenate([run.series(metric)[1] for run in runs for metric in metrics])
+    values = np.concatenate([run.series(metric)[1] for run in overlay.runs for metric in metrics])
     values = values[np.isfinite(values)]
     if len(values) and values.min() > 0:
         low, high = values.min(), values.max()
         panel.set_yscale("log")
         panel.set_ylim(low * (low / high) ** 0.05 / 1.01, high * (high / low) ** 0.05 * 1.01)
+        subs = (1, 2, 5) if high > 50 * low else (1, 1.5, 2, 3, 5, 7)
         wide = high > 10 * low
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(6, steps=[1, 2, 5, 10]))
+        panel.yaxis.set_major_locator(LogLocator(subs=subs) if wide else MaxNLocator(6, steps=[1, 2, 5, 10]))
         panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.4g}"))
         panel.yaxis.set_minor_locator(NullLocator())
 
 
-def _step_axes(panels: Sequence[Axes], runs: Sequence[RunRecord]) -> None:
-    """The same steps below every panel; tokens above the upper ones, when a step has as many in all runs."""
-    end = max(*(run.rows[-1]["step"] for run in runs), 1)
+def _x_axes(panels: Sequence[Axes], overlay: Overlay) -> None:
+    """The same range below every panel."""
+    begin, end = overlay.range
+    write = {"steps": "{:,.0f}".format, "tokens": short, "time": "{:g}".format}[overlay.axis]
     for panel in panels:
-        panel.set_xlim(-0.02 * end, 1.02 * end)
-        panel.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        panel.set_xlim(begin - 0.02 * (end - begin), end + 0.02 * (end - begin))
+        panel.xaxis.set_major_locator(MaxNLocator(7, integer=overlay.axis != "time"))
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+        panel.set_xlabel(overlay.label)
         if not panel.lines:
             panel.text(0.5, 0.5, "not logged", transform=panel.transAxes, ha="center", alpha=0.6)
             panel.set_yticks([])
-    for panel in panels[2:]:
-        panel.set_xlabel("step")
-    ratio = runs[0].tokens_per_step
-    if ratio and _same_tokens_per_step(runs):
-        for panel in panels[:2]:
-            to_tokens, to_steps = lambda steps: np.multiply(steps, ratio), lambda tokens: np.divide(tokens, ratio)
-            tokens = panel.secondary_xaxis("top", functions=(to_tokens, to_steps))
-            tokens.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-            tokens.set_xlabel(_units(runs))
 
 
-def _units(runs: Sequence[RunRecord]) -> str:
-    return " or ".join(dict.fromkeys(run.unit for run in runs))
-
-
-def _same_tokens_per_step(runs: Sequence[RunRecord]) -> bool:
-    return len({round(run.tokens_per_step) for run in runs}) == 1
-
-
-def _label(run: RunRecord, runs: Sequence[RunRecord]) -> str:
-    return (
-        run.name if _same_tokens_per_step(runs) else f"{run.name} ({_short(run.tokens_per_step)} {run.unit} per step)"
-    )
-
-
-def _colored(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, str]]:
-    return zip(runs, cycle(COLORS), strict=False)
-
-
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """12300 -> 12.3k; also M, B and T."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:

@@ -1,73 +1,98 @@
-"""The page of a report: one HTML document without scripts, links or anything to fetch."""
+"""The page of a report: one HTML document that links to nothing and fetches nothing."""
 
+import base64
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TypeGuard
+from itertools import cycle, groupby
+from pathlib import Path
 
-from gpt2_ddp.reports.runs import Row, RunRecord
+import numpy as np
+
+from gpt2_ddp.reports.figure import Picture
+from gpt2_ddp.reports.lines import COLORS
+from gpt2_ddp.reports.runs import Row, RunRecord, is_finite
 
 UNKNOWN = "–"
 NAMES = ("run_name", "output_dir")
 """Settings that differ between any two runs and say nothing."""
-SAMPLES, SAMPLE_LENGTH = 4, 3000
-"""Samples shown of the last step that has any, and characters shown of each."""
+SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
+"""Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
-STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --paper: #fff; --line: #d9dee5; --tint: #f5f7fa }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e4e8ee; --soft: #98a2b0; --paper: #14171c; --line: #303741; --tint: #1c2128 }
-}
-body { margin: 2.5rem auto; padding: 0 1.25rem; max-width: 72rem; color: var(--ink); background: var(--paper);
-  font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.6rem; margin: 0 0 1.25rem; overflow-wrap: anywhere }
-h2 { font-size: 1.1rem; margin: 2.25rem 0 .6rem }
-svg { display: block; width: 100%; height: auto }
-div { overflow-x: auto }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem 1.6rem .3rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
-td { min-width: 8rem }
-tbody th { font-weight: 400; color: var(--soft); white-space: nowrap }
-pre { padding: .9rem 1.1rem; border-radius: 8px; background: var(--tint); font: 13px/1.5 ui-monospace, monospace;
-  white-space: pre-wrap; overflow-wrap: anywhere }
-"""
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<h1>{title}</h1>
-{body}
-</body>
-</html>
-"""
 
 
-def page(runs: Sequence[RunRecord], svg: str) -> str:
-    """The document: `svg` (an `<svg>` element, taken as it is), then what the runs' files say, escaped."""
+def page(runs: Sequence[RunRecord], pictures: dict[str, Picture], shown: str) -> str:
+    """The document: the picture along the axis `shown`, the others to choose, and what the runs' files say, escaped."""
     names = [run.name for run in runs]
-    body = [svg, "<h2>Summary</h2>", _table(["", *names], _columns([_summary(run) for run in runs]))]
+    body = ['<section class="beside">', '<div class="charts">', *_choice(pictures, shown), "</div>", *_samples(runs)]
+    body += ["</section>", "<h2>Summary</h2>", _table(["", *names], _columns([_summary(run) for run in runs]))]
     if len(runs) > 1:
         body += ["<h2>What differs in the configurations</h2>", _differences(runs)]
     evaluated = [run for run in runs if run.last("val_loss")]
     if evaluated:
         table = _table(["", *(run.name for run in evaluated)], _columns([_evaluation(run) for run in evaluated]))
         body += ["<h2>Last evaluation</h2>", table]
-    body += [part for run in runs for part in _samples(run)]
     notes = [f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]
     if notes:
         body += ["<h2>Not in this report</h2>", "<ul>", *notes, "</ul>"]
-    return PAGE.format(title=escape("Training report: " + ", ".join(names)), style=STYLE, body="\n".join(body))
+    what = ", ".join(names) if len(runs) <= 3 else f"{len(runs)} runs"
+    return _fill(escape(f"Training report: {what}"), "\n".join(body), _points(pictures))
+
+
+def _fill(title: str, body: str, points: str) -> str:
+    """The document, of page.html, page.css and page.js: nothing but our own script runs in it, and nothing is fetched.
+
+    Args:
+        title: escaped, like `body`.
+        points: JSON for the script, which shows run, step and value of those nearest to the pointer.
+    """
+    files = [Path(__file__).with_name(f"page.{kind}") for kind in ("html", "css", "js")]
+    frame, style, script = (file.read_text(encoding="utf-8") for file in files)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    points = points.replace("<", "\\u003c")  # no end of the element can stand in it
+    return frame.format(title=title, style=style, body=body, points=points, script=script, digest=digest)
+
+
+def _choice(pictures: dict[str, Picture], shown: str) -> list[str]:
+    """The pictures, of which style sheets show the one that is chosen."""
+    if len(pictures) == 1:
+        return [f'<figure id="along-{shown}">{pictures[shown].svg()}</figure>']
+    labels = {"steps": "steps", "tokens": pictures[shown].overlay.units, "time": "training time"}
+    chosen = "".join(
+        f"<style>#by-{axis}:not(:checked) ~ #along-{axis} {{ display: none }}</style>" for axis in pictures
+    )
+    inputs = [f'<input type="radio" name="axis" class="axis" id="by-{axis}"{" checked" if axis == shown else ""}>'
+              f'<label class="axis" for="by-{axis}">{labels[axis]}</label>' for axis in pictures]  # fmt: skip
+    figures = [f'<figure id="along-{axis}">{picture.svg()}</figure>' for axis, picture in pictures.items()]
+    return [chosen, '<span class="axis">along</span>', *inputs, *figures]
+
+
+def _points(pictures: dict[str, Picture]) -> str:
+    """JSON of where the pointer finds which values: on each axis the panels' boxes and the lines' x, in coordinates of
+    the SVG; of each line its y, steps and values, null for those that are not finite."""
+    axes, lines, named = {}, [], []
+    for axis, picture in pictures.items():
+        boxes, overlay = picture.panels(), picture.overlay
+        axes[axis] = {"panels": list(boxes.values()), "x": []}
+        lines = []  # the same on every axis
+        for trace in overlay.traces:
+            left, top, right, bottom = boxes[trace.panel]
+            x, y = (trace.places() * (right - left, top - bottom) + (left, bottom)).round(1).T.tolist()
+            axes[axis]["x"].append(x)
+            values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in trace.values.tolist()]
+            place = {"run": trace.run, "panel": list(boxes).index(trace.panel), "label": trace.label}
+            lines.append({**place, "step": trace.steps.astype(int).tolist(), "value": values, "y": y})
+        named = [{"name": name, "color": color} for name, color in zip(overlay.names, cycle(COLORS), strict=False)]
+    return json.dumps({"axes": axes, "runs": named, "lines": lines}, separators=(",", ":"))
 
 
 def _summary(run: RunRecord) -> dict[str, str]:
     state, reason, setting = run.status.get("state"), run.status.get("reason"), run.config.get
-    finite = [row for row in run.rows if _is_finite(row.get("val_loss"))]
-    best = min(finite, key=lambda row: row["val_loss"], default={})
+    newest = run.last("val_loss")  # losses over other tokens do not compare
+    alike = [row for row in run.rows if row.get("val_tokens") == newest.get("val_tokens")]
+    best = min((row for row in alike if is_finite(row.get("val_loss"))), key=lambda row: row["val_loss"], default={})
     digests = [row["order_digest"] for row in run.rows if row.get("order_digest")]
     return {
         "state": f"{state}: {reason}" if reason else _text(state),
@@ -75,7 +100,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         run.unit: _number(run.last("tokens").get("tokens")),
         "skipped steps": _number(run.last("skipped").get("skipped")),
         "last train loss": _at_step(run.last("loss"), "loss"),
-        "last validation loss": _validation(run, run.last("val_loss")),
+        "last validation loss": _validation(run, newest),
         "best validation loss": _validation(run, best),
         f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
         "MFU (median)": _number(run.median("mfu"), ".1%"),
@@ -103,6 +128,8 @@ def _evaluation(run: RunRecord) -> dict[str, str]:
         "perplexity": _perplexity(loss),
         "bits per byte": _number(row.get("val_bits_per_byte"), ".4f"),
         "tokens scored": _number(row.get("val_tokens")),
+        **{f"validation loss of {name[9:]}": _number(row[name], ".4f") for name in row if name.startswith("val_loss/")},
+        **{f"tokens seen of {name[7:]}": _number(row[name]) for name in row if name.startswith("tokens/")},
     }
 
 
@@ -114,13 +141,24 @@ def _differences(runs: Sequence[RunRecord]) -> str:
     return _table(["", *(run.name for run in configured)], rows) if rows else "<p>Nothing.</p>"
 
 
-def _samples(run: RunRecord) -> list[str]:
-    last = [row["text"] for row in run.samples if row.get("step") == run.samples[-1].get("step")][-SAMPLES:]
-    if not last:
-        return []
-    shown = [text if len(text) <= SAMPLE_LENGTH else text[:SAMPLE_LENGTH] + " […]" for text in last]
-    title = f"Sample of {run.name} at step {_number(run.samples[-1].get('step'))}"
-    return [f"<h2>{escape(title)}</h2>", *(f"<pre>{escape(text)}</pre>" for text in shown)]
+def _samples(runs: Sequence[RunRecord]) -> list[str]:
+    """What the runs have written, step by step, the last of each run open."""
+    sampled = [run for run in runs if run.samples]
+    length = min(SAMPLE_LENGTH, ALL_SAMPLES // (max(len(sampled), 1) * SAMPLED_STEPS * SAMPLES))
+    parts = []
+    for run in sampled:
+        parts += [f"<h3>{escape(run.name)}</h3>"] if len(runs) > 1 else []
+        steps = [(step, list(rows)) for step, rows in groupby(run.samples, key=lambda row: row["step"])]
+        kept = sorted(set(np.linspace(len(steps) - 1, 0, SAMPLED_STEPS).round().astype(int)), reverse=True)
+        for number in kept:
+            step, rows = steps[number]
+            parts.append(f"<details{' open' if number == kept[0] else ''}><summary>step {_number(step)}</summary>")
+            for row in rows[:SAMPLES]:
+                text = row["text"] if len(row["text"]) <= length else row["text"][:length] + " […]"
+                prompt = f"<b>{escape(json.dumps(row['prompt'], ensure_ascii=False))}</b>" if row.get("prompt") else ""
+                parts.append(f"{prompt}<pre>{escape(text)}</pre>")
+            parts.append("</details>")
+    return ["<aside><h2>Samples</h2>", *parts, "</aside>"] if parts else []
 
 
 def _columns(summaries: Sequence[dict[str, str]]) -> list[list[str]]:
@@ -137,8 +175,10 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _validation(run: RunRecord, row: Row) -> str:
-    perplexity = f" (perplexity {_perplexity(row['val_loss'])})" if row and run.unit == "tokens" else ""
-    return _at_step(row, "val_loss") + perplexity
+    if not row or run.unit != "tokens":
+        return _at_step(row, "val_loss")
+    bits = f", {_number(bits, '.4f')} bits per byte" if (bits := row.get("val_bits_per_byte")) else ""
+    return f"{_at_step(row, 'val_loss')} (perplexity {_perplexity(row['val_loss'])}{bits})"
 
 
 def _at_step(row: Row, metric: str) -> str:
@@ -150,20 +190,11 @@ def _perplexity(loss: float) -> str:
 
 
 def _training_time(run: RunRecord) -> str:
-    """Tokens of the logged intervals over their tokens per second, so without evaluations, saves and pauses."""
-    seconds, before = 0.0, 0.0
-    for row in run.rows:
-        speed, tokens = row.get("tokens_per_second"), row.get("tokens")
-        if _is_finite(speed) and _is_finite(tokens) and speed > 0:
-            seconds, before = seconds + (tokens - before) / speed, tokens
+    seconds = run.clock[1][-1]
     if not seconds:
         return UNKNOWN
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
-
-
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _number(value: object, form: str = ",") -> str:

@@ -5,7 +5,7 @@ same number of processes gives the same bits, another one sums in another order.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,23 +20,26 @@ from torch import Tensor
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.training import RunConfig, TrainingConfig
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.environment import STOPPED
 from gpt2_ddp.processes.launch import pick_device
 from gpt2_ddp.processes.spawn import run_processes
-from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints
-from gpt2_ddp.run.folder import CONFIG, METRICS, is_rollback, read_lines, standing
+from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.run.folder import CONFIG, METRICS
+from gpt2_ddp.run.lineage import check_resumable
 from gpt2_ddp.run.loop import train
-from gpt2_ddp.run.run import check_resumable
+from gpt2_ddp.run.peaks import device_name
+from gpt2_ddp.run.rows import is_rollback, read_lines, standing
 from gpt2_ddp.run.session import Outcome
 from gpt2_ddp.run.task import Due, Task
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 
-SUMMED = ("loss", "grad_norm", "train_loss", "val_loss")
+SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
 """What is a sum over ranks, in some order."""
 
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
@@ -73,7 +76,7 @@ def plan(run: Path, steps: str) -> Span:
     """
     start, stop = map(int, steps.split(":"))
     rows = rows_by_step(run / METRICS)
-    checkpoints = [int(place.name[5:]) for place in list_checkpoints(run / "checkpoints")]
+    checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
     end = max([*rows, *checkpoints], default=0)
     own = {step: row for step, row in rows.items() if start < step <= stop}
     wrong = ""
@@ -91,15 +94,13 @@ def plan(run: Path, steps: str) -> Span:
     return Span(start, stop, own)
 
 
-def replay(
-    run: Path, span: Span, states: dict[str, dict[str, Any]], data: str | None
-) -> Iterator[tuple[str, list[str]]]:
+def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None) -> Iterator[tuple[str, list[str]]]:
     """Trains the span again, each stretch from one checkpoint to the next on its own: where the run was stopped, it may
     have gone on with other processes, and a defect stays in its stretch. Rows are compared, and weights and moments
     where a stretch ends with a checkpoint.
 
     Args:
-        states: of the run's intact checkpoints, by the place in the run where each stands.
+        intact: the run's intact checkpoints.
         data: folder of shards in place of the configured one.
 
     Yields:
@@ -109,7 +110,7 @@ def replay(
         UserError: the data are not those of the run, or this machine cannot train it.
         SystemExit: 75, when a signal stopped it.
     """
-    checkpoints = {state["step"]: _checkpoint(run / place, state) for place, state in states.items()}
+    checkpoints = {checkpoint.state["step"]: checkpoint for checkpoint in intact}
     if span.start not in checkpoints:
         what = f"replay from step {span.start}"
         yield what, [f"{what}: its checkpoint is not intact, and nothing can be trained from it"]
@@ -134,21 +135,23 @@ def _replay_stretch(
     if defects := [f"{file.relative_to(run)}: {mistake}" for file in files for mistake in _changes(begin, file)]:
         return what, defects
     with TemporaryDirectory(prefix="replay-") as folder:
-        config = _config(begin.kind, files[0], folder, data)
-        processes, reasons = _how_exactly(config, (maker or begin).state)
+        state = (maker or begin).state
+        config = _config(begin.kind, files[0], folder, data, state)
+        processes, reasons = _how_exactly(config, state)
         again = Path(folder) / config.run_name
         copy = again / "checkpoints" / begin.path.name
         copy.mkdir(parents=True)
         for file in begin.path.iterdir():
             (copy / file.name).symlink_to(file.resolve())
         bits = end is not None and not reasons
-        if run_processes(_train_again, processes, config, span, bits) == "stopped":
+        if run_processes(_train_again, processes, config, span, bits, state.get("threads")) == "stopped":
             raise SystemExit(STOPPED)
         defects = compare_rows(span.rows, rows_by_step(again / METRICS), exact=not reasons)
         if end and bits:
             ours = again / "checkpoints" / f"step-{span.stop:08d}"
             defects += [defect for name in (MODEL, OPTIMIZER) for defect in _tensors(run, end.path / name, ours / name)]
     compared = f"{len(span.rows)} row{'s' * (len(span.rows) != 1)}" + ", weights and moments" * bits
+    compared += " (but not what its tasks scored)" * bool(begin.state.get("tasks"))
     how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
     return f"{what} by {processes} process{'es' * (processes > 1)}: {compared}, {how}", defects
 
@@ -162,11 +165,14 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     defects = []
     for step, row in sorted(rows.items()):
         other = again.get(step, {})
-        for name in COMPARED:
+        of_sources = (name for name in row if name.startswith(("val_loss/", "tokens/")))
+        for name in (*COMPARED, *of_sources):
             old, new = row.get(name), other.get(name)
-            if name in ("train_loss", "val_loss") and not (name in row and name in other):
+            kind, of_source, _ = name.partition("/")  # whose folder may have another name here
+            optional = of_source or kind in ("loss_mean", "train_loss", "val_loss")
+            if optional and not (name in row and name in other):
                 continue
-            tolerance = NEARLY if name in SUMMED and not exact else 0.0
+            tolerance = NEARLY if kind in SUMMED and not exact else 0.0
             if old != new and not (old and new and tolerance and math.isclose(old, new, rel_tol=tolerance)):
                 defects.append(f"metrics.jsonl: {name} of step {step} is {old}, and {new} when trained again")
     return defects
@@ -185,6 +191,7 @@ class _Again:
         return self._span.stop
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """The task's own; its feed then passes over what the run passed over here."""
         self._task.load_state(state)
         if self._span.passed and self._span.passed not in self._task.feed.passed:
             self._task.feed.pass_over(*self._span.passed)
@@ -194,10 +201,11 @@ class _Again:
         return Due(log=row is not None, evaluate=row is not None and "val_loss" in row, save=last and self._save)
 
 
-def _train_again(config: RunConfig, span: Span, save: bool) -> Outcome:
+def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None) -> Outcome:
     make: Any = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
+        torch.set_num_threads(threads or torch.get_num_threads())  # sums are in an order of their own for each number
         return _Again(make(config, accelerator, saved), span, save)
 
     return train(config, make_task).outcome
@@ -205,10 +213,6 @@ def _train_again(config: RunConfig, span: Span, save: bool) -> Outcome:
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     return [line.row for line in read_lines(file) if line.row and isinstance(line.row.get("step"), int)]
-
-
-def _checkpoint(state_file: Path, state: dict[str, Any]) -> Checkpoint:
-    return Checkpoint(state_file.parent, state, read_yaml(str(state_file.parent / CONFIG), "run"))
 
 
 def _changes(begin: Checkpoint, file: Path) -> list[str]:
@@ -220,17 +224,25 @@ def _changes(begin: Checkpoint, file: Path) -> list[str]:
     return []
 
 
-def _config(kind: str, file: Path, folder: str, data: str | None) -> RunConfig:
-    """The settings in `file` for a run in another folder, which prepares, tracks and profiles nothing."""
+def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[str, Any]) -> RunConfig:
+    """The settings in `file` for a run in another folder, which prepares, tracks and profiles nothing, and scores no
+    tasks, whose items may be gone. What `auto` came to is what `state` says, on such a device: from the span's few
+    steps it could come to something else."""
     config = read_config(kind, read_yaml(str(file), "run"), file)
     values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "replay"}
     values["train"] |= {"max_minutes": None, "profile_steps": 0}
+    if state.get("device") == device_name(pick_device(config.train.device, "train.")):
+        settled = {"compile": state.get("compile"), "micro_batch_size": state.get("micro_batch")}
+        values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     values["tracking"] |= {"log_with": "none"}
     if isinstance(config, TrainingConfig):
         values["data"] |= {"prepare": None}
+        values["eval"] |= {"patience": None, "tasks": ()}
     if isinstance(config, JobConfig):
         values["launch"] |= {"processes": None}
-    if data and "path" in values.get("data", {}):
+    if data and isinstance(config, TrainingConfig):
+        values["data"]["path"] = config.data.moved(data)
+    elif data and "path" in values.get("data", {}):
         values["data"]["path"] = data
     return type(config).model_validate(values)
 
@@ -240,15 +252,23 @@ def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[st
     trained = processes = state.get("processes", 1)
     version = state.get("versions", {}).get("torch", torch.__version__)
     reasons = [] if version == torch.__version__ else [f"the run had torch {version}"]
-    if pick_device(config.train.device, "train.").type == "cuda":
+    device = pick_device(config.train.device, "train.")
+    here = device_name(device)
+    there = state.get("device", here)
+    if there != here:
+        reasons.append(f"the run was on {there}, and this is {here}")
+    if device.type == "cuda":
         processes = trained if trained <= torch.cuda.device_count() else 1
         if not config.train.deterministic:
             reasons.append("GPUs repeat their bits with train.deterministic alone")
     if processes != trained:
         reasons.append(f"the run had {trained} processes")
+    if processes != trained or (there != here and "cpu" in (there, here)):
         values = config.model_dump()
         if values["model"].get("dropout") or values["data"].get("augment"):
-            cure = f"what is random in it depends on its {trained} processes; replay it where there are as many GPUs"
+            cure = (
+                f"what is random in it depends on its {trained} processes and on {there}; replay it on as many of those"
+            )
             raise UserError("replay", config.kind, cure)
     return processes, reasons
 

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.reports.figure import draw
+from gpt2_ddp.reports.figure import draw, share_batch
 from gpt2_ddp.reports.page import page
-from gpt2_ddp.reports.runs import read_runs
+from gpt2_ddp.reports.runs import AXES, RunRecord, read_runs
 
 
 def report(config: ReportConfig) -> int:
@@ -15,24 +17,28 @@ def report(config: ReportConfig) -> int:
     if not config.runs:
         raise UserError("runs", "[]", "name at least one run folder, like runs/stdlib")
     runs = [Path(run) for run in config.runs]
-    print(write_report(runs, Path(config.output) if config.output else runs[0]))
+    print(write_report(runs, Path(config.output) if config.output else runs[0], config.axis))
     return 0
 
 
-def write_report(runs: list[Path], output: Path) -> Path:
+def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
     """Writes report.html, complete in itself, and report.png about run folders into the folder `output`.
 
     Each file appears whole or not at all. Rows and files that are missing or torn are left out, and the page says so.
+
+    Args:
+        axis: what the PNG is drawn along, as `ReportConfig` has it.
 
     Returns:
         The path of report.html.
 
     Raises:
-        UserError: a folder has no metrics to show, or `output` cannot be written.
+        UserError: a folder has no metrics to show, or none along `axis`, or `output` cannot be written.
     """
     loaded = read_runs(runs)
-    svg, png = draw(loaded)
-    html = page(loaded, svg)
+    axes, axis = choose_axis(loaded, axis)
+    pictures = {each: draw(loaded, each) for each in axes}
+    html, png = page(loaded, pictures, axis), pictures[axis].png()
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_atomically(output / "report.png", png)
@@ -40,3 +46,18 @@ def write_report(runs: list[Path], output: Path) -> Path:
     except OSError as error:
         raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
     return output / "report.html"
+
+
+def choose_axis(runs: list[RunRecord], axis: str) -> tuple[list[str], str]:
+    """The axes that all runs have, and the one of them that `axis` means, as `ReportConfig` has it.
+
+    Raises:
+        UserError: a run does not have that one.
+    """
+    lacking = {each: [run.name for run in runs if run.along(each, np.zeros(1)) is None] for each in AXES}
+    if axis == "auto":
+        axis = "tokens" if not lacking["tokens"] and not share_batch(runs) else "steps"
+    if lacking[axis]:
+        cure = f"the rows of {', '.join(lacking[axis])} do not say it; choose another, or leave that run out"
+        raise UserError("axis", axis, cure)
+    return [each for each in AXES if not lacking[each]], axis

@@ -1,25 +1,30 @@
 """Run folders as a report reads them back: what is missing or torn is left out, and said."""
 
+import json
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.status import health
-from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints
-from gpt2_ddp.run.folder import read_lines, standing
+from gpt2_ddp.run.checkpoint import MODEL, STATE, list_checkpoints
+from gpt2_ddp.run.rows import is_event, read_lines, standing
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]
 """Steps [n] and values [n], float64; a value may be NaN or infinite."""
+AXES = ("steps", "tokens", "time")
+"""What a run can be drawn along; the time is that of its training, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +32,26 @@ class RunRecord:
     """A run folder as far as it could be read.
 
     Args:
-        rows: what they count, tokens or another `unit` (samples), they hold as `tokens` and `tokens_per_second`.
+        rows: what they count, tokens or another `unit` (samples), they hold as `tokens` and `tokens_per_second`; the
+            mean loss since the row before as `loss_mean`, or in its place the step's own, in older runs.
+        events: what happened between rows: starts, rollbacks.
         config: config.yaml, flat, with dotted keys.
         parameters: as nanoGPT counts them (no position embeddings), in the newest checkpoint; None when there is none.
+        tokenizer: its SHA-256, by that checkpoint.
         notes: what was left out, in words.
     """
 
     name: str
     rows: list[Row]
+    events: list[Row]
     config: Row
     status: Row
     samples: list[Row]
     parameters: int | None
+    tokenizer: str | None
     notes: list[str]
     unit: str = "tokens"
+    _series: dict[str, Series] = field(default_factory=dict, init=False, repr=False)
 
     def last(self, metric: str) -> Row:
         """The last row that holds a number as `metric`, or an empty one."""
@@ -48,15 +59,46 @@ class RunRecord:
 
     def series(self, metric: str) -> Series:
         """`metric` in the rows that hold a number, finite or not."""
-        rows = [row for row in self.rows if _is_number(row.get(metric))]
-        steps = np.array([row["step"] for row in rows], dtype=np.float64)
-        return steps, np.array([row[metric] for row in rows], dtype=np.float64)
+        if metric not in self._series:
+            rows = [row for row in self.rows if _is_number(row.get(metric))]
+            steps = np.array([row["step"] for row in rows], dtype=np.float64)
+            self._series[metric] = steps, np.array([row[metric] for row in rows], dtype=np.float64)
+        return self._series[metric]
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens per optimizer step, 0 when unknown."""
         end = self.last("tokens")
         return end["tokens"] / end["step"] if end.get("step") else 0.0
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the validation text, by the last evaluation."""
+        row = self.last("val_bits_per_byte")
+        loss, bits = row.get("val_loss"), row.get("val_bits_per_byte")
+        return loss / bits / math.log(2) if is_finite(loss) and is_finite(bits) and bits > 0 else None
+
+    @cached_property
+    def clock(self) -> Series:
+        """Steps, and the seconds of training until then: tokens of the logged intervals over their tokens per second,
+        so without evaluations, saves and pauses. Of a branch, its own."""
+        begun = next((event for event in self.events if event["event"] == "branch"), {"step": 0})
+        seconds, before = 0.0, begun.get(self.unit, begun["step"] * self.tokens_per_step)
+        found = [(begun["step"], seconds)]
+        for row in self.rows:
+            speed, tokens = row.get("tokens_per_second"), row.get("tokens")
+            if is_finite(speed) and is_finite(tokens) and speed > 0:
+                seconds, before = seconds + max(tokens - before, 0) / speed, tokens
+                found.append((row["step"], seconds))
+        steps, times = np.array(found, dtype=np.float64).T
+        return steps, times
+
+    def along(self, axis: str, steps: np.ndarray) -> np.ndarray | None:
+        """Where steps [n] lie on one of AXES [n]; None where the rows do not say it."""
+        if axis == "steps":
+            return steps
+        known = self.clock if axis == "time" else self.series("tokens")
+        return np.interp(steps, *known) if known[1].any() else None
 
     def median(self, metric: str) -> float | None:
         """Median of the finite values of `metric`, if there are any."""
@@ -79,15 +121,6 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
     return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-def read_rows(file: Path, notes: list[str]) -> list[Row]:
-    """The objects in a .jsonl file, if there is one; lines that hold none are told to `notes`."""
-    lines = [line for line in read_lines(file) if line.text.strip()]
-    rows = [line.row for line in lines if line.row is not None]
-    if unreadable := len(lines) - len(rows):
-        notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} left out")
-    return rows
-
-
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / "metrics.jsonl"):
         places = [place for place in (folder, folder.parent) if os.path.isdir(place)]
@@ -96,9 +129,11 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         cure = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
         raise UserError("runs", folder, f"{problem}; {cure}")
     notes: list[str] = []
-    rows = standing(row for row in read_rows(folder / "metrics.jsonl", notes) if _is_number(row.get("step")))
+    rows, events = _read_standing(folder / "metrics.jsonl", notes)
     for row in rows:  # JSON has no NaN: tracking writes null where a number was not finite
         row |= {metric: math.nan for metric in NEVER_UNKNOWN if metric in row and row[metric] is None}
+        if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
+            row["loss_mean"] = row["loss"]
     rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
     unit = next(rates, "samples" if any("samples" in row for row in rows) else "tokens")
     for row in rows:
@@ -110,9 +145,19 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     if status.get("state") == "running":  # it may have been killed since
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
-    written = standing(row for row in read_rows(folder / "samples.jsonl", notes) if _is_number(row.get("step")))
-    samples = [row for row in written if isinstance(row.get("text"), str)]
-    return RunRecord(name, rows, dict(_flat(config)), status, samples, _count_parameters(folder), notes, unit)
+    samples = [row for row in _read_standing(folder / "samples.jsonl", notes)[0] if isinstance(row.get("text"), str)]
+    settings, parameters, tokenizer = flat(config), _count_parameters(folder), _tokenizer(folder)
+    return RunRecord(name, rows, events, settings, status, samples, parameters, tokenizer, notes, unit)
+
+
+def _read_standing(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+    """The rows of a .jsonl file that no rollback has undone, and its events; lines that hold no object are told to
+    `notes`."""
+    lines = [line for line in read_lines(file) if line.text.strip()]
+    if unreadable := sum(line.row is None for line in lines):
+        notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} left out")
+    rows = [line.row for line in lines if line.row and _is_number(line.row.get("step"))]
+    return standing(rows), [row for row in rows if is_event(row)]
 
 
 def _read_mapping(file: Path, notes: list[str]) -> Row:
@@ -139,13 +184,18 @@ def _count_parameters(folder: Path) -> int | None:
         return None
 
 
-def _flat(config: Row, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+def _tokenizer(folder: Path) -> str | None:
+    try:
+        state = json.loads((list_checkpoints(folder / "checkpoints")[-1] / STATE).read_bytes())
+        return state.get("tokenizer_sha256")
+    except (IndexError, OSError, ValueError, AttributeError):
+        return None
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether it is a number, and neither NaN nor infinite."""
+    return _is_number(value) and math.isfinite(value)

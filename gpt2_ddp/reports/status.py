@@ -31,15 +31,19 @@ class Health(NamedTuple):
 
 
 def show_status(config: StatusConfig) -> int:
-    """The command: a line for each run."""
+    """The command: a line for each run. Raises: UserError where none is a run."""
     folders = [Path(run) for run in config.runs]
-    for folder in folders:
-        if not (folder / STATUS).is_file():
-            near = sorted(str(file.parent) for place in (folder, folder.parent) for file in place.glob(f"*/{STATUS}"))
-            cure = "give a run folder" + (f", like {', '.join(near[:3])}" if near else "")
-            raise UserError("runs", folder, f"holds no {STATUS}; {cure}")
+    runs = [folder for folder in folders if (folder / STATUS).is_file()]
+    if not runs:
+        folder = folders[0]
+        near = sorted(str(file.parent) for place in (folder, folder.parent) for file in place.glob(f"*/{STATUS}"))
+        cure = "give a run folder" + (f", like {', '.join(near[:3])}" if near else "")
+        raise UserError("runs", folder, f"holds no {STATUS}; {cure}")
     width = max(len(str(folder)) for folder in folders)
     for folder in folders:
+        if folder not in runs:  # `runs/*` also has what compare_parallel.py leaves
+            print(f"{folder!s:{width}}  no run")
+            continue
         found = health(folder)
         age = timedelta(seconds=round(found.age))
         print(f"{folder!s:{width}}  {found.state:9}  step {found.step:>7}  {age!s:>8} ago  {found.detail}".rstrip())

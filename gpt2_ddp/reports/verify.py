@@ -1,220 +1,179 @@
-"""Did a run train on what it should have, and are its checkpoints what was written? Recomputed from its configuration.
+"""Is a run what it says? Everything that it recorded is held against everything else, and against its data.
 
-The items of every step follow from the seed, the step's size and the number of items alone: a feed that reads nothing
-replays their order, and its digest is compared with what each row of metrics.jsonl and each checkpoint recorded.
+What each check finds, and what none can, is told in docs/verify.md.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import read_yaml
-from gpt2_ddp.data.feed import Feed, contiguous
-from gpt2_ddp.data.shards import read_manifest
+from gpt2_ddp.data.manifest import Manifest
+from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.windows import count_windows
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.reports.replay import plan, replay
-from gpt2_ddp.run.checkpoint import STATE, Damaged, guess_kind, list_checkpoints, verify
-from gpt2_ddp.run.folder import CONFIG, METRICS, is_rollback, read_lines
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.replay import Span, plan, replay
+from gpt2_ddp.reports.verify_checkpoints import check_checkpoints, read_checkpoints, unconfirmed
+from gpt2_ddp.reports.verify_config import check_configuration, check_end, check_shards
+from gpt2_ddp.reports.verify_order import Record, Records, in_parts, replay_order
+from gpt2_ddp.reports.verify_rows import Schedule, read_metrics
+from gpt2_ddp.run.checkpoint import MANIFEST, guess_kind
+from gpt2_ddp.run.folder import CONFIG, METRICS
+from gpt2_ddp.run.rows import is_event
 
+SPACING = "; rows, evaluations and checkpoints at the steps that they were due"
 SHOWN = 5
 """Defects of one kind that are printed; more of them are counted."""
 
-Records = dict[str, dict[str, Any]]
-"""Rows of metrics.jsonl and states of checkpoints, by the place where they stand."""
+Finding = tuple[str, list[str] | None]
+"""What was checked, and its defects; or what could not be, and None."""
 
 
-def verify_run(config: VerifyConfig) -> int:
-    """The command: checks metrics, checkpoints and data order, and prints an `ok` line for each, or its defects; where
-    it is told to, trains a part of the run again.
+def verify_run(command: VerifyConfig) -> int:
+    """The command: prints an `ok` line for each thing that was checked, or its defects, and a `note` for each that
+    could not be; where it is told to, trains a part of the run again.
 
     Returns:
         0 when the run is intact, 1 when it is not.
 
     Raises:
-        UserError: there is no such run, no such steps to replay, or the data are not those that it was trained on.
+        UserError: there is no such run, no such steps to replay, or `--data` are not what it was trained on.
     """
-    run = Path(config.run)
+    run = Path(command.run)
     if not os.path.isfile(run / CONFIG):
         raise UserError("run", run, "holds no config.yaml; name a run folder, as the training scripts write it")
     settings = read_yaml(str(run / CONFIG), "run")
     if not settings:
         raise UserError("run", run / CONFIG, "is empty; put the run's own file back, or give it another run folder")
-
-    span = plan(run, config.replay) if config.replay else None
-    rows, defects = read_metrics(run / METRICS)
-    found = _tell(f"metrics.jsonl: {len(rows)} rows, steps strictly increasing", defects)
-    states, defects = read_states(run / "checkpoints")
-    found += _tell(f"checkpoints: {len(states)}, every file as it was written", defects)
-    records = rows | states
-    defects = check_order(settings, config.data, records)
-    end = max((record["step"] for record in records.values()), default=0)
-    if defects is None:
-        print("note    the order of the data is not known yet: it takes a checkpoint, or the end of an epoch")
-    else:
-        whole = f"order of the data: every digest up to step {end}, recomputed from seed {settings.get('seed')}"
-        found += _tell(whole, defects)
-    for compared, defects in replay(run, span, states, config.data) if span else ():
-        found += _tell(compared, defects)
+    config = read_config(guess_kind(settings), settings, CONFIG)
+    span = plan(run, command.replay) if command.replay else None
+    found = sum(_tell(*finding) for finding in _check(run, settings, config, command, span))
     print(f"{run} is {f'not intact, defects: {found}' if found else 'intact'}")
     return 1 if found else 0
 
 
-def read_metrics(file: Path) -> tuple[Records, list[str]]:
-    """The rows of metrics.jsonl, rollbacks among them, and what is wrong with them. A torn last line is what a kill
-    leaves, and no defect."""
-    rows: Records = {}
-    defects, before = [], -1
-    for line in read_lines(file):
-        place = f"metrics.jsonl, line {line.number}"
-        if line.torn:
-            continue
-        if line.row is None or not isinstance(line.row.get("step"), int):
-            defects.append(f"{place}: is not a row with a step")
-            continue
-        if line.row["step"] <= before and not is_rollback(line.row):
-            defects.append(f"{place}: step {line.row['step']} after step {before}")
-        before = line.row["step"]
-        rows[place] = line.row
-    return rows, defects or ([] if rows else ["metrics.jsonl: has no rows"])
+def _check(
+    run: Path, settings: Record, config: RunConfig, command: VerifyConfig, span: Span | None
+) -> Iterator[Finding]:
+    """Checks one thing after another, each when its turn has come."""
+    checkpoints, damaged = read_checkpoints(run)  # before the rows: a run that goes on records first
+    rows, defects = read_metrics(run / METRICS)
+    states = {place: checkpoint.state for place, checkpoint in checkpoints.items()}
+    yield from _check_chain(rows, defects)
+    wrong = damaged + list(check_checkpoints(run, config, rows, checkpoints))
+    yield f"checkpoints: {len(states)}, every file as it was written, all that were kept", wrong
+    if any("chain" in row for row in rows.values()) and (loose := unconfirmed(rows, states)):
+        yield f"the last {loose} rows come after the newest checkpoint: nothing else confirms their chain yet", None
+    wrong = check_configuration(settings, config, rows, checkpoints) + list(check_end(run, rows, states))
+    yield "configuration: the same in config.yaml, starts and checkpoints, with one run id", wrong
+    manifests: list[Manifest] = []
+    if isinstance(config, TrainingConfig):
+        folders = config.data.moved(command.data)
+        if len(folders) != len(config.data.paths):
+            cure = f"the run was trained on {len(config.data.paths)} folders; name all of them, joined by `:`"
+            raise UserError("data", command.data, cure)
+        manifests = read_manifests(folders)
+        yield from _check_data(config, folders, manifests, command, rows | states)
+    yield from _check_training(config, manifests, rows, states)
+    yield from _tell_parents(rows)
+    if span:
+        yield from replay(run, span, checkpoints.values(), command.data)
+    else:
+        yield "losses, norms and weights: only training again proves them, --replay A:B", None
 
 
-def read_states(folder: Path) -> tuple[Records, list[str]]:
-    """state.json of every checkpoint whose hashes are right, and what is wrong with the other checkpoints."""
-    states: Records = {}
-    defects = []
-    for checkpoint in list_checkpoints(folder):
-        try:
-            state = verify(checkpoint).state
-        except Damaged as damage:
-            defects.append(f"{damage.file.relative_to(folder.parent)}: {damage.reason}")
-            continue
-        place = f"checkpoints/{checkpoint.name}/{STATE}"
-        if checkpoint.name != f"step-{state['step']:08d}":
-            defects.append(f"{place}: is the state of step {state['step']}")
-        states[place] = state
-    return states, defects
+def _check_chain(rows: Records, defects: list[str]) -> Iterator[Finding]:
+    count = sum(not is_event(row) for row in rows.values())
+    chains = [row["chain"] for row in rows.values() if "chain" in row]
+    chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
+    yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
+    if older := len(rows) - len(chains):
+        yield f"{older} lines of an older release have no chain: if some were altered or are missing, is unknown", None
 
 
-def check_order(settings: dict[str, Any], data: str | None, records: Records) -> list[str] | None:
-    """Compares what `records` count, their positions, order digests and rollbacks with those that `settings` and the
-    data ask for.
-
-    Args:
-        settings: the run's config.yaml. data: folder of shards in place of the configured one.
-        records: rows in their order; a checkpoint's state, which says how many rollbacks it has behind it.
-
-    Returns:
-        What is wrong; None while nothing says how many samples or processes a small job has.
+def _check_data(
+    config: TrainingConfig, folders: Sequence[str], manifests: list[Manifest], command: VerifyConfig, records: Records
+) -> Iterator[Finding]:
+    """Whether the folders' manifests are those that were trained on, with the weights of config.yaml, and their shards
+    those of the manifests.
 
     Raises:
-        UserError: the folder is not one of shards, or not the one that the checkpoints were trained on.
+        UserError: they are others, and were named on the command line.
     """
-    replay = _replay(settings, data, records)
-    if replay is None:
-        return None
-    feed, unit, per_item = replay
-    defects, order = [], _History(feed)
-    parts: list[Records] = [{}]  # between the rollbacks
+    hashes = [manifest.hash for manifest in manifests]
+    known: dict[str, Identity] = {}
+    defects: list[str] = []
     for place, record in records.items():
-        if is_rollback(record):
-            parts.append({place: record})
-        elif record["step"] > 0 and record.get("rollbacks", len(parts) - 1) < len(parts):
-            parts[record.get("rollbacks", -1)][place] = record
-        elif record["step"] > 0:
-            defects.append(f"{place}: has {record['rollbacks']} rollbacks behind it, metrics.jsonl {len(parts) - 1}")
-    for part in parts:
-        for place, record in part.items():
-            defects += [f"{place}: {defect}" for defect in order.check(record, unit, per_item)]
-    return defects
+        try:
+            known |= {place: found} if (found := recorded(record)) else {}
+        except ValueError:
+            defects.append(f"{place}: its mixture is none: {record.get('mixture')}")
+    others = [place for place, found in known.items() if found.manifests != hashes[: len(found.manifests)]]
+    if others:
+        if command.data and len(others) == len(known):
+            raise UserError(
+                "data", command.data, "other tokens than the run was trained on; name their folder with --data"
+            )
+        hint = "--data names a folder that they have moved to"
+        defects.append(f"{' '.join(folders)}: holds other tokens than the run was trained on; {hint}")
+    several = len(manifests) > 1
+    if several:
+        windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
+        right = identity(manifests, phases_of(config, windows))
+        for place, found in known.items():
+            position = records[place].get("position", records[place]["step"] * config.global_batch_windows)
+            ours, theirs = (past(one, position, len(manifests)) for one in (right, found))
+            if ours != theirs:
+                defects.append(f"{place}: data.weights and data.phases are {theirs}, by {CONFIG} {ours}")
+    if command.shards == "none":
+        yield "data: the manifest that was trained on", defects
+        yield "no shard was read: whether the tokens are those of the manifest is unknown", None
+    for folder, manifest in zip(folders, manifests, strict=True) if command.shards != "none" else ():
+        checked, wrong = check_shards(Path(folder), manifest, command.shards)
+        yield f"{checked} in {folder}" if several else checked, defects + wrong
+        defects = []
 
 
-class _History:
-    """Where the data stood after each step, as `feed` replays them."""
-
-    def __init__(self, feed: Feed):
-        self.feed = feed
-        self.stood = [self._now()]
-
-    def check(self, record: dict[str, Any], unit: str, per_item: int) -> Iterator[str]:
-        """What is wrong with a row or a state; a rollback changes what is right from there on."""
-        feed, step, digest = self.feed, record["step"], record.get("order_digest")
-        if is_rollback(record):
-            begun, passed = record.get("from"), record.get("passed")
-            ends = passed if isinstance(passed, list) and len(passed) == 2 else [0, 0]
-            # so that nonsense does not have us count to it
-            if not isinstance(begun, int) or not 0 <= step < begun or feed.consumed_after(begun) > ends[1]:
-                yield f"from step {begun} to {step}, over {passed}, does not go together"
-                return
-            end, _, _ = self._at(begun)
-            position, before, gaps = self._at(step)
-            del self.stood[step + 1 :]
-            feed.seek(position, before, gaps)
-            start = int(feed.take(position)[0])
-            feed.pass_over(start, end)
-            self.stood[step] = self._now()
-            if (passed, digest) != ([start, end], feed.order_digest):
-                right = f"{[start, end]}, order_digest {feed.order_digest[:12]}"
-                yield f"passed over {passed}, order_digest {str(digest)[:12]}, not {right}"
-            return
-        items, position = feed.consumed_after(step), record.get("position")
-        gaps = sum(stop - start for start, stop in self.stood[-1][2])
-        if record.get(unit) != items * per_item or position not in (None, items + gaps):
-            yield f"step {step} does not go with {unit} {record.get(unit)}, position {position}"
-            return
-        _, right, passed = self._at(step)
-        if digest != right:
-            yield f"order_digest of step {step} is {str(digest)[:12]}, not {right[:12]}"
-        elif "passed" in record and [tuple(gap) for gap in record["passed"]] != passed:
-            yield f"passed over {record['passed']}, not {passed}"
-
-    def _at(self, step: int) -> tuple[int, str, list[tuple[int, int]]]:
-        while len(self.stood) <= step:
-            self.feed.next_step()
-            self.stood.append(self._now())
-        return self.stood[step]
-
-    def _now(self) -> tuple[int, str, list[tuple[int, int]]]:
-        return self.feed.position, self.feed.order_digest, list(self.feed.passed)
+def _check_training(config: RunConfig, manifests: list[Manifest], rows: Records, states: Records) -> Iterator[Finding]:
+    """The order of the data in rows and states; and what was recorded when, and the learning rates."""
+    history = replay_order(config, manifests, rows, states)
+    if history is None:
+        yield "the order of the data is not known yet: it takes a checkpoint, or the end of an epoch", None
+        return
+    validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
+    branched = any(row.get("event") == "branch" for row in rows.values())
+    schedule = Schedule(config, history, validates, begun=branched)
+    placed, order = in_parts(rows, states)
+    missing: list[str] = []
+    for place, record in placed:
+        wrong = [f"{place}: {defect}" for defect in history.check(record)]
+        order += wrong
+        if place in rows and not any("does not go" in defect for defect in wrong):  # or it might have us count to it
+            missing += [f"{place}: {defect}" for defect in schedule.check(record)]
+    end = max((record["step"] for record in (rows | states).values()), default=0)
+    yield f"order of the data: every digest up to step {end}, recomputed from seed {config.seed}", order
+    yield "learning rates as scheduled" + SPACING * (schedule.steps is not None), missing
 
 
-def _replay(settings: dict[str, Any], data: str | None, records: Records) -> tuple[Feed, str, int] | None:
-    """The feed of the run's order, which reads nothing; the name of what its rows count, and how many an item has. None
-    while nothing says how many samples or processes a small job has."""
-    config = read_config(guess_kind(settings), settings, CONFIG)
-    newest = list(records.values())[-1] if records else {}
-    share = contiguous(1, 1)
-    if isinstance(config, TrainingConfig):
-        folder = Path(data or config.data.path)
-        manifest = read_manifest(folder)
-        if any(record.get("data_manifest", manifest.hash) != manifest.hash for record in records.values()):
-            raise UserError("data", folder, "other tokens than the run was trained on; name their folder with --data")
-        items = count_windows(manifest.tokens("train"), config.model.block_size)
-        feed = Feed(range(items), config.seed, config.global_batch_windows, share)
-        return feed, "tokens", config.model.block_size
-    assert isinstance(config, JobConfig), "the other kinds"
-    whole = [record for record in records.values() if record.get("epoch") and "train_loss" in record]
-    sizes = [round(record["samples"] / record["epoch"]) for record in whole]  # before checkpoints had epoch_size
-    own: dict[str, Any] = config.model_dump()["data"]
-    generated = own.get("sequences") or (own.get("points") if own.get("name", "clusters") == "clusters" else None)
-    items = newest.get("epoch_size") or generated or next(iter(sizes), None)
-    batch = newest.get("global_batch_size") or (None if config.scale_with_processes else config.train.global_batch_size)
-    if not items or not batch:
-        return None
-    return Feed(range(items), config.seed, batch, share, by_epoch=True), "samples", 1
+def _tell_parents(rows: Records) -> Iterator[Finding]:
+    for branch in (row for row in rows.values() if row.get("event") == "branch"):
+        file = Path(str(branch.get("from"))) / MANIFEST
+        same = file.is_file() and sha256_file(file) == branch.get("checkpoint_sha256")
+        there = "is still what it was" if same else "is not there as it was"
+        yield f"it began with {file.parent}, which {there}: how that was trained, its own run has to prove", None
 
 
-def _tell(checked: str, defects: list[str]) -> int:
-    """Prints what was checked, or its defects; returns their number."""
+def _tell(what: str, defects: list[str] | None) -> int:
+    """Prints a finding; returns the number of its defects."""
     if not defects:
-        print(f"ok      {checked}")
-    for defect in defects[:SHOWN]:
+        print(f"{'note' if defects is None else 'ok':8}{what}")
+    for defect in (defects or [])[:SHOWN]:
         print(f"defect  {defect}")
-    if len(defects) > SHOWN:
+    if defects and len(defects) > SHOWN:
         print(f"defect  ... and {len(defects) - SHOWN} more like these")
-    return len(defects)
+    return len(defects or [])

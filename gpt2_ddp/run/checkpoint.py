@@ -1,40 +1,50 @@
-"""Checkpoints that verify themselves: `step-XXXXXXXX/` folders written by the main process.
+"""Checkpoints that verify themselves: `step-XXXXXXXX/` folders, of which a run's `CheckpointFolder` keeps some.
 
 Each holds model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, the tokenizer
-where it is a file, and manifest.json with the size and SHA-256 of each of them, and its own. A checkpoint is made in a
-hidden folder beside its place, fsynced and renamed, so that it is there whole or not at all; a flipped bit in any file
+where it is a file, and manifest.json with the size and SHA-256 of each of them, and its own; a flipped bit in any file
 is found when it is read. Nothing in it is a pickle.
 """
 
 import hashlib
 import json
-import math
 import os
-import re
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import free_name, fsync_file, fsync_folder, read_small, sha256_file, write_atomically, writing
+from gpt2_ddp.files import free_name, read_small, sha256_file, write_atomically, write_hashed, writing
 from gpt2_ddp.run.snapshot import Snapshot
 
-MODEL, OPTIMIZER, STATE, CONFIG, MANIFEST = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "state.json",
-    "config.yaml",
-    "manifest.json",
-)
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
+TRANSFORMERS = "config.json"
+"""What a model of transformers has, and no checkpoint."""
+
+DTYPES = {
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names of numbers in a safetensors file, in the order in which its tensors stand."""
 
 
 class Damaged(Exception):
@@ -70,137 +80,6 @@ class Checkpoint:
         return Snapshot(self.state, yaml.safe_dump(self.config), model, optimizer)
 
 
-class CheckpointFolder:
-    """The checkpoints of one run, as its main process sees them."""
-
-    def __init__(self, folder: Path, keep_last: int = 3):
-        self.folder = folder
-        self.keep_last = keep_last
-        self._verified: dict[Path, dict[str, Any]] = {}  # checked by this process, with their state
-
-    def save(self, snapshot: Snapshot, good: int | None = None) -> Path:
-        """Writes the checkpoint of step `snapshot.state["step"]`, durably, and only then removes what is no longer
-        kept; before, where the disk has no room for it otherwise. See `prune`.
-
-        Raises:
-            UserError: the disk refuses; the checkpoints are as they were, and nothing half made is left.
-        """
-        place = self._place(snapshot.state)
-        temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
-        if _free_bytes(self.folder) < snapshot.bytes:
-            self.prune(good, snapshot.state)
-        try:
-            _write(snapshot, temporary)
-            with writing(place):
-                if place.exists():  # this step again: the old one goes when the new one is there
-                    place.rename(replaced)
-                temporary.rename(place)
-                fsync_folder(self.folder)
-                if replaced.exists():
-                    shutil.rmtree(replaced)
-        except UserError:
-            with suppress(UserError):  # what cannot be removed now is by the next start
-                self.recover()
-            raise
-        self._verified[place] = snapshot.state
-        self.prune(good)
-        return place
-
-    def recover(self) -> None:
-        """Puts right what a save left that was killed or refused: of a checkpoint between its old and its new form the
-        new one, which is whole by then, gets the name; what is half made or half removed goes."""
-        with writing(self.folder):
-            for replaced in self.folder.glob(".step-*.replaced"):
-                place = replaced.with_name(replaced.name[1 : -len(".replaced")])
-                temporary = replaced.with_suffix(".tmp")
-                if not place.exists():
-                    (temporary if temporary.exists() else replaced).rename(place)
-            for leftover in self.folder.glob(".step-*"):
-                shutil.rmtree(leftover)
-
-    def peek(self) -> Checkpoint | None:
-        """The newest checkpoint whose small files are right, without looking at its weights: what a run may decide by
-        before it does anything long."""
-        return newest_intact(self.folder, weights=False, quiet=True)
-
-    def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose hashes are right; None when there is none at all. Removes what a killed process
-        left half made or half removed.
-
-        A damaged one on the way is renamed to `*.corrupt`, with a warning on stderr that names file and reason.
-
-        Raises:
-            UserError: when checkpoints exist, but none is intact.
-        """
-        self.recover()
-        found = newest_intact(self.folder, put_aside=True)
-        if found is None and any(self.folder.glob("*.corrupt*")):
-            cure = "holds checkpoints, but none is intact; restore one from a copy, or choose another run_name"
-            raise UserError("run folder", self.folder, cure)
-        if found:
-            self._verified[found.path] = found.state
-        return found
-
-    def newest_until(self, step: int) -> Path | None:
-        """The newest intact checkpoint of a step that is not after `step`; its hashes are checked once."""
-        return next((place for place, state in reversed(self._intact().items()) if state["step"] <= step), None)
-
-    def remove_after(self, step: int) -> None:
-        """Removes the checkpoints of steps after `step`, which the run has gone back to."""
-        for place in list_checkpoints(self.folder):
-            if int(place.name[5:]) > step:
-                self._remove(place)
-
-    def prune(self, good: int | None = None, coming: dict[str, Any] | None = None) -> None:
-        """Removes verified checkpoints but the newest `keep_last` and the best; a damaged one is left as it is.
-
-        Args:
-            good: the last step that is known to be good: the newest checkpoint until there is kept as well, to go back
-                to, and those after it, of which nothing is known yet.
-            coming: state of a checkpoint that needs the room, also of those; counted as if it were there already. The
-                newest of those that are there stays nevertheless.
-        """
-        if len(list_checkpoints(self.folder)) + (coming is not None) <= self.keep_last:
-            return
-        intact = self._intact(warn=True)
-        counted = intact | ({self._place(coming): coming} if coming else {})
-        scores = [(state.get("val_loss"), place) for place, state in counted.items()]
-        scored = [(loss, place) for loss, place in scores if loss is not None and math.isfinite(loss)]
-        keep = {*sorted(counted)[-self.keep_last :], *list(intact)[-1:], *([min(scored)[1]] if scored else [])}
-        if good is not None:
-            until = [place for place, state in intact.items() if state["step"] <= good]
-            after = [place for place in intact if place not in until]
-            keep |= {*until[-1:], *(after if coming is None else [])}
-        for place in sorted(intact.keys() - keep):
-            self._remove(place)
-
-    def _intact(self, warn: bool = False) -> dict[Path, dict[str, Any]]:
-        """The states of the intact checkpoints, oldest step first; each is verified once."""
-        found: dict[Path, dict[str, Any]] = {}
-        for place in list_checkpoints(self.folder):
-            try:
-                found[place] = self._verify(place)
-            except Damaged as damage:
-                if warn:
-                    print(f"warning: {damage}; not counted, not removed", file=sys.stderr)
-        return found
-
-    def _remove(self, place: Path) -> None:
-        hidden = place.with_name(f".{place.name}.removed")
-        with writing(place):
-            place.rename(hidden)  # so that a crash halfway leaves nothing that looks like a checkpoint
-            shutil.rmtree(hidden)
-        self._verified.pop(place, None)
-
-    def _place(self, state: dict[str, Any]) -> Path:
-        return self.folder / f"step-{state['step']:08d}"
-
-    def _verify(self, place: Path) -> dict[str, Any]:
-        if place not in self._verified:
-            self._verified[place] = verify(place).state
-        return self._verified[place]
-
-
 def guess_kind(saved: dict[str, Any]) -> str:
     """The kind of a run whose config.yaml holds `saved`, by a field that no other kind has."""
     marks = (
@@ -214,6 +93,16 @@ def guess_kind(saved: dict[str, Any]) -> str:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders `step-XXXXXXXX` in a run's checkpoints folder, oldest step first; damaged or not."""
     return sorted(place for place in folder.glob("step-*") if place.is_dir() and place.name[5:].isdigit())
+
+
+def steps_of(checkpoints: list[Path]) -> list[int]:
+    """The steps that folders of checkpoints are named by."""
+    return [int(place.name[5:]) for place in checkpoints]
+
+
+def described(checkpoint: Path) -> dict[str, Any]:
+    """What rows say of a checkpoint: its step, and the SHA-256 of its manifest, which holds those of all files."""
+    return {"step": int(checkpoint.name[5:]), "sha256": sha256_file(checkpoint / MANIFEST)}
 
 
 def newest_intact(
@@ -268,20 +157,43 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
                 raise Damaged(file, "its SHA-256 is not the one that was written")
         except OSError as error:
             raise Damaged(file, f"cannot be read ({error.strerror})") from error
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    return Checkpoint(checkpoint, state, yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8")) or {})
+    state, config = _read_fields(checkpoint / STATE, json.loads), _read_fields(checkpoint / CONFIG, yaml.safe_load)
+    if type(state.get("step")) is not int:
+        raise Damaged(checkpoint / STATE, "does not say its step")
+    return Checkpoint(checkpoint, state, config)
 
 
-def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True) -> Checkpoint:
+def _read_fields(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        fields = parse(file.read_text(encoding="utf-8")) or {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise Damaged(file, f"cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(fields, dict):
+        raise Damaged(file, "holds no fields")
+    return fields
+
+
+def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True, kind: str = "") -> Checkpoint:
     """The checkpoint that a user means: `path` itself, or the newest intact one of the run folder `path`.
 
     Args:
         field: where the user named it, for messages.
         weights: whether to hash the large files too.
+        kind: what it has to be a training of; empty: anything.
 
     Raises:
-        UserError: when there is none, or the one named is damaged.
+        UserError: when there is none, or the one named is damaged or of another kind.
     """
+    found = _find(path, field, weights)
+    if kind and found.kind != kind:
+        cure = f"is of a {found.kind} run, and one of {kind} is wanted; scripts/evaluate.py gives such a run's scores"
+        raise UserError(field, path, cure)
+    return found
+
+
+def _find(path: Path, field: str, weights: bool) -> Checkpoint:
+    if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
+        raise UserError(field, path, "is a model of transformers; begin a run with it (train.init_from) and name that")
     if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):
         try:
             return verify(path, weights)
@@ -292,46 +204,46 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True)
     raise UserError(field, path, "holds no intact checkpoint; name a run folder or a step-XXXXXXXX folder in it")
 
 
-def _write(snapshot: Snapshot, folder: Path) -> None:
+def write(snapshot: Snapshot, folder: Path) -> None:
     """Writes and fsyncs the files of a checkpoint, its manifest last."""
-    write = {
-        MODEL: partial(_save_tensors, snapshot.model),
-        OPTIMIZER: partial(_save_tensors, snapshot.optimizer),
-        STATE: lambda file: file.write_text(json.dumps(snapshot.state, indent=1), encoding="utf-8"),
-        CONFIG: lambda file: file.write_text(snapshot.config, encoding="utf-8"),
-        **{file.name: partial(shutil.copyfile, file) for file in snapshot.files},
+    contents = {
+        MODEL: as_safetensors(snapshot.model),
+        OPTIMIZER: as_safetensors(snapshot.optimizer),
+        STATE: [json.dumps(snapshot.state, indent=1).encode()],
+        CONFIG: [snapshot.config.encode()],
+        **{file.name: (source.read_bytes() for source in [file]) for file in snapshot.files},
     }
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
     files = {}
-    for name in sorted(write):
-        file = folder / name
-        with writing(file):
-            write[name](file)
-            fsync_file(file)
-            files[name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+    for name in sorted(contents):
+        with writing(folder / name):
+            size, sha256 = write_hashed(folder / name, contents[name])
+            files[name] = {"bytes": size, "sha256": sha256}
     manifest = {"version": 2, "files": files}
     write_atomically(folder / MANIFEST, json.dumps({**manifest, "sha256": seal(manifest)}, indent=1))
 
 
-def _save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file)
-    except SafetensorError as error:  # it tells what the system said in words alone
-        if said := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(said[1]), os.strerror(int(said[1]))) from error
-        raise
+def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, the same as the library's own, from the tensors' memory without a copy; of those
+    on a device, one at a time is on the host."""
+    places = list(DTYPES)
+    names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name in names:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        yield tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def seal(manifest: dict[str, Any]) -> str:
     """SHA-256 of what a manifest says, besides this."""
     said = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def _free_bytes(folder: Path) -> int:
-    """Room on the folder's disk. A quota may leave less: then the disk refuses in the midst of writing."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        return shutil.disk_usage(folder).free

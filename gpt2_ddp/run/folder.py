@@ -2,23 +2,24 @@
 
 import fcntl
 import json
-import math
 import os
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpt2_ddp.config.cli import dump
-from gpt2_ddp.config.training import RunConfig
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import free_name, fsync_file, write_atomically, writing
+from gpt2_ddp.files import check_can_make, fsync_file, write_atomically, writing
 from gpt2_ddp.processes.identity import this_process
-from gpt2_ddp.run.checkpoint import CheckpointFolder
+from gpt2_ddp.run.checkpoint import described, list_checkpoints, steps_of
+from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
+from gpt2_ddp.run.progress import Progress
+from gpt2_ddp.run.rows import FIRST_CHAIN, next_chain, parse, sound_lines, split_chain, until
 from gpt2_ddp.run.snapshot import Snapshot
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
@@ -29,41 +30,54 @@ SAVED = ".saved"
 class RunFolder:
     """`output_dir/run_name`, held by one trainer at a time; on the main process only.
 
+    Args:
+        hold: False only looks at it: nothing is made, locked or put right, and what would be refused is refused.
+
+    Attributes:
+        chain: the newest row's, a hash of all rows up to it.
+
     Raises:
         UserError: the folder cannot be written, another trainer holds it, `--fresh` finds it in use, or its checkpoints
             are gone.
     """
 
-    def __init__(self, config: RunConfig):
+    _lock: int | None = None
+
+    def __init__(self, config: RunConfig, hold: bool = True):
         self.path = Path(config.output_dir) / config.run_name
-        self.checkpoints = CheckpointFolder(self.path / "checkpoints", config.checkpoint.keep_last)
+        self.checkpoints = CheckpointFolder(self.path / "checkpoints", config.checkpoint.keep_last, hold)
         self._is_new = not os.path.exists(self.path)  # also where its name is too long for one
-        self._state, self._writing = "", threading.Lock()
+        self._state, self._writing, self._appending, self.chain = "", threading.Lock(), threading.Lock(), FIRST_CHAIN
         try:
-            self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            if hold:
+                self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
+                self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            else:
+                check_can_make(self.checkpoints.folder)
         except OSError as error:
             cure = f"cannot be written ({error.strerror}); choose another output_dir"
             raise UserError("output_dir", self.path, cure) from error
         try:
             # of the process alone: the kernel lets go of it however we die, and forked loader workers never had it
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(self._lock).st_nlink:
-                raise BlockingIOError  # its holder gave the folder up at this moment, and removed it
+            if self._lock is not None:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._lock).st_nlink if self._lock is not None else is_held(self.path):
+                raise BlockingIOError  # another's; or its holder gave the folder up at this moment, and removed it
         except OSError as error:
-            os.close(self._lock)
+            self._let_go()
             cure = "another trainer is running in this folder; stop it or choose another run_name"
             raise UserError("run_name", config.run_name, cure) from error
         try:
+            if hold:
+                self.checkpoints.recover()
             self._check_content(config)
         except UserError:
-            os.close(self._lock)
+            self._let_go()
             raise
 
     def _check_content(self, config: RunConfig) -> None:
-        self.checkpoints.recover()
         begun = (self.path / METRICS).exists()
-        if config.fresh and (any(self.checkpoints.folder.iterdir()) or begun):
+        if config.fresh and (any(self.checkpoints.folder.glob("*")) or begun):
             cure = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
             raise UserError("fresh", "true", cure)
         if begun and self._was_saved() and not any(self.checkpoints.folder.glob("step-*")):
@@ -74,21 +88,22 @@ class RunFolder:
 
     def _was_saved(self) -> bool:
         """Whether the run once had a checkpoint. The first releases left no mark, but who ended a run had saved it."""
-        if (self.path / SAVED).exists():
-            return True
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return json.loads((self.path / STATUS).read_bytes())["state"] in ("completed", "stopped")
-        return False
+        return (self.path / SAVED).exists() or read_status(self.path).get("state") in ("completed", "stopped")
 
     def release(self) -> None:
         """Lets other trainers in. A folder that is new and never came to hold anything is removed."""
-        if self._is_new:
+        if self._is_new and self._lock is not None:
             with suppress(OSError):  # not empty
                 self.checkpoints.folder.rmdir()
                 if [file.name for file in self.path.iterdir()] == [".lock"]:
                     (self.path / ".lock").unlink()
                     self.path.rmdir()
-        os.close(self._lock)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_config(self, config: RunConfig) -> None:
         """Records the resolved configuration; `--config` takes it back."""
@@ -118,48 +133,89 @@ class RunFolder:
                 self.write_status("failed", step, reason)
 
     def save(self, snapshot: Snapshot, good: int | None = None) -> None:
-        """Saves a checkpoint (`CheckpointFolder.save`), and marks a run that has its first one."""
-        self.checkpoints.save(snapshot, good)
+        """Saves a checkpoint (`CheckpointFolder.save`), after the rows before it and recorded by one behind it; and
+        marks a run that has its first one."""
+        if (self.path / METRICS).is_file():
+            fsync_file(self.path / METRICS)
+        self.checkpoints.save(snapshot, good, lambda event: self.append(METRICS, event))
         if not (self.path / SAVED).exists():
             write_atomically(self.path / SAVED, "")
 
-    def cut_metrics(self, step: int, rollbacks: int = 0) -> None:
+    def cut_metrics(
+        self,
+        step: int,
+        rollbacks: int = 0,
+        chain: str | None = None,
+        start: dict[str, Any] | None = None,
+        owed: Collection[str] = (),
+    ) -> None:
         """Drops the rows after `step`, which will be trained again, and a last line that a crash left torn.
 
         Args:
             rollbacks: how many the run has behind it at that step; rows before the last of them are kept.
+            chain: of the row that was the last one then, where that was written down; nothing else need be known.
+            start: row to add in the same moment: a kill leaves the last session's rows or this one's start.
+            owed: whether the step's `row` or `sample` is still to come; one that is there came after the checkpoint.
         """
-        for file in (self.path / METRICS, self.path / SAMPLES):
-            if file.exists():
-                lines = [(line.text, line.row) for line in _sound_lines(file) if line.row]
-                ahead, kept = min(rollbacks, sum(is_rollback(row) for _, row in lines)), []
-                for text, row in lines:
-                    if ahead or (row["step"] <= step and not is_rollback(row)):
-                        kept.append(text + "\n")
-                    ahead -= bool(ahead) and is_rollback(row)
-                write_atomically(file, "".join(kept))
+        for file, due in ((self.path / METRICS, "row"), (self.path / SAMPLES, "sample")):
+            lines = sound_lines(file) if file.exists() else []
+            last = [number for number, line in enumerate(lines, 1) if line.text.endswith(f', "chain": "{chain}"}}')]
+            kept = lines[: last[0]] if last else until(lines, step - (due in owed), rollbacks)
+            content = "".join(line.text + "\n" for line in kept)
+            if file.name == METRICS:
+                if chain and lines and not last:
+                    what = f"the row that the checkpoint of step {step} follows is not there as it was written"
+                    print(f"warning: {file}: {what}; rows up to that step are kept", file=sys.stderr)
+                self.chain = (split_chain(kept[-1].text)[1] if kept else None) or FIRST_CHAIN
+                content += self._chained(start) if start else ""
+            if content or file.exists():
+                write_atomically(file, content)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Adds a row to the file `name`, METRICS or SAMPLES."""
-        with writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+        """Adds a row to the file `name`, METRICS or SAMPLES; one of METRICS ends with its `chain`. For any thread."""
+        with self._appending, writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as stream:
+            stream.write(self._chained(row) if name == METRICS else json.dumps(row) + "\n")
+
+    def _chained(self, row: dict[str, Any]) -> str:
+        """The row's line of METRICS."""
+        text = json.dumps(row)
+        self.chain = next_chain(self.chain, text)
+        return f'{text[:-1]}, "chain": "{self.chain}"}}\n'
+
+    def record_start(self, run: Progress, facts: dict[str, Any]) -> None:
+        """Records a start in a row of `facts`, the checkpoint that it goes on from, and those that are there; it takes
+        the place of the rows that will be trained again."""
+        there = list_checkpoints(self.checkpoints.folder)
+        begins_at = described(there[-1]) if there else None
+        start = {"event": "start", "step": run.step, **facts, "checkpoint": begins_at, "kept": steps_of(there)}
+        last = -1 if run.is_at_start else run.step
+        self.cut_metrics(last, run.rollbacks, run.metrics_chain, start, run.owed or ())
+
+    def record_end(self, outcome: str, step: int, reason: str = "") -> None:
+        """Records how a session ended, in a row and in the status."""
+        kept = steps_of(list_checkpoints(self.checkpoints.folder))
+        self.append(METRICS, {"event": "end", "step": step, "outcome": outcome, "kept": kept})
+        self.write_status(outcome, step, reason)
+
+    def record_completed(self, run: Progress) -> None:
+        """Records of a run that was found complete what its last session may not have come to say. Rows of older
+        releases, which have no chain, stay as they are."""
+        file = self.path / METRICS
+        *_, last, rest = (b"\n" + (file.read_bytes() if file.is_file() else b"")).split(b"\n")
+        if run.metrics_chain and (rest or (parse(last)[1] or {}).get("event") != "end"):
+            self.cut_metrics(run.step, run.rollbacks, run.metrics_chain)
+            there = list_checkpoints(self.checkpoints.folder)
+            self.append(METRICS, {"event": "checkpoint", **described(there[-1]), "kept": steps_of(there)})
+            self.record_end("completed", run.step, run.early_end)
+        self.write_status("completed", run.step, run.early_end)
 
 
-def is_rollback(row: dict[str, Any]) -> bool:
-    """Whether a row of a .jsonl file says that the run went back to the step that it names; rows that follow begin
-    behind that step again."""
-    return row.get("event") == "rollback"
-
-
-def standing(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that still hold: without those that a rollback has undone, and without the rollbacks."""
-    found: list[dict[str, Any]] = []
-    for row in rows:
-        if is_rollback(row):
-            found = [kept for kept in found if kept["step"] <= row["step"]]
-        else:
-            found.append(row)
-    return found
+def read_status(folder: Path) -> dict[str, Any]:
+    """What the run folder's status.json says; nothing where it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / STATUS).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def is_held(folder: Path) -> bool:
@@ -175,64 +231,3 @@ def is_held(folder: Path) -> bool:
     finally:
         os.close(lock)
     return False
-
-
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with null for numbers that are not finite, as JSON has none."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-
-
-class Line(NamedTuple):
-    """A line of a .jsonl file: its number, the first being 1, its text, and the object that it holds; None for none.
-    A torn one has no newline: the last one, after a crash."""
-
-    number: int
-    text: str
-    row: dict[str, Any] | None
-    torn: bool
-
-
-def read_lines(file: Path) -> list[Line]:
-    """The lines of metrics.jsonl or samples.jsonl, none for a file that is not there."""
-    *lines, rest = (file.read_bytes() if file.is_file() else b"").split(b"\n")
-    found = [Line(number, *_parse(line), torn=False) for number, line in enumerate(lines, 1)]
-    return [*found, Line(len(found) + 1, *_parse(rest), torn=True)] if rest else found
-
-
-def _parse(line: bytes) -> tuple[str, dict[str, Any] | None]:
-    try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        row = None
-    return line.decode(errors="replace"), row if isinstance(row, dict) else None
-
-
-def _is_sound(row: dict[str, Any]) -> bool:
-    """Whether it has a step, and no number that JSON has not."""
-    with suppress(ValueError):
-        json.dumps(row, allow_nan=False)
-        return type(row.get("step")) is int
-    return False
-
-
-def _sound_lines(file: Path) -> list[Line]:
-    """The lines that hold a row with a step. A file with others is set aside, with a warning: it may be worth mending.
-    A torn last line is what a kill leaves, and no damage."""
-    sound: list[Line] = []
-    bad: list[Line] = []
-    with writing(file):
-        for line in read_lines(file):
-            if line.row and _is_sound(line.row):
-                sound.append(line)
-            elif line.text.strip() and not line.torn:
-                bad.append(line)
-        if bad or not file.is_file():
-            aside = free_name(file.with_name(f"{file.name}.damaged"))
-            if bad:
-                shutil.copyfile(file, aside)  # and not renamed: whatever happens now, the good rows are in their place
-                fsync_file(aside)
-            else:
-                file.rename(aside)
-            what = f"line {bad[0].number} is no row with a step" if bad else "is no file"
-            print(f"warning: {file}: {what}; set aside as {aside.name}, {len(sound)} rows are kept", file=sys.stderr)
-    return sound

@@ -8,8 +8,9 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from gpt2_ddp.config.training import GuardConfig
+from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.model.optim import RunningStatistics
+from gpt2_ddp.processes.ranks import sum_over_ranks
 from gpt2_ddp.run.stop import CARRIED, StopRequest
 
 LATE = 2
@@ -44,8 +45,8 @@ class Guard:
 
     @property
     def good(self) -> int:
-        """The last step that is known to be good, or 0: what was saved until then can be gone back to."""
-        return self.judged if self.first_bad is None else self.first_bad - 1
+        """The last step that is known to be good, or the run's first: what was saved until then can be gone back to."""
+        return max(self._begins, self.judged if self.first_bad is None else self.first_bad - 1)
 
     def note(self, loss: Tensor, bad: Tensor) -> None:
         """Takes a step's numbers, without waiting for the device.
@@ -96,19 +97,17 @@ class Guard:
         """What checkpoints keep, so that a resumed run decides as one that was never stopped. Collective."""
         device = self._accelerator.device
         noted = torch.tensor([numbers.integers() for numbers in self._noted], device=device)
-        total = self._accelerator.reduce(noted, reduction="sum")
-        assert isinstance(total, Tensor)
         return {
             "judged": self.judged,
             "first_bad": self.first_bad,
             "norms": self.norms.values.tolist(),
             "losses": self.losses.values.tolist(),
-            "noted": total.tolist(),
+            "noted": sum_over_ranks(self._accelerator, noted).tolist(),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`; where it is empty, from nothing."""
-        device = self._accelerator.device
+    def load_state(self, state: dict[str, Any], begins: int = 0) -> None:
+        """Goes on from `state`; where it is empty, from nothing. The run itself began after step `begins`."""
+        device, self._begins = self._accelerator.device, begins
         self.judged: int = state.get("judged", 0)
         self.first_bad: int | None = state.get("first_bad")
         self.diverged = False

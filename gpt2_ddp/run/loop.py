@@ -1,5 +1,6 @@
 """The training loop: the one that every task is trained by."""
 
+import math
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -7,17 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gpt2_ddp.config.training import RunConfig
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.processes.ranks import sum_over_ranks
 from gpt2_ddp.run.checkpoint import list_checkpoints
-from gpt2_ddp.run.folder import finite
+from gpt2_ddp.run.recovery import keep_start, look_behind, recover, save
+from gpt2_ddp.run.rows import finite
 from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.seeds import seed_step
 from gpt2_ddp.run.session import Outcome, Session, session
 from gpt2_ddp.run.stop import GivenUp
 from gpt2_ddp.run.task import MakeTask, Scores
-from gpt2_ddp.run.tracking import Throughput, profile
+from gpt2_ddp.run.throughput import Throughput, profile
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Result:
         metrics: the newest scores: train_loss (of the last whole epoch), val_loss ...
         seconds: wall time of this call, evaluations and checkpoints included.
         run: the run folder.
+        best: on the main process, the checkpoint with the lowest val_loss where the newest has another.
     """
 
     outcome: Outcome
@@ -36,6 +40,7 @@ class Result:
     metrics: Scores
     seconds: float
     run: Path
+    best: Path | None
 
     @property
     def checkpoint(self) -> Path:
@@ -54,41 +59,43 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
         if not run.is_complete:
             run.build()
         if run.is_complete:
-            more = "raise its number of steps or epochs to go on"
-            run.accelerator.print(f"{config.run_name} is complete at step {run.step}; {more}")
+            more = f"{run.early_end}; raise that" if run.early_end else "raise its number of steps or epochs"
+            run.accelerator.print(f"{config.run_name} is complete at step {run.step}; {more} to go on")
             if run.folder:
-                run.folder.write_status("completed", run.step)
+                run.folder.record_completed(run)
             run.accelerator.end_training()
         else:
             with session(run) as running:
                 running.outcome = outcome = train_steps(run, running)
         seconds = time.perf_counter() - begun
-        return Result(outcome, run.step, run.scores, seconds, Path(config.output_dir) / config.run_name)
+        folder = Path(config.output_dir) / config.run_name
+        return Result(outcome, run.step, run.scores, seconds, folder, run.best_checkpoint)
 
 
 def train_steps(run: Run, running: Session) -> Outcome:
     """The loop over the steps that are still to be done."""
     task, stop, throughput, steps = run.task, running.stop, running.throughput, run.steps or 0
-    run.keep_start()
-    if run.step == 0 and not run.owed:
-        run.owed = {"row": {"step": 0, "epoch": 0.0, task.unit: 0}}
-        if not follow(run, running):
+    keep_start(run)
+    if run.step == run.first_step and not run.owed and not run.scores:
+        run.owed = {"row": _place(run) | ({"order_digest": task.feed.order_digest} if run.step else {})}
+        if not follow(run, running) or run.keeps_best or stop.is_agreed:
             save(run, running)
     elif run.owed and follow(run, running):
-        if run.step == steps and run.is_ruined():
-            return ruined(running)
+        if run.is_complete and is_ruined(run, running):
+            return "diverged"
         save(run, running)
     if stop.is_agreed:
         return "stopped"
     run.settle()
     throughput.restart()
     with profile(run.config.train.profile_steps, run.folder) as profiler_step:
-        while run.step < steps:
+        while not run.is_complete:
             begun = time.perf_counter()
             result = train_step(run)
             throughput.add(result.units)
             running.metrics.advance()
             profiler_step()
+            look_behind(run, stop)
             run.guard.note(result.loss_sum / result.units, run.step_guard.bad)
             number, bad = run.step, run.guard.review(run.step, stop)
             stop.took("step", time.perf_counter() - begun)
@@ -108,12 +115,15 @@ def train_steps(run: Run, running: Session) -> Outcome:
             if not (run.owed or due.save or stop.is_agreed):
                 continue
             with throughput.paused():
-                followed = follow(run, running)
-                if number == steps and followed and run.is_ruined():
-                    return ruined(running)
-                if due.save or stop.is_agreed:
+                follow(run, running)
+                if run.early_end and not due.sample and task.due(number, last=True).sample:
+                    run.owed = {"sample": True} | (run.owed or {})
+                    follow(run, running)
+                if run.is_complete and is_ruined(run, running):
+                    return "diverged"
+                if due.save or run.keeps_best or run.is_complete or stop.is_agreed:
                     save(run, running)
-            if stop.is_agreed and (number < steps or not followed):
+            if stop.is_agreed and not run.is_complete:
                 return "stopped"
     return "completed"
 
@@ -128,12 +138,12 @@ def follow(run: Run, running: Session) -> bool:
     with suppress(GivenUp):  # an evaluation, by all ranks at the same batch
         if "row" in owed:
             scores = run.evaluate(stop.poll)
-            if scores or run.step:
+            if scores or run.step > run.first_step:
                 metrics.log(owed["row"] | scores)
             del owed["row"]
     if owed.get("sample") and not stop.is_agreed:
-        done, text = run.sample(lambda poll: metrics.sample(run.task, poll), stop)
-        metrics.show_sample(run.step, text)
+        done, samples = run.sample(lambda: metrics.attempt("sample", lambda: run.task.sample(stop.poll)), stop)
+        metrics.show_samples(run.step, samples)
         if done:
             del owed["sample"]
     run.owed = owed or None
@@ -141,42 +151,16 @@ def follow(run: Run, running: Session) -> bool:
     return not owed
 
 
-def save(run: Run, running: Session) -> None:
-    """Saves a checkpoint of the present step. Collective; afterwards all know of a stop that came meanwhile."""
-    begun = time.perf_counter()
-    run.save()
-    running.stop.took("save", time.perf_counter() - begun)
-    running.stop.agreed_now()
-
-
-def recover(run: Run, running: Session) -> bool:
-    """What is done about a bad step: a word about the first, and when the run has diverged, a step back. Collective.
-
-    Returns:
-        whether the run can go on.
-    """
-    guard, say = run.guard, running.metrics.say
-    if guard.bad_steps == 1:
-        left_out = "left out" if run.config.guard.skip else "trained on"
-        say(f"warning: step {guard.judged} is bad: {guard.wrong}; {left_out}, and no further one is mentioned here")
-    if not guard.diverged:
-        return True
-    count = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.wrong}"
-    if run.rollbacks < run.config.rollbacks and (event := run.roll_back()):
-        running.metrics.go_back(event)
-        a, b = event["passed"]
-        say(f"warning: {count}; went back to step {run.step}, and passes over the data at [{a}, {b})")
-        running.throughput.restart()
-        return True
-    running.reason = count + (f", after {run.rollbacks} rollbacks" if run.rollbacks else "")
-    run.drop_bad()
-    return False
-
-
-def ruined(running: Session) -> Outcome:
-    """The end of a run that has done all of its steps in vain."""
-    running.reason = "its parameters or its validation loss are not finite, or no step changed them"
-    return "diverged"
+def is_ruined(run: Run, running: Session) -> bool:
+    """Whether a run has done all of its steps in vain: the parameters or the newest validation loss are not finite, or
+    no step has changed anything. Collective; says so in `running`."""
+    parameters = torch.stack([parameter.isfinite().all() for parameter in run.task.model.parameters()])
+    none = run.step > 0 and round(run.skipped.item()) == run.step
+    loss = run.scores.get("val_loss")
+    ruined = not parameters.all().item() or none or (loss is not None and not math.isfinite(loss))
+    if ruined:
+        running.reason = "its parameters or its validation loss are not finite, or no step changed them"
+    return ruined
 
 
 class StepResult(NamedTuple):
@@ -202,46 +186,61 @@ def train_step(run: Run) -> StepResult:
     run.watch.at("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
-    loss_sum = torch.zeros((), device=accelerator.device)
+    loss_sum, own = torch.zeros((), device=accelerator.device), 0
     for batch in step.micro_batches:
         run.watch.at("forward/backward")
         with nullcontext() if batch.last else accelerator.no_sync(model):
             loss = task.loss(model, batch)
             accelerator.backward(loss * (accelerator.num_processes / units))
         loss_sum += loss.detach()
+        own += batch.own * task.units_per_item
         run.watch.at("step" if batch.last else "data")
-    grad_norm = accelerator.clip_grad_norm_(model.parameters(), run.config.optim.grad_clip or float("inf"))
-    assert isinstance(grad_norm, Tensor)
+    # Accelerate's own clip_grad_norm_, step and zero_grad would do the same, and look for DTensors, for an optional
+    # package and at signatures in every step
+    scaler, plain = accelerator.scaler, optimizer.optimizer
+    if scaler:
+        accelerator.unscale_gradients(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.optim.grad_clip or math.inf)
     lr = task.lr_at(number)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    scaler = accelerator.scaler
+    for group in plain.param_groups:
+        group["lr"] = lr * group.get("relative_lr", 1.0)
     skipped = run.step_guard.judge(grad_norm, run.guard.norms, getattr(scaler, "_scale", None))
-    optimizer.step()
+    (optimizer if scaler else plain).step()
     # DDP's gradients are views of its buckets, and None would lose them; alone, None saves a pass over the memory
-    optimizer.zero_grad(set_to_none=accelerator.num_processes == 1)
+    plain.zero_grad(set_to_none=accelerator.num_processes == 1)
     run.step = number
     run.skipped += skipped
-    run.epoch_loss += torch.where(skipped.bool(), 0, loss_sum)  # of what was trained on
-    run.epoch_units += units * (1 - skipped)
+    run.epoch.add(loss_sum, own, skipped == 0)  # of what was trained on
+    run.since_row.add(loss_sum, own, loss_sum.isfinite())
     return StepResult(loss_sum, grad_norm, lr, units)
+
+
+def _place(run: Run) -> dict[str, Any]:
+    """Where a run stands, as a row begins."""
+    task, feed = run.task, run.task.feed
+    epoch = round(feed.position / len(feed.order), 4)
+    whole = {"step": run.step, "epoch": epoch, task.unit: feed.consumed * task.units_per_item}
+    return whole | feed.by_source(task.unit, task.units_per_item)
 
 
 def _row(run: Run, result: StepResult, throughput: Throughput) -> dict[str, Any]:
     """A row of metrics.jsonl. Reading the numbers is the only place where the loop waits for the device."""
-    task, feed = run.task, run.task.feed
+    feed = run.task.feed
     run.watch.at("all-reduce")
-    loss = run.sum_over_ranks(result.loss_sum) / result.units
+    loss = sum_over_ranks(run.accelerator, result.loss_sum) / result.units
     loss_value, grad_norm, skipped = torch.stack([loss, result.grad_norm, run.skipped]).tolist()
+    loss_mean, not_finite = run.since_row.take()
     row = {
-        "step": run.step,
-        "epoch": round(feed.position / len(feed.order), 4),
-        task.unit: feed.consumed * task.units_per_item,
+        **_place(run),
         "loss": loss_value,
+        "loss_mean": loss_mean,
+        **({"not_finite": not_finite} if not_finite else {}),
         "lr": result.lr,
         "grad_norm": grad_norm,
         "skipped": round(skipped),
         **throughput.read(),
         "order_digest": feed.order_digest,
     }
-    return row | {"train_loss": run.end_epoch()} if feed.ended_epoch else row
+    if feed.ended_epoch:
+        run.scores["train_loss"] = row["train_loss"] = run.epoch.take()[0]
+    return row

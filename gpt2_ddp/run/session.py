@@ -10,7 +10,8 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.watch import FIRST_TIME
 from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.stop import StopRequest
-from gpt2_ddp.run.tracking import Metrics, Throughput
+from gpt2_ddp.run.throughput import Throughput
+from gpt2_ddp.run.tracking import Metrics
 
 Outcome = Literal["completed", "stopped", "diverged"]
 """How a run ended that did not fail; `stopped` is early, on request, with a checkpoint saved; `diverged` is of no use
@@ -30,23 +31,29 @@ class Session:
 
 @contextmanager
 def session(run: Run) -> Iterator[Session]:
-    """Takes signals and starts the tracker; records in status.json that the run runs, and how it ended."""
+    """Takes signals and starts the trackers; records in status.json that the run runs, and how it ended."""
     accelerator, config, folder = run.accelerator, run.config, run.folder
-    stop = StopRequest(accelerator, run.begun, config.train.max_minutes)
-    running = Session(Metrics(accelerator, folder, run.step, run.steps or 0), stop, Throughput(run.task, accelerator))
+    stop = StopRequest(accelerator, run.begun, config.train.max_minutes, run.watch.progress)
+    throughput = Throughput(run.task, accelerator.device, config.tracking.peak_flops)
+    running = Session(Metrics(folder, run.step, run.steps or 0), stop, throughput)
     try:
-        running.metrics.start_tracker(config, run.run_id)
         if folder:
+            running.metrics.trackers.start(config, run.run_id, folder.path)
             folder.write_status("running", run.step)
         running.metrics.say(_opening_words(run))
+        if said := throughput.why_no_mfu():
+            running.metrics.say(said)
         yield running
+        run.saved()
         run.watch.at("ending", allowance=FIRST_TIME)  # a tracker may have much to send yet
         if folder:
-            reason = stop.reason if running.outcome == "stopped" else running.reason
-            folder.write_status(running.outcome, run.step, reason)
+            reason = stop.reason if running.outcome == "stopped" else running.reason or run.early_end
+            folder.record_end(running.outcome, run.step, reason)
             after = f" ({reason})" if reason else ""
             after += "; the same command goes on from there" if running.outcome == "stopped" else ""
             running.metrics.say(f"{config.run_name} {running.outcome} at step {run.step}{after}")
+            if best := run.best_checkpoint:
+                running.metrics.say(f"its lowest val_loss, {run.best.val_loss:.4f}, is that of {best}")
     except BaseException as error:
         run.watch.failed(error)  # where another rank is to blame, it is named instead, and this does not return
         if isinstance(error, UserError) and not folder and not error.on_every_rank:  # the main process does not know it
@@ -58,7 +65,7 @@ def session(run: Run) -> Iterator[Session]:
     finally:
         stop.restore_handlers()
         running.metrics.close()
-    running.metrics.end_tracker()
+    running.metrics.trackers.finish()
     accelerator.end_training()
 
 

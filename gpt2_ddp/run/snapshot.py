@@ -1,6 +1,8 @@
 """Weights, moments and state of one step: taken from a run, and given back to all of its ranks, in place."""
 
-from dataclasses import dataclass
+import weakref
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ class Snapshot:
     Args:
         state: what state.json holds; plain JSON values.
         config: the run's configuration as YAML.
-        model: parameters and buffers by their plain names, on the CPU.
-        optimizer: `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`, on the CPU.
+        model: parameters and buffers by their plain names.
+        optimizer: `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`.
         files: to be copied into the checkpoint, such as a tokenizer.
     """
 
@@ -37,16 +39,31 @@ class Snapshot:
         """Of its tensors: nearly all that it takes on a disk."""
         return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
 
+    def copied(self, memory: dict[str, Tensor] | None = None) -> "Snapshot":
+        """The same on the host, where training does not change it.
 
-def copy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of the plain module, copied to the CPU."""
-    return {name: _copy(tensor) for name, tensor in model.state_dict().items()}
+        Args:
+            memory: taken again for every copy, and filled by the first one; None: of its own.
+        """
+        memory = {} if memory is None else memory
+        copies = [
+            {name: _copy(tensor, memory, name) for name, tensor in part.items()}
+            for part in (self.model, self.optimizer)
+        ]
+        if any(tensor.is_cuda for tensor in self.model.values()):
+            torch.cuda.synchronize()  # once for all copies
+        return replace(self, state=deepcopy(self.state), model=copies[0], optimizer=copies[1])
 
 
-def copy_moments(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The state of the raw optimizer over the plain module's parameters, copied to the CPU."""
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of the plain module: themselves, which training changes."""
+    return dict(model.state_dict())
+
+
+def moments_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The state of the raw optimizer over the plain module's parameters: itself, which training changes."""
     return {
-        f"{kind}.{name}": _copy(value)
+        f"{kind}.{name}": value.detach()
         for name, parameter in model.named_parameters()
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
@@ -99,5 +116,17 @@ def share(accelerator: Accelerator, tensors: dict[str, Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
+    """Starts to copy to the host; what it copies a GPU's memory to is pinned, so that this goes at the bus's speed."""
+    if name not in memory:
+        memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if tensor.is_cuda:  # exactly these bytes: `pin_memory` would round them up to a power of two
+            _pin(memory[name])
+    return memory[name].copy_(tensor, non_blocking=tensor.is_cuda)
+
+
+def _pin(tensor: Tensor) -> None:
+    """Keeps a tensor's memory from being moved, while it is there; where the system refuses, copies take longer."""
+    runtime: Any = torch.cuda.cudart()
+    if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())

@@ -10,7 +10,7 @@ from typing import TypeVar
 from accelerate import Accelerator
 
 from gpt2_ddp.processes.agreement import Agreement
-from gpt2_ddp.processes.signals import heard_by
+from gpt2_ddp.processes.signals import heard_by, is_impatient
 
 T = TypeVar("T")
 
@@ -27,21 +27,29 @@ class StopRequest:
     """A stop that all ranks agree on, asked for by a signal to any of them or by main's clock.
 
     A lone process stops after the step that it is in, several after that or the next one: they agree one call late
-    (`Agreement`). A second SIGINT ends the process at once.
+    (`Agreement`). A SIGINT that follows later than a second after the first signal ends the process at once.
 
     Args:
         begun: `time.monotonic()` when the run began.
         max_minutes: of main's clock, from then on; None: no limit but Slurm's.
+        progress: called before each poll.
 
     Attributes:
         is_agreed: whether all ranks have agreed to stop.
+        restore_handlers: gives the signals back to whom they belonged.
         carried: sums over all ranks of what calls of `agreed` handed over, since they were last taken out.
         reserve: seconds before the deadline at which to stop, so that the checkpoint is saved by then.
     """
 
-    def __init__(self, accelerator: Accelerator, begun: float, max_minutes: float | None = None):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        begun: float,
+        max_minutes: float | None = None,
+        progress: Callable[[], None] = lambda: None,
+    ):
         self.reason, self.is_agreed, self.reserve = "", False, 0.0
-        self.carried = [0] * CARRIED
+        self.carried, self._progress = [0] * CARRIED, progress
         self._alone = accelerator.num_processes == 1
         self._deadlines: list[tuple[float, str]] = []
         if accelerator.is_main_process:
@@ -51,10 +59,10 @@ class StopRequest:
                 self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
         self._agreement, self._done, self._is_main = Agreement(accelerator, 2 + CARRIED), 0, accelerator.is_main_process
         self._slowest = {"step": 0.0, "save": 0.0}
-        self._give_back = heard_by(self._on_signal)
+        self.restore_handlers = heard_by(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.reason and number == signal.SIGINT:
+        if is_impatient(number):
             raise KeyboardInterrupt
         self.request(signal.Signals(number).name)
 
@@ -87,14 +95,12 @@ class StopRequest:
     def poll(self) -> None:
         """To be called by all ranks at the same places of something long. Raises: GivenUp, on all of them alike, when
         a stop was asked for meanwhile."""
+        self._progress()
         if self.agreed():
             raise GivenUp
 
-    def follow_main(self, work: Callable[[], T], progress: Callable[[], None] = lambda: None) -> T | None:
+    def follow_main(self, work: Callable[[], T]) -> T | None:
         """Has the main process alone do what takes long and polls, and the others poll along until it is done.
-
-        Args:
-            progress: called before each poll of the others.
 
         Returns:
             on the main process, what `work` returned.
@@ -109,10 +115,5 @@ class StopRequest:
                 self.agreed()
         else:
             while not self._done:
-                progress()
                 self.poll()
         return result
-
-    def restore_handlers(self) -> None:
-        """Gives the signals back to whom they belonged."""
-        self._give_back()

@@ -20,6 +20,13 @@ Poll = Callable[[], None]
 """Called now and then by what takes long: a sign of life. Raises `run.stop.GivenUp` where a stop was asked for."""
 
 
+class Sample(NamedTuple):
+    """A text that the model wrote, which begins with the prompt."""
+
+    prompt: str
+    text: str
+
+
 class Due(NamedTuple):
     """What happens after a step, besides training."""
 
@@ -84,8 +91,8 @@ class Task(Protocol):
         where there is nothing to score. Every rank calls `poll` equally often, about once a batch."""
         ...
 
-    def sample(self, poll: Poll) -> str | None:
-        """Text to show, on the main process alone; None for a task that writes none. Calls `poll` for every token."""
+    def sample(self, poll: Poll) -> list[Sample] | None:
+        """Texts to show, on the main process alone; None for a task that writes none. Calls `poll` for every token."""
 
     def state(self) -> dict[str, Any]:
         """Plain JSON values that checkpoints keep besides the run's own: what the data are, the task's own fields."""

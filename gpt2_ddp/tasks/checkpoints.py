@@ -1,7 +1,12 @@
 """What is done with a checkpoint once it is there: evaluate.py scores it, generate.py writes with it."""
 
+import io
+import os
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
+from operator import add
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -9,17 +14,30 @@ from accelerate import Accelerator
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig
-from gpt2_ddp.data.shards import TokenStream, read_manifest
-from gpt2_ddp.data.tokenizer import check_tokenizer
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import Manifest, read_manifest
+from gpt2_ddp.data.mixture import source_weights
+from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.evaluate import evaluate
-from gpt2_ddp.model.generate import generate
+from gpt2_ddp.files import check_writable, read_small, writing
+from gpt2_ddp.model.evaluate import Evaluation, evaluate, mixed
+from gpt2_ddp.model.generate import TextStream, generate
+from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.processes.launch import build_accelerator, pick_device
-from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank
+from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.run.checkpoint import CONFIG, Checkpoint, find_checkpoint
+from gpt2_ddp.run.losses import Best
+from gpt2_ddp.scoring.items import ItemSet
+from gpt2_ddp.scoring.result import Result, judge, save, table
+from gpt2_ddp.scoring.score import answer
+from gpt2_ddp.scoring.sources import load_sets
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
 from gpt2_ddp.tasks.supervised import score_job
+
+LONGEST = 2**28
+"""Bytes of a file of prompts."""
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
@@ -30,42 +48,119 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     """
     accelerator = build_accelerator(config.device, config.mixed_precision)
     checkpoint = on_every_rank(accelerator, lambda: find_checkpoint(Path(config.checkpoint)))
-    check_ranks_agree("checkpoint", config.checkpoint, str(checkpoint.path))
-    score = _score_gpt if checkpoint.kind == "gpt2" else _score_small_job
+    check_ranks_agree({"checkpoint": str(checkpoint.path)})
+    accelerator.print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
+    score = _score_small_job if checkpoint.kind != "gpt2" else _score_tasks if config.tasks else _score_gpt
     accelerator.print(f"{checkpoint.path}: {score(accelerator, config, checkpoint)}")
     accelerator.end_training()
     return 0
 
 
+def note_best(named: str, checkpoint: Checkpoint) -> str:
+    """A line, where a run is named and its newest checkpoint is not the one with the lowest val_loss."""
+    best = Best(*(checkpoint.state.get("best_evaluation") or ()))
+    place = checkpoint.path.with_name(f"step-{best.step:08d}")
+    if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
+        return ""
+    return (
+        f"note: this is {checkpoint.path}, the newest; the run's lowest val_loss, {best.val_loss:.4f}, is {place}'s\n"
+    )
+
+
+def open_splits(
+    folders: Sequence[str], split: str, tokenizer: Tokenizer
+) -> tuple[list[Manifest], dict[int, TokenStream]]:
+    """The manifests of folders, and the tokens of a split, by the number of each folder that has it, for a model that
+    knows texts by `tokenizer`.
+
+    Raises:
+        UserError: one is of another tokenizer, or none has such a split.
+    """
+    manifests = [read_manifest(Path(folder)) for folder in folders]
+    for folder, manifest in zip(folders, manifests, strict=True):
+        if manifest.tokenizer_sha256 != tokenizer.sha256:
+            names = f"({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
+            cure = f"its tokens are of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
+            raise UserError("data", folder, cure)
+        check_tokenizer(tokenizer, manifest, Path(folder))
+    there = [number for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1]
+    if not there:
+        known = ", ".join(sorted({split for manifest in manifests for split in manifest.splits}))
+        raise UserError("split", split, f"is not in {' '.join(folders)}; it has {known}")
+    return manifests, {number: TokenStream(Path(folders[number]), manifests[number], split) for number in there}
+
+
+def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, Sequence[str]]:
+    """Of a GPT's checkpoint, and the folders of data that are to be scored: others, or its own."""
+    settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
+    assert isinstance(settings, TrainingConfig), "a GPT's"
+    return settings, [config.data] if config.data else settings.data.paths
+
+
 def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
+    settings, folders = _settings(config, checkpoint)
+
     def load():
         model, tokenizer = load_model(checkpoint)
-        folder = Path(config.data or checkpoint.config["data"]["path"])
-        manifest = read_manifest(folder)
-        if manifest.tokenizer_sha256 != tokenizer.sha256:
-            cure = (
-                f"its tokens are of another tokenizer ({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
-            )
-            raise UserError("data", folder, f"{cure}; prepare the text with the checkpoint's tokenizer")
-        check_tokenizer(tokenizer, manifest, folder)
-        if config.split not in manifest.splits:
-            raise UserError("split", config.split, f"is not in {folder}; it has {', '.join(sorted(manifest.splits))}")
-        return model, tokenizer, TokenStream(folder, manifest, config.split)
+        manifests, streams = open_splits(folders, config.split, tokenizer)
+        weights = source_weights(settings, manifests, config.split) if len(folders) > 1 else {0: 1.0}
+        return model, tokenizer, streams, weights
 
-    model, tokenizer, stream = on_every_rank(accelerator, load)
+    model, tokenizer, streams, weights = on_every_rank(accelerator, load)
     size, lengths = model.config.block_size, tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
-    result = evaluate(accelerator, prepared, stream, size, config.batch_size, config.tokens, lengths)
+    found = {
+        number: evaluate(accelerator, prepared, stream, size, config.batch_size, config.tokens, lengths)
+        for number, stream in streams.items()
+    }
+    whole = mixed([(weights[number], one) for number, one in found.items()]) if weights else None
+    parts = [
+        f"{settings.data.names[number]}: {_told(config, one)}" for number, one in found.items() if len(folders) > 1
+    ]
+    return "\n  ".join([*([_told(config, whole)] if whole else []), *parts])
+
+
+def _told(config: EvaluateConfig, result: Evaluation) -> str:
     return (
         f"{config.split} loss {result.loss:.6f}, perplexity {result.perplexity:.4f}, "
-        f"{result.bits_per_byte:.6f} bits per byte over {result.tokens:,} tokens ({result.bytes:,} bytes)"
+        f"{result.bits_per_byte:.6f} bits per byte over {result.tokens:,} tokens ({round(result.bytes):,} bytes)"
     )
+
+
+def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
+    """The scores of `config.tasks` in a table; items and scores are saved as soon as a task is done."""
+    model, tokenizer = on_every_rank(accelerator, lambda: load_model(checkpoint))
+    size, path = model.config.block_size, checkpoint.path
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    folder = Path(config.output or run / "evaluations" / path.name)
+
+    def load() -> list[ItemSet]:
+        folders = _settings(config, checkpoint)[1]
+        split = lambda: next(iter(open_splits(folders, config.split, tokenizer)[1].values()))  # noqa: E731
+        sets = load_sets(config.tasks, config.task_items, tokenizer, size, split)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        check_writable(str(folder / f"{sets[0].name}.json"))
+        return sets
+
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    results: dict[str, tuple[ItemSet, Result]] = {}
+    for items in on_main(accelerator, load):
+        if items.cut:
+            note = f"{items.cut:,} of {len(items.requests):,} texts are longer than the model's {size} tokens"
+            accelerator.print(f"note: {items.name}: {note}, and lose their beginning", file=sys.stderr)
+        result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
+        facts = {"checkpoint": str(path), "step": checkpoint.state["step"], "precision": accelerator.mixed_precision}
+        on_main(accelerator, partial(save, folder, items, result, facts))
+        results[items.name] = items, result
+    return f"items and scores are in {folder}\n{table(results)}"
 
 
 def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """A small job is scored on its own test samples; `data` may name another folder of images."""
     saved = dict(checkpoint.config)
     given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None, "data": config.data}
+    given["tasks"] = ", ".join(config.tasks) or None
     if saved.get("data", {}).get("path"):
         given.pop("data")
     for field, value in given.items():
@@ -90,26 +185,67 @@ def generate_text(config: GenerateConfig) -> int:
     Raises:
         UserError: for whatever the user has to mend, such as a checkpoint that is no GPT's.
     """
+    typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
+    prompts = () if typed else _read_prompts(config.prompts_file) if config.prompts_file else config.prompts
     device = pick_device(config.device)
-    model, tokenizer = load_model(find_gpt(Path(config.checkpoint), "checkpoint"))
+    checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
+    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
+    model, tokenizer = load_model(checkpoint)
     model.to(device)
-    prompts = [tokenizer.encode(prompt).tolist() for prompt in config.prompts for _ in range(config.num_samples)]
-    begun = time.perf_counter()
-    samples = generate(
-        model,
-        prompts,
-        config.max_new_tokens,
-        tokenizer.eot,
-        config.temperature,
-        config.top_k,
-        config.top_p,
-        config.seed,
-    )
-    seconds = time.perf_counter() - begun
-    for index, (prompt, new) in enumerate(zip(prompts, samples, strict=True)):
-        if index:
-            print("-" * 80)
-        print(tokenizer.decode(prompt + new))
-    count = sum(map(len, samples))
-    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {device}", file=sys.stderr)
+    if typed:
+        print("type what the model is to continue; Ctrl-D ends", file=sys.stderr)
+        for line in iter(_typed_line, ""):
+            _print_samples(config, model, tokenizer, [line.rstrip("\n")])
+        print(file=sys.stderr)
+    else:
+        _print_samples(config, model, tokenizer, prompts)
     return 0
+
+
+def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+    """Prints the samples, a single one while it is written; after a stop, of each what there is."""
+    rows = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts for _ in range(config.num_samples)]
+    written: list[list[int]] = [[] for _ in rows]
+    stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None
+
+    def heard(row: int, token: int) -> None:
+        written[row].append(token)
+        if stream:
+            stream.add(token)
+
+    settings = config.max_new_tokens, tokenizer.eot, config.temperature, config.top_k, config.top_p, config.seed
+    begun = time.perf_counter()
+    try:
+        if stream:
+            print(tokenizer.decode(rows[0]), end="", flush=True)
+        generate(model, rows, *settings, heard=heard)
+    finally:
+        seconds = time.perf_counter() - begun
+        if stream:
+            stream.end()
+            print()
+        else:
+            print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, map(add, rows, written))))
+    count = sum(map(len, written))
+    speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {model.wte.weight.device}"
+    print(speed, file=sys.stderr)
+
+
+def _typed_line() -> str:
+    """A line from the terminal; nothing at the end."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
+
+
+def _read_prompts(name: str) -> list[str]:
+    """The lines of a file, or of standard input, that are not empty. Raises: UserError where there are none."""
+    try:
+        text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
+    except OSError as error:
+        raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a file of text") from error
+    except UnicodeDecodeError as error:
+        raise UserError("prompts_file", name, "is not UTF-8; save it as UTF-8") from error
+    prompts = [line for line in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n") if line]
+    if not prompts:
+        raise UserError("prompts_file", name, "is empty; write a prompt in each line")
+    return prompts

@@ -2,6 +2,10 @@
 
 import math
 import os
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +20,31 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved
 from gpt2_ddp.data.hashes import verify_shards
+from gpt2_ddp.data.manifest import MANIFEST, Manifest
+from gpt2_ddp.data.mixture import check_goes_on, identity, order_of, phases_of, read_manifests, source_weights
 from gpt2_ddp.data.prepare import default_output, prepare
-from gpt2_ddp.data.shards import MANIFEST, Manifest, TokenStream, read_manifest
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from gpt2_ddp.data.windows import Windows, split_batch
+from gpt2_ddp.data.windows import MixedWindows, Windows, split_batch
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.evaluate import evaluate
-from gpt2_ddp.model.generate import sample_text
-from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.optim import build_optimizer, lr_at
+from gpt2_ddp.model.chunked_loss import settle_chunk
+from gpt2_ddp.model.compiled import is_compiled
+from gpt2_ddp.model.evaluate import evaluate, mixed
+from gpt2_ddp.model.generate import sample_texts
+from gpt2_ddp.model.gpt import GPT, without_init
+from gpt2_ddp.model.optim import build_optimizer, lr_at, schedule_note
 from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.processes.watch import FIRST_TIME, Watch
 from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint
+from gpt2_ddp.run.peaks import device_name
 from gpt2_ddp.run.snapshot import fit_weights
-from gpt2_ddp.run.task import Due, Poll, Scores
+from gpt2_ddp.run.task import Due, Poll, Sample, Scores
+from gpt2_ddp.scoring.items import ItemSet
+from gpt2_ddp.scoring.result import as_row
+from gpt2_ddp.scoring.score import answer
+from gpt2_ddp.scoring.sources import load_sets
+from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
+from gpt2_ddp.tasks.micro_batch import estimated_micro_batch, tried_micro_batch
 
 
 class Pretraining:
@@ -44,52 +59,93 @@ class Pretraining:
     def __init__(self, config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config, self.accelerator, self._saved = config, accelerator, saved
         self.units_per_item = config.model.block_size
-        processes, windows = accelerator.num_processes, config.global_batch_windows
-        self._share = interleaved(processes, split_batch(windows, processes, config.train.micro_batch_size))
+        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # or it cannot be shared out
         self._begin_with = None
+        self._settle_evaluation(saved)
         if saved:
-            self._settle_schedule(saved.config.get("optim", {}).get("decay_steps"))
+            self._settle_schedule(self._length_since(saved))
+            self._check_goes_on(saved)
         elif config.train.init_from:
-            start = Path(config.train.init_from)
-            self._begin_with = on_main(accelerator, lambda: find_gpt(start, "train.init_from", weights=False)).path
+            self._begin_with = on_main(accelerator, lambda: find_initial_weights(config))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """`train.steps`, or those of `train.epochs`."""
-        epochs = self.config.train.epochs
+        return self._steps(self.config.train.steps, self.config.train.epochs, epoch_size)
+
+    def _steps(self, steps: int | None, epochs: float | None, epoch_size: int | None) -> int | None:
         if epochs is None or epoch_size is None:
-            return None if epochs else self.config.train.steps
+            return None if epochs else steps
         return math.ceil(epochs * epoch_size / self.config.global_batch_windows)
 
     def load(self, watch: Watch) -> None:
         """Opens the shards, which are prepared first where there are none and `data.prepare` says how; checks them."""
         config, accelerator = self.config, self.accelerator
-        folder, block_size = Path(config.data.path), config.model.block_size
         watch.at("preparing data", allowance=PREPARATION.total_seconds())
         on_every_rank(accelerator, lambda: _prepare_missing_data(accelerator, config), patience=PREPARATION)
-        self.manifest, self.tokenizer, stream, self.val_stream = on_every_rank(accelerator, lambda: _open_data(config))
-        check_ranks_agree("data.path", str(folder), self.manifest.hash)
-        if self._saved and self._saved.state.get("data_manifest", self.manifest.hash) != self.manifest.hash:
-            cure = "its tokens are not the ones that the run was started with"
-            raise UserError("data.path", folder, f"{cure}; give those back, or choose another run_name")
-        if config.data.verify_hashes != "never":
-            watch.at("hashing", allowance=PREPARATION.total_seconds())
-            local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
-            part, remember = accelerator.local_process_index, config.data.verify_hashes == "changed"
-            on_every_rank(accelerator, lambda: verify_shards(folder, self.manifest, part, local_world, remember))
-        windows = Windows(stream, block_size)
+        self.open_data()
+        watch.at("reading tasks", allowance=FIRST_TIME)
+        self.load_tasks()
+        watch.at("building", allowance=PREPARATION.total_seconds() if self._begin_with else FIRST_TIME)
+        self.build_model()
+        self._try_micro_batch()
+        watch.at("hashing", allowance=PREPARATION.total_seconds())
+        self.check_hashes()
+
+    def open_data(self) -> None:
+        """Looks at the data by their small files; `feed`, steps and schedule are settled then. Raises: UserError."""
+        config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
+        opened = on_every_rank(accelerator, lambda: _open_data(config))
+        self.manifests, self.tokenizer, windows, self._validation = opened
+        self.manifest = self.manifests[0]
+        places = [f" ({number})" * (len(paths) > 1) for number in range(len(paths))]
+        both = list(zip(places, self.manifests, strict=True))
+        check_ranks_agree({f"{part} of data.path{at}": what for at, one in both for part, what in one.parts.items()})
+        if config.eval.patience and not self.validates:
+            cure = f"{' '.join(paths)} has no validation split; set it to null"
+            raise UserError("eval.patience", config.eval.patience, cure)
+        sizes = [len(source) for source in windows]
+        self._mixture, order = identity(self.manifests, phases_of(config, sizes)), order_of(config, sizes)
+        if self._saved:
+            check_goes_on(config, self._saved.state, self._mixture)
+        source = windows[0] if len(windows) == 1 else MixedWindows(windows)
         step_size, workers = config.global_batch_windows, config.data.workers
-        self.feed = Feed(windows, config.seed, step_size, self._share, accelerator, workers=workers)
-        self._settle_schedule(max(self.total_steps(len(windows)) or 0, config.optim.warmup_steps + 1))
-        file = folder / self.manifest.tokenizer
+        self.micro_batch, self._untried = self._settle_micro_batch()
+        share = interleaved(accelerator.num_processes, self.micro_batch)
+        self.feed = Feed(source, config.seed, step_size, share, accelerator, workers=workers, order=order)
+        steps, step = self.total_steps(len(order)) or 0, self._saved.state["step"] if self._saved else 0
+        self._settle_schedule(self._length(steps))
+        if note := schedule_note(step, steps, self.config.optim):
+            self._say(note)
+        file = Path(paths[0]) / self.manifest.tokenizer
         self.files = (file,) if file.is_file() else ()
 
-        watch.at("building", allowance=FIRST_TIME)
+    def load_tasks(self) -> None:
+        """Reads the items of `eval.tasks`, on the main process. Raises: UserError."""
+        self.item_sets = on_main(self.accelerator, self._load_tasks)
+
+    def build_model(self) -> None:
+        """Makes the model, with the weights that it begins with. Raises: UserError where these do not fit it."""
+        config, accelerator = self.config, self.accelerator
         torch.manual_seed(config.seed)
-        self.model = GPT(config.model, self.manifest.vocab_size)
+        is_given = bool(self._saved) or not accelerator.is_main_process  # by the checkpoint, or by the main process
+        with without_init() if is_given else nullcontext():
+            self.model = GPT(config.model, self.manifest.vocab_size, self.manifest.eot)
         self.model.activation_checkpointing = config.train.activation_checkpointing
+        self.model.loss_chunk = settle_chunk(config.train.loss_chunk, accelerator.device.type)
         self.flops_per_unit = self.model.flops_per_token()
         if start := self._begin_with:  # of the main process; DDP gives them to the others
-            on_main(accelerator, lambda: load_weights(find_checkpoint(start, "train.init_from"), self.model))
+            begin = lambda: load_initial_weights(config, start, self.model, self.tokenizer)  # noqa: E731
+            on_every_rank(accelerator, begin if accelerator.is_main_process else lambda: None, patience=PREPARATION)
+
+    def check_hashes(self, record: bool = True) -> None:
+        """Hashes the shards, as `data.verify_hashes` says. Raises: UserError. `record`: as in `verify_shards`."""
+        data, accelerator = self.config.data, self.accelerator
+        if data.verify_hashes == "never":
+            return
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
+        share = (accelerator.local_process_index, local_world, data.verify_hashes == "changed", record)
+        for path, manifest in zip(data.paths, self.manifests, strict=True):
+            on_every_rank(accelerator, partial(verify_shards, Path(path), manifest, *share))
 
     def build_optimizer(self) -> Optimizer:
         return build_optimizer(self.model, self.config.optim)
@@ -102,25 +158,46 @@ class Pretraining:
         return model(tokens[:, :-1], tokens[:, 1:], reduction="sum")
 
     def due(self, step: int, last: bool) -> Due:
-        config = self.config
-        evaluate = self.val_stream is not None and (last or step % config.eval.every == 0)
-        return Due(
-            log=evaluate or last or self.feed.ended_epoch or step % config.tracking.log_every == 0,
-            evaluate=evaluate,
-            save=last or step % config.checkpoint.every == 0,
-            sample=config.tracking.sample_every > 0 and (last or step % config.tracking.sample_every == 0),
-        )
+        return due(self.config, step, last, self.feed.ended_epoch, self.validates)
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is something to validate on."""
+        return bool(self._validation)
+
+    @property
+    def validation_tokens(self) -> int:
+        """Targets of all validation splits."""
+        return sum(len(stream) - 1 for _, stream in self._validation.values())
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
-        if self.val_stream is None:
-            return {}
+        """The loss of `eval.tokens` tokens of the validation text, per token and in bits per byte; of several sources,
+        each one's and what they come to by their weights, in which those that count share the tokens equally. And
+        `eval.tasks`."""
         config, lengths = self.config, self.tokenizer.token_bytes()
         size, batch_size, tokens = config.model.block_size, config.eval.batch_size, config.eval.tokens
-        found = evaluate(self.accelerator, model, self.val_stream, size, batch_size, tokens, lengths, poll)
-        return {"val_loss": found.loss, "val_tokens": found.tokens, "val_bits_per_byte": found.bits_per_byte}
+        assert tokens != "auto", "it was settled when the run started"
+        tokens = tokens and -(-tokens // max(sum(weight > 0 for weight, _ in self._validation.values()), 1))
+        found = {
+            name: (weight, evaluate(self.accelerator, model, stream, size, batch_size, tokens, lengths, poll))
+            for name, (weight, stream) in self._validation.items()
+        }
+        if not found:
+            return {}
+        whole = mixed(found.values())
+        scores = {"val_loss": whole.loss, "val_tokens": whole.tokens, "val_bits_per_byte": whole.bits_per_byte}
+        for name, (_, own) in found.items() if len(config.data.paths) > 1 else ():
+            scores |= {f"val_loss/{name}": own.loss, f"val_bits_per_byte/{name}": own.bits_per_byte}
+        for items in self.item_sets:
+            length = size if is_compiled(model) else None
+            scores |= as_row(items, answer(self.accelerator, model, items.requests, batch_size, length, poll))
+        return scores
 
-    def sample(self, poll: Poll) -> str:
-        return sample_text(self.model, self.tokenizer, self.config.tracking.sample_prompt, 200, self.config.seed, poll)
+    def sample(self, poll: Poll) -> list[Sample]:
+        """Each prompt with 200 tokens more, or up to where the text ends."""
+        prompts = self.config.tracking.sample_prompt
+        texts = sample_texts(self.model, self.tokenizer, prompts, 200, self.config.seed, poll)
+        return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
 
     def state(self) -> dict[str, Any]:
         """What the data are."""
@@ -129,16 +206,111 @@ class Pretraining:
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
             "vocab_size": self.manifest.vocab_size,
             "data_manifest": self.manifest.hash,
+            "micro_batch": self.micro_batch,
+            **({"tasks": {items.name: items.sha256 for items in self.item_sets}} if self.item_sets else {}),
+            **({"mixture": asdict(self._mixture)} if len(self._mixture.manifests) > 1 else {}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Nothing: `load` has compared the data."""
 
+    def _settle_evaluation(self, saved: Checkpoint | None) -> None:
+        """Gives `eval.tokens: auto` its number: the run's own, or else the configuration's."""
+        own = saved.config.get("eval", {}).get("tokens") if saved else self.config.auto_eval_tokens
+        if self.config.eval.tokens == "auto":
+            evaluation = self.config.eval.model_copy(update={"tokens": own})
+            self.config = self.config.model_copy(update={"eval": evaluation})
+        elif saved and self.config.eval.tokens != own:
+            now, before = (tokens or "all" for tokens in (self.config.eval.tokens, own))
+            note = f"evaluations score {now} tokens from here on, and {before} before (eval.tokens); the lowest "
+            self._say(f"{note}val_loss is looked for anew, as the two do not compare")
+
+    def _settle_micro_batch(self) -> tuple[int, bool]:
+        """The micro-batch, in windows, and whether it has still to be tried out."""
+        config, accelerator, state = self.config, self.accelerator, self._saved.state if self._saved else {}
+        windows, processes, size = config.global_batch_windows, accelerator.num_processes, config.train.micro_batch_size
+        here = processes, device_name(accelerator.device)
+        before = state.get("micro_batch") if here == (state.get("processes"), state.get("device")) else None
+        if size == "auto" and not before:
+            untried = accelerator.device.type == "cuda"
+            return estimated_micro_batch(config, self.manifest.vocab_size, accelerator), untried
+        return split_batch(windows, processes, before if size == "auto" else size), False  # pyright: ignore
+
+    def _try_micro_batch(self) -> None:
+        if self._untried:
+            share = self.config.global_batch_windows // self.accelerator.num_processes
+            self.micro_batch = tried_micro_batch(self.model, self.accelerator, share, self.micro_batch)
+            self.feed.share = interleaved(self.accelerator.num_processes, self.micro_batch)
+
+    def _load_tasks(self) -> list[ItemSet]:
+        config, streams = self.config, [stream for _, stream in self._validation.values()]
+        if not config.eval.tasks:
+            return []
+        if not streams:
+            where = " ".join(config.data.paths)
+            cure = f"are scored where the validation split is, and {where} has none; leave them away"
+            raise UserError("eval.tasks", ", ".join(config.eval.tasks), cure)
+        most, size = config.eval.task_items, config.model.block_size
+        try:
+            sets = load_sets(config.eval.tasks, most, self.tokenizer, size, lambda: streams[0])
+        except UserError as error:
+            raise UserError.join([f"eval.{mistake}" for mistake in error.mistakes]) from error
+        before = self._saved.state.get("tasks", {}) if self._saved else {}
+        for items in sets:
+            chance = "" if items.chance is None else f", of which guessing gets {items.chance:.1%}"
+            self._say(f"{items.name} is scored on {len(items.items):,} items{chance}")
+            if before.get(items.name, items.sha256) != items.sha256:
+                self._say(f"the items of {items.name} are others than before; scores do not compare with earlier rows'")
+        return sets
+
+    def _length(self, steps: int) -> int:
+        """Of a schedule that is given none."""
+        return max(steps, self.config.optim.warmup_steps + 1)
+
+    def _length_since(self, saved: Checkpoint) -> int | None:
+        """The length of the schedule of a run that goes on: its own, or that of its steps now, if it was that of its
+        steps then and no step so far depends on it."""
+        values, epoch_size = complete(TrainingConfig, saved.config)[0], saved.state.get("epoch_size")
+        own: int | None = values["optim"]["decay_steps"]
+        before = self._steps(values["train"]["steps"], values["train"]["epochs"], epoch_size)
+        now = self.total_steps(epoch_size)
+        if self.config.optim.decay_steps or not own or not before or not now or self._length(before) != own:
+            return own
+        length = self._length(now)
+        optim = self.config.optim.model_copy(update={"decay_steps": own})
+        if length == own or not optim.may_end_at(length, saved.state["step"]):
+            return own
+        self._say(f"optim.decay_steps, which no step depends on so far, was {own} and is {length} now")
+        return length
+
+    def _say(self, note: str) -> None:
+        if self.accelerator.is_main_process:
+            print(f"note: {note}", file=sys.stderr)
+
+    def _check_goes_on(self, saved: Checkpoint) -> None:
+        """Raises: UserError where a branch has no step of its own."""
+        begins, steps = saved.state.get("branched_from"), self.total_steps(saved.state.get("epoch_size"))
+        if begins and steps is not None and steps <= begins["step"]:
+            field = "train.steps" if self.config.train.epochs is None else "train.epochs"
+            cure = f"{begins['from']} is at step {begins['step']}, which counts; raise it to go on from there"
+            raise UserError(field, getattr(self.config.train, field[6:]), cure)
+
     def _settle_schedule(self, decay_steps: int | None) -> None:
-        """Gives a schedule without a length this one: that of the first start."""
+        """Gives a schedule without a length this one."""
         if self.config.optim.decay_steps is None and decay_steps is not None:
             optim = self.config.optim.model_copy(update={"decay_steps": decay_steps})
             self.config = self.config.model_copy(update={"optim": optim})
+
+
+def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:
+    """What follows a step of a run that `validates`, as there is a validation split."""
+    evaluate = validates and (last or step % config.eval.every == 0)
+    return Due(
+        log=evaluate or last or ended_epoch or step % config.tracking.log_every == 0,
+        evaluate=evaluate,
+        save=last or step % config.checkpoint.every == 0,
+        sample=config.tracking.sample_every > 0 and (last or step % config.tracking.sample_every == 0),
+    )
 
 
 def find_gpt(path: Path, field: str, weights: bool = True) -> Checkpoint:
@@ -147,11 +319,7 @@ def find_gpt(path: Path, field: str, weights: bool = True) -> Checkpoint:
     Raises:
         UserError: also when it is of another kind of run, which `field` has no use for.
     """
-    found = find_checkpoint(path, field, weights)
-    if found.kind != "gpt2":
-        cure = f"is of a {found.kind} run, and a GPT is wanted; scripts/evaluate.py gives such a run's scores"
-        raise UserError(field, path, cure)
-    return found
+    return find_checkpoint(path, field, weights, kind="gpt2")
 
 
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
@@ -164,7 +332,8 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     name = checkpoint.state["tokenizer"]
     file = checkpoint.path / name
     tokenizer = load_tokenizer(str(file) if file.is_file() else name)
-    model = GPT(ModelConfig(**settings["model"]), checkpoint.state["vocab_size"])
+    with without_init():
+        model = GPT(ModelConfig(**settings["model"]), checkpoint.state["vocab_size"], tokenizer.eot)
     load_weights(checkpoint, model)
     return model.eval(), tokenizer
 
@@ -174,33 +343,50 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     fit_weights(load_file(checkpoint.path / MODEL), model, checkpoint.path)
 
 
-def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Makes the shards where there are none yet: one process per node, and on a shared disk one of all."""
-    folder = Path(config.data.path)
-    if config.data.prepare and not os.path.exists(folder / MANIFEST):
-        recipe = load(PrepareConfig, ["--config", config.data.prepare])
-        output = Path(recipe.output or default_output(recipe))
+def missing_data(config: TrainingConfig) -> PrepareConfig | None:
+    """How the shards are to be made, where there are none yet and `data.prepare` says so. Raises: UserError."""
+    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
+    if not config.data.prepare or not missing:
+        return None
+    recipe = load(PrepareConfig, ["--config", config.data.prepare])
+    output = Path(recipe.output or default_output(recipe))
+    for folder in missing:
         if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not become another corpus
             cure = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}; prepare it first"
             raise UserError("data.path", folder, cure)
-        if accelerator.is_local_main_process:
-            prepare(recipe)
+    return recipe
 
 
-def _open_data(config: TrainingConfig) -> tuple[Manifest, Tokenizer, TokenStream, TokenStream | None]:
-    """The tokenizer and both splits, by their small files: nothing is hashed but the tokenizer."""
-    folder = Path(config.data.path)
-    manifest = read_manifest(folder)
-    if not manifest.tokens("train"):
-        raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
-    file = folder / manifest.tokenizer
-    tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifest.tokenizer)
-    if tokenizer.sha256 != manifest.tokenizer_sha256:
+def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
+    """Makes the shards where there are none yet: one process per node, and on a shared disk one of all."""
+    if (recipe := missing_data(config)) and accelerator.is_local_main_process:
+        prepare(recipe)
+
+
+def _open_data(
+    config: TrainingConfig,
+) -> tuple[list[Manifest], Tokenizer, list[Windows], dict[str, tuple[float, TokenStream]]]:
+    """The manifests of all sources, their tokenizer, the windows of each, and what is validated on: by its name, how
+    much it counts, and its split. By small files: nothing is hashed but the tokenizer."""
+    manifests = read_manifests(config.data.paths)
+    both = [(Path(path), manifest) for path, manifest in zip(config.data.paths, manifests, strict=True)]
+    for folder, manifest in both:
+        if not manifest.tokens("train"):
+            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
+    file = both[0][0] / manifests[0].tokenizer
+    tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
+    if tokenizer.sha256 != manifests[0].tokenizer_sha256:
         cure = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
         raise UserError("tokenizer", file, cure)
-    check_tokenizer(tokenizer, manifest, folder)
-    stream = TokenStream(folder, manifest, "train")
-    if not len(Windows(stream, config.model.block_size)):
-        cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(stream)}"
-        raise UserError("data.path", config.data.path, f"{cure}; use more text or a smaller model.block_size")
-    return manifest, tokenizer, stream, TokenStream(folder, manifest, "val") if manifest.tokens("val") > 1 else None
+    for folder, manifest in both:
+        check_tokenizer(tokenizer, manifest, folder)
+    for prompt in config.tracking.sample_prompt:
+        tokenizer.encode(prompt, "tracking.sample_prompt")  # it may lack a character
+    windows = [Windows(TokenStream(*one, "train"), config.model.block_size) for one in both]
+    for (folder, _), source in zip(both, windows, strict=True):
+        if not len(source):
+            cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(source.stream)}"
+            raise UserError("data.path", folder, f"{cure}; use more text or a smaller model.block_size")
+    names, weights = config.data.names, source_weights(config, manifests)
+    validation = {names[number]: (weight, TokenStream(*both[number], "val")) for number, weight in weights.items()}
+    return manifests, tokenizer, windows, validation

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+
+from gpt2_ddp.data.loader import prepare_loader
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,7 @@ def score_samples(
         batch_size: samples per forward pass and rank.
         poll: called before each batch, by all ranks equally often; what it raises ends the scoring.
     """
-    loader = prepare_data_loader(
-        DataLoader(
-            IndexedSamples(samples),
-            batch_size,
-            collate_fn=_as_read,  # pyright: ignore[reportArgumentType]
-            pin_memory=accelerator.device.type == "cuda",
-            generator=torch.Generator(),
-        ),
-        accelerator.device,
-        accelerator.num_processes,
-        accelerator.process_index,
-        put_on_device=True,
-        rng_types=[],
-        even_batches=True,
-        non_blocking=True,
-    )
+    loader = prepare_loader(accelerator, IndexedSamples(samples), even_batches=True, batch_size=batch_size)
     rows: list[Tensor] = []
     indices: list[Tensor] = []
     names: list[str] = []
@@ -108,7 +94,3 @@ def score_samples(
         raise RuntimeError(f"{len(index)} scores for {len(samples)} samples: not each of them once")
     means = torch.cat(rows).cpu()[index.argsort()].double().mean(0)
     return dict(zip(names, means.tolist(), strict=True))
-
-
-def _as_read(batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return batch  # __getitems__ returns whole batches

@@ -92,10 +92,11 @@ class Supervised:
         watch.at("preparing data", allowance=PREPARATION.total_seconds())
         torch.manual_seed(config.seed)
         self.job = self._make_job(config, accelerator)
-        self.data_hash = self.job.train.sha256() + self.job.test.sha256()
+        hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}
+        self.data_hash = "".join(hashes.values())
         data = config.model_dump().get("data", {})
         name = str(data.get("path") or data.get("name") or "generated")
-        check_ranks_agree("data", name, self.data_hash)
+        check_ranks_agree(hashes)
         if self._saved and self._saved.state.get("data_hash", self.data_hash) != self.data_hash:
             cure = "are not the data that the run was started with; give those back, or choose another run_name"
             raise UserError("data", name, cure)
@@ -110,18 +111,13 @@ class Supervised:
         return self.lr
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """Sum of the samples' losses, of inputs that are transformed as in training."""
         inputs, targets = batch.rows
         outputs = model(self.job.transform(inputs, True)).float()
         return self.job.losses(outputs, targets)[: batch.own].sum()
 
     def due(self, step: int, last: bool) -> Due:
-        """Jobs evaluate and save by the epoch."""
-        config, ended, epochs = self.config, self.feed.ended_epoch, self.feed.epochs
-        return Due(
-            log=last or ended or step % config.tracking.log_every == 0,
-            evaluate=last or (ended and epochs % config.eval.every == 0),
-            save=last or (ended and epochs % config.checkpoint.save_every == 0),
-        )
+        return due(self.config, step, last, self.feed.ended_epoch, self.feed.epochs)
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
@@ -137,6 +133,15 @@ class Supervised:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Nothing: batch, rate and data have been compared."""
+
+
+def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int) -> Due:
+    """What follows a step; jobs evaluate and save by the epoch, of which so many are over."""
+    return Due(
+        log=last or ended_epoch or step % config.tracking.log_every == 0,
+        evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
+        save=last or (ended_epoch and epochs % config.checkpoint.save_every == 0),
+    )
 
 
 def score_job(

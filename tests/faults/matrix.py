@@ -168,7 +168,8 @@ def _await_stage(cell: Cell, folder: Path, process: subprocess.Popen, mark: str)
 
     def step() -> int:
         metrics = folder / "run/metrics.jsonl"
-        return rows(metrics.parent)[-1]["step"] if metrics.exists() and metrics.read_text().endswith("\n") else -1
+        found = rows(metrics.parent) if metrics.exists() and metrics.read_text().endswith("\n") else []
+        return found[-1]["step"] if found else -1
 
     stage_mark = folder / "mark"
     if cell.stage == "imports":

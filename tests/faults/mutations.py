@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpt2_ddp.config.cli import MOST
+from gpt2_ddp.config.mistakes import MOST
 from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError
 
 CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]

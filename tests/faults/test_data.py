@@ -18,7 +18,7 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import hashes
 from gpt2_ddp.data.hashes import RECORD, verify_shards
 from gpt2_ddp.data.index_shards import index_shards
-from gpt2_ddp.data.shards import MANIFEST, read_manifest, write_manifest
+from gpt2_ddp.data.manifest import MANIFEST, read_manifest, write_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
@@ -30,7 +30,7 @@ def open_data(folder: Path) -> str:
     """What a training does with its data before the first step; the identity that it finds."""
     from gpt2_ddp.tasks.pretraining import _open_data
 
-    manifest, *_ = _open_data(training_config(folder, folder / "runs"))
+    (manifest,), *_ = _open_data(training_config(folder, folder / "runs"))
     verify_shards(folder, manifest, remember=True)
     return manifest.hash
 

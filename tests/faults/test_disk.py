@@ -17,6 +17,7 @@ import pytest
 from conftest import training_config
 from disk import interpose, refuse
 from ranks import run_ranks, start_ranks
+from small_jobs import rows
 from test_wrong_input import run_script
 
 from gpt2_ddp.config.cli import dump
@@ -33,7 +34,7 @@ FURTHER = {
     "checkpoint.keep_last": 1,
     "tracking.sample_every": 5,
 }
-FAST = ("save checkpoints/.step-N.tmp/model.safetensors", "write metrics.jsonl", "rename checkpoints/.step-N.tmp")
+FAST = ("write checkpoints/.step-N.tmp/model.safetensors", "write metrics.jsonl", "rename checkpoints/.step-N.tmp")
 
 HARMLESS = ("mkdir checkpoints",)  # it is there already
 
@@ -113,15 +114,15 @@ def left_behind(run: Path) -> list[str]:
 
 def ended(run: Path) -> tuple[list[Any], bytes, list[str]]:
     """Rows without timings, weights, checkpoints."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = [place.name for place in list_checkpoints(run / "checkpoints")]
-    losses = [(row["step"], row.get("loss"), row.get("order_digest")) for row in rows]
+    losses = [(row["step"], row.get("loss"), row.get("order_digest")) for row in rows(run)]
     return losses, (run / "checkpoints" / names[-1] / MODEL).read_bytes(), names
 
 
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wanted", [FAST, pytest.param((), marks=pytest.mark.soak, id="all")])
-def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, wanted):
-    config = training_config(corpus, tmp_path / "runs", FURTHER)
+def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, wanted, background):
+    config = training_config(corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background})
     (places,) = run_ranks(refused_everywhere, 1, halfway, config, wanted, timeout=600)
     assert len(places) == len(wanted) if wanted else len(places) >= 24, places
     print(len(places), *places, sep="\n")
@@ -147,17 +148,18 @@ def script_on_a_disk_that_refuses(arguments: list[str], run: Path, place: str, n
         return type(error).__name__, said.getvalue()
 
 
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("place", "number", "cure", "together"),
     [
-        ("save checkpoints/.step-00000006.tmp/optimizer.safetensors", errno.EDQUOT, "quota", True),
+        ("write checkpoints/.step-00000006.tmp/optimizer.safetensors", errno.EDQUOT, "quota", True),
         pytest.param("write metrics.jsonl", errno.EIO, "mend that disk", False, marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_end(corpus, tmp_path, halfway, place, number, cure, together):
+def test_all_ranks_end(corpus, tmp_path, halfway, place, number, cure, together, background):
     """Where a checkpoint is saved all ranks raise the same; elsewhere the others find that the main process is gone."""
     shutil.copytree(halfway, tmp_path / "runs")
-    config = training_config(corpus, tmp_path / "runs", FURTHER)
+    config = training_config(corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background})
     arguments = write_config(tmp_path, config)
     started = start_ranks(script_on_a_disk_that_refuses, 2, arguments, tmp_path / "runs/run", place, number)
     main = started[0][1].recv()[0]
@@ -181,7 +183,7 @@ def script_on_a_disk_that_dies(arguments: list[str], run: Path) -> tuple[int, st
 
     def tell(operation: str, name: str) -> None:
         nonlocal dead
-        dead = dead or operation == "save"
+        dead = dead or (operation == "open" and name.endswith(".safetensors"))
         if dead:
             refuse(errno.EROFS)
 
@@ -189,10 +191,12 @@ def script_on_a_disk_that_dies(arguments: list[str], run: Path) -> tuple[int, st
     return run_script("train_gpt2", arguments)
 
 
-def test_a_disk_that_dies(corpus, tmp_path, halfway):
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
     """Then status.json cannot be written either; what is told is what came first."""
     shutil.copytree(halfway, tmp_path / "runs")
-    config, run = training_config(corpus, tmp_path / "runs", FURTHER), tmp_path / "runs/run"
+    config = training_config(corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background})
+    run = tmp_path / "runs/run"
     ((code, said),) = run_ranks(script_on_a_disk_that_dies, 1, write_config(tmp_path, config), run)
     assert code == 2, said
     (line,) = [line for line in said.splitlines() if line.startswith("error:")]
@@ -246,9 +250,10 @@ def steps(run: Path) -> list[int]:
 WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps": 20}
 
 
-def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk):
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk, background):
     """A checkpoint takes 1.6 MB: the second does not fit, and the first one stays; with room, the same command ends."""
-    config = training_config(corpus, small_disk, WIDE)
+    config = training_config(corpus, small_disk, WIDE | {"checkpoint.background": background})
     arguments, run = write_config(tmp_path, config), small_disk / "run"
     expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "make room")
     assert steps(run) == [5]
@@ -280,9 +285,11 @@ def script_with_small_files(arguments: list[str], limit: int) -> tuple[int, str]
     return run_script("train_gpt2", arguments)
 
 
-def test_a_limit_on_the_size_of_files(corpus, tmp_path, halfway):
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_limit_on_the_size_of_files(corpus, tmp_path, halfway, background):
     shutil.copytree(halfway, tmp_path / "runs")
-    config, run = training_config(corpus, tmp_path / "runs", FURTHER), tmp_path / "runs/run"
+    config = training_config(corpus, tmp_path / "runs", FURTHER | {"checkpoint.background": background})
+    run = tmp_path / "runs/run"
     arguments = write_config(tmp_path, config)
     found = run_ranks(script_with_small_files, 1, arguments, 100_000)
     expect_full(found, run, "File too large", "ulimit -f", MODEL)

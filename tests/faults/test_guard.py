@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import small_jobs
 import torch
 from conftest import training_config
 from ranks import run_ranks, start_ranks
@@ -21,7 +22,7 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.run.checkpoint import list_checkpoints
-from gpt2_ddp.run.folder import standing
+from gpt2_ddp.run.rows import standing
 
 POISON = (24 * 9, 24 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -30,8 +31,8 @@ GUARD = {"guard": {"patience": 3}, "train.steps": 30, "eval.every": 30, "optim.d
 
 
 def rows(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("tokens_per_second", "mfu", "data_share")} for row in found]
+    timings = ("tokens_per_second", "mfu", "data_share")
+    return [{k: v for k, v in row.items() if k not in timings} for row in small_jobs.rows(run)]
 
 
 def status(run: Path) -> dict:

@@ -13,16 +13,25 @@ from ranks import run_ranks
 from test_wrong_input import place, run_script, snapshot  # noqa: F401 (a fixture)
 
 from gpt2_ddp.config.base import Command
-from gpt2_ddp.config.cli import MOST, _leaves, dump, load
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig, ReportConfig, VerifyConfig
+from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.mistakes import MOST, leaves
+from gpt2_ddp.config.plan import PlanConfig
+from gpt2_ddp.config.tools import (
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    PrepareConfig,
+    ReportConfig,
+    VerifyConfig,
+)
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import LARGEST, PROJECT
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.prepare import prepare
-from gpt2_ddp.data.shards import read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError, shown
 
-COMMANDS = (TrainingConfig, PrepareConfig, EvaluateConfig, GenerateConfig)
+COMMANDS = (TrainingConfig, PrepareConfig, EvaluateConfig, GenerateConfig, ExportConfig, PlanConfig)
 WORDS = ["&a ", "*a", "!!python/object:os.system ", "\t", '"\\0"', "? ", "[" * 500, "{", ": ", "---\n", "0x", ".nan"]
 WORDS += ["2026-99-99", "<<: ", "- ", "|\n", "'", "%YAML 9.9\n", "\x85", "\ufeff", "1" * 5000, "!!binary x", "~", "\r"]
 
@@ -74,7 +83,7 @@ def test_absurd_command_lines(tmp_path, seed, cases):
     for case in range(cases):
         rng = random.Random(f"{seed}/{case}")
         command = rng.choice(COMMANDS)
-        names = [name for name, _ in _leaves(command)]
+        names = [name for name, _ in leaves(command)]
         argv = []
         for _ in range(rng.choice([1, 1, 1, 3, 100])):
             name = rng.choice([*names, *names, rng.choice(names)[:-1], "config", "x" * 5000, "", "a.b.c"])

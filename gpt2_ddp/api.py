@@ -1,0 +1,310 @@
+"""What people script, in a few functions: the same that the scripts do, on values instead of command lines.
+
+A mistake of the user's is a `UserError` in all of them; none ends the process. docs/python.md has examples.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from gpt2_ddp.config.base import flat
+from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.defaults import training_default
+from gpt2_ddp.config.mistakes import leaves
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import Manifest
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.signals import Stopped
+from gpt2_ddp.processes.spawn import start_processes
+
+if TYPE_CHECKING:  # what follows is slow to import
+    from pandas import DataFrame
+
+    from gpt2_ddp.data.tokenizer import Tokenizer
+    from gpt2_ddp.model.evaluate import Evaluation
+    from gpt2_ddp.model.gpt import GPT
+    from gpt2_ddp.run.checkpoint import Checkpoint
+    from gpt2_ddp.run.loop import Result
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Which = int | Literal["newest", "best"]
+"""A checkpoint of a run: a step, the newest intact one, or the one with the lowest val_loss."""
+_trained: list[str] = []
+"""The runs that this process has trained."""
+
+
+def load_config(*files: str, **changes: Any) -> TrainingConfig:
+    """The configuration of a training, as train_gpt2.py would have it: defaults < files, left to right < changes.
+
+    Args:
+        files: YAML files, those of this project's `configs/` from any folder; without one, the file that suits the
+            data, as without `--config`.
+        changes: fields by name, and sections as dictionaries: `run_name="a", train={"steps": 100}`; or, by dotted
+            names, `**{"train.steps": 100}`.
+
+    Raises:
+        UserError: with all mistakes, each naming the field, its value and the cure.
+    """
+    given, fields = (
+        {name: _plain(value) for name, value in flat(changes).items()},
+        {name for name, _ in leaves(TrainingConfig)},
+    )
+    for name in given:
+        if (field := name.rpartition(".")[0]) in fields:
+            raise UserError(name, given[name], f"{field} takes a value, not keys")
+    return resolve(TrainingConfig, files, given, training_default)
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, also in lists."""
+    if isinstance(value, list | tuple):
+        return [*map(_plain, value)]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def prepare(
+    source: str | os.PathLike[str] = "stdlib", output: str | os.PathLike[str] | None = None, **settings: Any
+) -> Manifest:
+    """Makes a folder of token shards, as prepare_data.py does; one that is ready already is left as it is.
+
+    Args:
+        source: `stdlib`, text, jsonl or parquet files, `hub:OWNER/NAME`, or `bin:GLOB`.
+        output: the folder; None: data/ and the source's name.
+        settings: prepare_data.py's others, such as `tokenizer="gpt2"`.
+
+    Returns:
+        The folder's manifest: `.tokens("train")`, `.vocab_size`, `.tokenizer`, ...
+
+    Raises:
+        UserError: the settings, the source or the output folder cannot be used.
+    """
+    from gpt2_ddp.data.prepare import prepare
+
+    given = {"source": source, "output": output, **settings}
+    return prepare(PrepareConfig(**{name: _plain(value) for name, value in given.items()}))
+
+
+def train(config: TrainingConfig, processes: int | None = None) -> "Result":
+    """Trains until the last step, from wherever the run folder's newest checkpoint stands, as train_gpt2.py does.
+
+    A signal (Ctrl-C, or a notebook's stop button) saves a checkpoint after the step and returns a result that is
+    `stopped`; another, a second or more later, raises KeyboardInterrupt at once. Outside of the main thread, where
+    Python has no signals, the run goes on to its end or to `train.max_minutes`.
+
+    Args:
+        processes: None trains in this process, or under a launcher as one of its ranks. A number starts so many fresh
+            ones on this machine, a GPU each where there are any; a script then needs `if __name__ == "__main__":`.
+
+    Returns:
+        `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder),
+        `best` and `checkpoint` (the lowest val_loss where it is not the newest checkpoint, and that).
+
+    Raises:
+        UserError: for whatever the user has to mend; nothing long has begun then, or what was saved is kept.
+        ChildProcessError: one of `processes` crashed; its traceback is on stderr.
+        KeyboardInterrupt: Ctrl-C before the first step, when there is nothing to save.
+    """
+    if processes is None:
+        return _train(config)
+    if processes < 1:
+        raise UserError("processes", processes, "should be at least 1, or None to train in this process")
+    try:
+        return start_processes(_train, processes, config)
+    except Stopped as stopped:
+        raise KeyboardInterrupt(str(stopped)) from stopped
+    except SystemExit as end:
+        raise ChildProcessError("a process of the training crashed; its traceback is on stderr") from end
+
+
+def _train(config: TrainingConfig) -> "Result":
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    if PartialState._shared_state:
+        cure = "by another training or a program's own Accelerator, which has one state per process; use processes=1"
+        raise UserError("train", "Accelerate is in use in this process", cure)
+    if world_size() > 1 and _trained:
+        cure = "what connected them is gone; launch once for each training"
+        raise UserError("train", "the ranks have trained already", cure)
+    _trained.append(config.run_name)
+    try:
+        return train(config, Pretraining)
+    finally:  # for the next training, which may want another device or precision
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def load_model(
+    run: str | os.PathLike[str], checkpoint: Which = "newest", device: Device = "auto"
+) -> "tuple[GPT, Tokenizer]":
+    """A trained GPT in evaluation mode, and its tokenizer.
+
+    Args:
+        run: a run folder, or one checkpoint in it.
+        checkpoint: of a run folder: its newest intact one, the one with the lowest val_loss, or that of a step.
+
+    Returns:
+        The model (fp32): `model(ids)` gives logits [B, T, V] for ids int64 [B, T] and the V tokens of the vocabulary.
+        The tokenizer: `encode(text)` gives ids [n], `decode(ids)` text, `eot` is the end of a text.
+
+    Raises:
+        UserError: there is no such checkpoint, or it is damaged, or not a GPT's; the device is not there.
+    """
+    from gpt2_ddp.processes.launch import pick_device
+    from gpt2_ddp.tasks.pretraining import load_model
+
+    target = pick_device(device)
+    model, tokenizer = load_model(_find(run, checkpoint))
+    return model.to(target), tokenizer
+
+
+def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
+    from gpt2_ddp.tasks.pretraining import find_gpt
+
+    if checkpoint == "newest":
+        return find_gpt(Path(run), "run")
+    if checkpoint != "best" and not isinstance(checkpoint, int):
+        raise UserError("checkpoint", checkpoint, "should be newest, best, or the number of a step")
+    step = _best_step(Path(run)) if checkpoint == "best" else checkpoint
+    return find_gpt(Path(run, "checkpoints", f"step-{step:08d}"), "checkpoint")
+
+
+def _best_step(run: Path) -> int:
+    """Of the checkpoints that are there, the one with the lowest val_loss."""
+    from gpt2_ddp.run.checkpoint import find_checkpoint, list_checkpoints
+    from gpt2_ddp.run.losses import Best
+
+    best = Best()
+    for place in list_checkpoints(run / "checkpoints"):
+        with suppress(UserError):  # a damaged one, or one that was removed meanwhile
+            state = find_checkpoint(place, "checkpoint", weights=False).state
+            if (loss := state.get("val_loss")) is not None:
+                best = best.after(state["step"], {**(state.get("metrics") or {}), "val_loss": loss})
+    if best.tokens is None:
+        raise UserError("checkpoint", "best", f"{run} has no checkpoint with a val_loss; name its newest, or a step")
+    return best.step
+
+
+def generate(
+    model: "GPT",
+    tokenizer: "Tokenizer",
+    prompts: str | Sequence[str] = "",
+    max_new_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> list[str]:
+    """Each prompt with its continuation as one text, as generate.py writes it with the same seed.
+
+    Args:
+        prompts: what to continue, one or several; empty: the start of a document.
+        max_new_tokens: tokens to add to each prompt, at most; a text also ends at the end-of-text token.
+        temperature: divides the logits; 0: always the likeliest token.
+        top_k, top_p: sample among the k likeliest tokens, and among the likeliest that hold this share.
+        seed: with a prompt's index, fixes its sample.
+
+    Raises:
+        UserError: the tokenizer's ids are characters, and a prompt has others.
+    """
+    from gpt2_ddp.model.generate import generate
+
+    GenerateConfig(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )  # checks
+    rows = [
+        tokenizer.encode(prompt, "prompts").tolist() for prompt in ([prompts] if isinstance(prompts, str) else prompts)
+    ]
+    new = generate(model, rows, max_new_tokens, tokenizer.eot, temperature, top_k, top_p, seed)
+    return [tokenizer.decode(row + more) for row, more in zip(rows, new, strict=True)]
+
+
+def export_hf(
+    run: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, checkpoint: Which = "newest"
+) -> Path:
+    """Writes a folder that transformers, lm-eval and llama.cpp's converter read, and has transformers check it.
+
+    Args:
+        output: the folder; None: exports/ and the run's name and step.
+        checkpoint: as for `load_model`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: for whatever the user has to mend, such as a folder that is in use.
+        gpt2_ddp.export.folder.Rejected: transformers computes something else; the folder is left as `.rejected`.
+    """
+    from gpt2_ddp.export.export import default_output, export, require_transformers
+
+    require_transformers()
+    found = _find(run, checkpoint)
+    folder = Path(output) if output else default_output(found)
+    export(found, folder)
+    return folder
+
+
+class _Alone(NamedTuple):
+    """What `model.evaluate` asks an Accelerator for: Accelerate's state is left to whom it belongs."""
+
+    device: Any
+    num_processes: int = 1
+    process_index: int = 0
+    is_main_process: bool = True
+
+
+def evaluate(
+    model: "GPT",
+    tokenizer: "Tokenizer",
+    data: str | os.PathLike[str],
+    split: str = "val",
+    tokens: int | None = None,
+    batch_size: int = 16,
+) -> "Evaluation":
+    """Scores a model on a split of prepared data, in this process alone: each token but the first once.
+
+    Args:
+        data: the folder of token shards.
+        tokens: score this many, evenly spread; None: all.
+        batch_size: windows per forward pass.
+
+    Returns:
+        `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens` and `bytes` that were scored.
+
+    Raises:
+        UserError: the folder is of another tokenizer, or has no such split.
+    """
+    from gpt2_ddp.model.evaluate import evaluate
+    from gpt2_ddp.tasks.checkpoints import open_splits
+
+    EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
+    stream, alone = open_splits([os.fspath(data)], split, tokenizer)[1][0], _Alone(model.wte.weight.device)
+    size, lengths = model.config.block_size, tokenizer.token_bytes()
+    return evaluate(alone, model, stream, size, batch_size, tokens, lengths)  # pyright: ignore[reportArgumentType]
+
+
+def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":
+    """The rows of a run's metrics.jsonl as a pandas.DataFrame, one for each logged step, also while it still trains.
+
+    Columns are named as in the file: step, tokens, loss, loss_mean, lr, grad_norm, tokens_per_second, ...; val_loss is
+    NaN where there was no evaluation. Steps that a rollback has undone and events (starts, checkpoints) are left out;
+    so are lines that cannot be read, with a note on stderr.
+
+    Raises:
+        UserError: there is no such run, or it has no row yet.
+    """
+    from pandas import DataFrame
+
+    from gpt2_ddp.reports.runs import read_runs
+
+    record = read_runs([Path(run)])[0]
+    for note in record.notes:
+        print(f"note: {run}: {note}", file=sys.stderr)
+    return DataFrame(record.rows).drop(columns="chain", errors="ignore")

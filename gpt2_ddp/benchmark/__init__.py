@@ -1,0 +1,1 @@
+"""How fast each part is, side by side with its peers (scripts/benchmark.py)."""

@@ -1,0 +1,202 @@
+"""A training step: ours through the whole loop, the same model in a bare one, and its peers'."""
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpt2_ddp.benchmark import peers
+from gpt2_ddp.benchmark.sides import Reading, Side, Turns, started
+from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.compare.compare import find_machine
+from gpt2_ddp.config.benchmark import BenchmarkConfig
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import Manifest, write_manifest
+from gpt2_ddp.data.shards import ShardWriter
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.run.loop import train_steps
+from gpt2_ddp.run.peaks import device_name, peak_flops
+from gpt2_ddp.run.run import Run
+from gpt2_ddp.run.session import session
+from gpt2_ddp.run.task import Due
+from gpt2_ddp.tasks.pretraining import Pretraining
+
+BARE = "bare PyTorch loop"
+PRESET = "configs/gpt2_124m.yaml"
+TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
+"""A model whose step is nearly all bookkeeping."""
+FOR_EVER = 10**9
+"""Steps."""
+CHECKOUTS = {"nanogpt": ("nanoGPT", "model.py"), "build_nanogpt": ("build-nanogpt", "train_gpt2.py")}
+"""Field of the configuration -> the name of the side, and the file that defines its model in a checkout."""
+
+
+def check(config: BenchmarkConfig) -> None:
+    """Raises: UserError where a preset, a size or a checkout is wrong."""
+    for batch, precision, compiled in _settings(config):
+        short_run(config, "/", batch, precision, compiled)
+    for field, (name, file) in CHECKOUTS.items():
+        folder = getattr(config, field)
+        if folder and not (Path(folder) / file).is_file():
+            raise UserError(field, folder, f"has no {file}; name a checkout of {name}")
+
+
+def measure(config: BenchmarkConfig) -> Table:
+    """The table: tokens per second of the GPU, or per CPU second, MFU where the peak is known, and peak memory."""
+    device = torch.device(find_machine(config.device).device)
+    cases: list[Case] = []
+    notes: list[str] = []
+    with TemporaryDirectory(prefix="benchmark-") as folder:
+        for batch, precision, compiled in _settings(config):
+            run = short_run(config, folder, batch, precision, compiled)
+            what = (
+                f"{Path(config.preset or PRESET).stem}, {batch} x {run.model.block_size}, {_words(precision, compiled)}"
+            )
+            readings, reasons = compare(config, run, "gpt2", device)
+            notes += [f"{what}: {reason}" for reason in reasons]
+            cases += as_cases(what, readings, run, device)
+        tiny = short_run(config, folder, 4, "no", "off", TINY)
+        readings, _ = compare(config, tiny, "bytes", device, (OURS, BARE))
+    cases.append(
+        Case("a tiny step", "ms", {side: [1e3 * one.seconds for one in of] for side, of in readings.items()}, False)
+    )
+    notes.append(bookkeeping(readings))
+    return Table("step", cases, config.model_dump(mode="json"), notes)
+
+
+def compare(
+    config: BenchmarkConfig, run: TrainingConfig, tokenizer: str, device: torch.device, only: tuple[str, ...] = ()
+) -> tuple[dict[str, list[Reading]], list[str]]:
+    """All sides' readings of `config.repeats` turns; and why others have none."""
+    vocab_size = random_tokens(Path(run.data.paths[0]), tokenizer)
+    common = (run, vocab_size, device)
+    sides: dict[str, Side] = {
+        OURS: (ours, (run,)),
+        BARE: (peers.bare, common),
+        "transformers, Accelerate": (peers.transformers, common),
+    }
+    for field, (name, file) in CHECKOUTS.items():
+        if folder := getattr(config, field):
+            sides[name] = (peers.nanogpt, (*common, Path(folder) / file))
+    sides = {name: side for name, side in sides.items() if not only or name in only}
+    with started(sides, device, config.threads, config.seconds) as (turns, reasons):
+        return in_turn(turns, config.repeats, warm_up=0), reasons
+
+
+def ours(turns: Turns, config: TrainingConfig) -> None:
+    """The training as it is, order, digest, guard, rows and all; but no evaluation and no checkpoint is ever due."""
+
+    class Timed(Pretraining):
+        def due(self, step: int, last: bool) -> Due:
+            turns.done()
+            return Due(step % config.tracking.log_every == 0, False, False, False)
+
+    with redirect_stderr(io.StringIO()), Run(config, Timed) as run:
+        run.build()
+        with session(run) as running:
+            train_steps(run, running)
+
+
+def short_run(
+    config: BenchmarkConfig, folder: str, batch: int, precision: str, compiled: str, shape: dict[str, int] | None = None
+) -> TrainingConfig:
+    """The preset's training with steps of one micro-batch, on random tokens in `folder`. Raises: UserError."""
+    values: dict[str, Any] = preset(config).model_dump(mode="json")
+    values["model"] |= shape or {"block_size": block_size(config)}
+    values["data"] |= {
+        "path": [f"{folder}/{'tiny' if shape else 'data'}"],
+        "prepare": None,
+        "weights": [],
+        "phases": [],
+    }
+    values["train"] |= {
+        "steps": FOR_EVER,
+        "epochs": None,
+        "global_batch_tokens": batch * values["model"]["block_size"],
+        "micro_batch_size": batch,
+        "mixed_precision": precision,
+        "compile": compiled,
+        "device": find_machine(config.device).device,
+        "patience_seconds": 3600,  # between turns it stands still
+        "init_from": None,
+        "branch_from": None,
+        "max_minutes": None,
+        "profile_steps": 0,
+    }
+    values["eval"] |= {"patience": None, "tasks": []}
+    values["tracking"] |= {"log_with": [], "sample_every": 0}
+    name = f"{batch}-{precision}-{compiled}{'-tiny' * bool(shape)}"
+    return TrainingConfig.model_validate(values | {"output_dir": f"{folder}/runs", "run_name": name})
+
+
+def block_size(config: BenchmarkConfig) -> int:
+    """Tokens of a window: the preset's own on a GPU."""
+    if config.block_size or find_machine(config.device).device == "cpu":
+        return config.block_size or 256
+    return preset(config).model.block_size
+
+
+def preset(config: BenchmarkConfig) -> TrainingConfig:
+    """The training that is measured. Raises: UserError."""
+    return load(TrainingConfig, ["--config", config.preset] if config.preset else [], PRESET)
+
+
+def micro_batches(config: BenchmarkConfig) -> tuple[int, ...]:
+    """Windows of a step."""
+    return config.micro_batch or ((2,) if find_machine(config.device).device == "cpu" else (16, 32, 64))
+
+
+def random_tokens(folder: Path, name: str, count: int = 1_000_000) -> int:
+    """Shards of random tokens, where there are none yet; returns how many ids the tokenizer has."""
+    tokenizer = load_tokenizer(name)
+    if not folder.exists():
+        folder.mkdir()
+        writer = ShardWriter(folder, "train", count, tokenizer.vocab_size)
+        writer.add(np.random.default_rng(0).integers(0, tokenizer.vocab_size, count))
+        shards = {"train": writer.close()}
+        size = tokenizer.vocab_size
+        write_manifest(folder, Manifest(2, name, tokenizer.sha256, size, tokenizer.eot, "random", shards))
+    return tokenizer.vocab_size
+
+
+def as_cases(
+    what: str, readings: dict[str, list[Reading]], run: TrainingConfig, device: torch.device
+) -> Iterator[Case]:
+    """Rows of the table."""
+    tokens = run.train.global_batch_tokens
+    rates = {side: [tokens / reading.seconds for reading in of] for side, of in readings.items()}
+    yield Case(what, "tokens/s" if device.type == "cuda" else "tokens/CPU s", rates)
+    if peak := peak_flops(device_name(device)):
+        with torch.device("meta"):
+            flops = GPT(run.model, 50257).flops_per_token()
+        yield Case(what, "MFU", {side: [rate * flops / peak for rate in of] for side, of in rates.items()})
+    memory = {side: [max(reading.memory for reading in of) / 2**20] for side, of in readings.items()}
+    yield Case(what, "peak MiB", memory, more_is_better=False)
+
+
+def bookkeeping(readings: dict[str, list[Reading]]) -> str:
+    """What ours takes longer than the bare loop, where the arithmetic is next to nothing."""
+    pairs = zip(readings[OURS], readings[BARE], strict=True)
+    more = [1e3 * (own.seconds - other.seconds) for own, other in pairs]
+    return (
+        f"bookkeeping: a tiny step takes ours {median(more):.2f} ms ({min(more):.2f} to {max(more):.2f}) more than the "
+        f"{BARE}"
+    )
+
+
+def _settings(config: BenchmarkConfig) -> Iterator[tuple[int, str, str]]:
+    return product(micro_batches(config), config.precision, config.compile)
+
+
+def _words(precision: str, compiled: str) -> str:
+    return {"no": "fp32"}.get(precision, precision) + ("" if compiled == "off" else f", compile {compiled}")

@@ -1,0 +1,242 @@
+"""Several sources as one order: of which source each position is, and which of its windows.
+
+The order is cut into blocks of M = 1,000 positions, in each of which every source has a whole number of windows, by the
+weights of the phase that the block is of; a keyed permutation shares out the block's positions. The k-th position that
+is of a source, over all blocks, takes item k of the source's own endless order. So it is a pure function of seed and
+position like `Order`, and that is what it comes to as long as all weight is on source 0. docs/architecture.md spells it
+out, for who would check it without this code.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from gpt2_ddp.config.training import WINDOWS_PER_BLOCK as BLOCK
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import Manifest, read_manifest
+from gpt2_ddp.data.order import SOURCE_BITS, Order
+from gpt2_ddp.data.windows import count_windows
+from gpt2_ddp.errors import UserError
+
+CACHED = 8
+"""Blocks whose positions are kept: a step's micro-batches are mostly of one or two."""
+
+
+class Phase(NamedTuple):
+    """The weights, which sum up to 1, from position `begins` on, a multiple of M."""
+
+    begins: int
+    weights: tuple[Fraction, ...]
+
+
+class MixedOrder:
+    """The endless order of the windows of several sources: a pure function of seed and position, with O(1) seek.
+
+    Its length, which is what rows and `train.epochs` call an epoch, is the windows of the sources that the first phase
+    is of: it does not change when sources come later.
+
+    Args:
+        windows: of each source.
+        names: of each, in rows.
+    """
+
+    def __init__(self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]):
+        self.phases, self.names = phases, names
+        self._orders = [Order(seed, n, f"{number}/" if number else "") for number, n in enumerate(windows)]
+        self._slots = Order(seed, BLOCK, "block/")
+        self._length = sum(n for n, weight in zip(windows, phases[0].weights, strict=True) if weight)
+        self._before = [np.zeros(len(windows), np.int64)]  # uses of each source before each phase
+        for phase, after in pairwise(phases):
+            self._before.append(self._before[-1] + _uses(phase.weights, (after.begins - phase.begins) // BLOCK))
+        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        """The items at ascending positions int [n] of the order: uint64 [n]."""
+        numbers, offsets = np.divmod(positions, BLOCK)
+        sources, uses = np.empty((2, len(positions)), np.int64)
+        start = 0
+        while start < len(positions):  # they ascend, so those of a block stand side by side
+            of_sources, of_uses = self._block(int(numbers[start]))
+            stop = int(np.searchsorted(numbers, numbers[start], side="right"))
+            sources[start:stop], uses[start:stop] = of_sources[offsets[start:stop]], of_uses[offsets[start:stop]]
+            start = stop
+        items = np.empty(len(positions), np.uint64)
+        for source in set(sources.tolist()):
+            here = sources == source
+            items[here] = self._orders[source].at(uses[here]) | np.uint64(source << SOURCE_BITS)
+        return items
+
+    def uses(self, position: int) -> np.ndarray:
+        """How many of the positions before `position` are of each source: int64 [sources]."""
+        number, offset = divmod(position, BLOCK)
+        before = self._uses_before(number)
+        return before + np.bincount(self._block(number)[0][:offset], minlength=len(before)) if offset else before
+
+    def by_source(self, position: int, passed: Sequence[Sequence[int]], unit: str, per_item: int) -> dict[str, float]:
+        """What rows say of each source where the data stand at `position`: `tokens/NAME`, trained on, without what was
+        passed over; `epoch/NAME`, of its own, with it."""
+        reached = self.uses(position)
+        gaps = [self.uses(min(stop, position)) - self.uses(start) for start, stop in passed if start < position]
+        trained = (reached - sum(gaps)) * per_item
+        epochs = [round(int(k) / len(order), 4) for k, order in zip(reached, self._orders, strict=True)]
+        row: dict[str, float] = {}
+        for name, count, epoch in zip(self.names, trained.tolist(), epochs, strict=True):
+            row |= {f"{unit}/{name}": count, f"epoch/{name}": epoch}
+        return row
+
+    def _uses_before(self, block: int) -> np.ndarray:
+        number = sum(phase.begins <= block * BLOCK for phase in self.phases) - 1
+        phase = self.phases[number]
+        return self._before[number] + _uses(phase.weights, block - phase.begins // BLOCK)
+
+    def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of each position in a block, its source and how many positions before it are of that one: int64 [M] both."""
+        if number not in self._blocks:
+            before = self._uses_before(number)
+            counts = self._uses_before(number + 1) - before
+            ends = np.cumsum(counts)
+            slots = self._slots.at(np.arange(number * BLOCK, (number + 1) * BLOCK))
+            sources = np.searchsorted(ends, slots.astype(np.int64), side="right")
+            uses = np.empty(BLOCK, np.int64)  # in order of time, so that an epoch ends where it should
+            uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(before - ends + counts, counts)
+            if len(self._blocks) == CACHED:
+                self._blocks.clear()
+            self._blocks[number] = sources, uses
+        return self._blocks[number]
+
+
+def _uses(weights: Sequence[Fraction], blocks: int) -> np.ndarray:
+    """Positions of each source in the first so many blocks of a phase: floor(weight · M · blocks), and for the
+    heaviest, the first of them, what is left. So none ever has less in more blocks, and no share drifts."""
+    counts = [weight.numerator * BLOCK * blocks // weight.denominator for weight in weights]
+    heaviest = weights.index(max(weights))
+    counts[heaviest] += BLOCK * blocks - sum(counts)
+    return np.array(counts, np.int64)
+
+
+def phases_of(config: TrainingConfig, windows: Sequence[int]) -> list[Phase]:
+    """The phases of a run over sources of so many windows, a single one included. A weight is taken as it is written:
+    0.1 is one tenth."""
+    first = config.data.weights or windows
+    later = [phase.weights for phase in config.data.phases]
+    begun = [0, *config.phase_begins]
+    return [Phase(start, normal(weights)) for start, weights in zip(begun, [first, *later], strict=True)]
+
+
+def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
+    """Weights in relation to their sum."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    return tuple(weight / sum(exact) for weight in exact)
+
+
+def order_of(config: TrainingConfig, windows: Sequence[int]) -> Order | MixedOrder:
+    """The order of a run over sources of so many windows: of a single one, that which it always was."""
+    if len(windows) == 1:
+        return Order(config.seed, windows[0])
+    return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
+
+
+def read_manifests(paths: Sequence[str]) -> list[Manifest]:
+    """The manifests of all folders.
+
+    Raises:
+        UserError: one is none, or is of another tokenizer than the first, or has a shard that another one has, too.
+    """
+    manifests = [read_manifest(Path(path)) for path in paths]
+    first, known = manifests[0], {}
+    for path, manifest in zip(paths, manifests, strict=True):
+        vocabulary = [(one.tokenizer_sha256, one.vocab_size, one.eot) for one in (first, manifest)]
+        if vocabulary[0] != vocabulary[1]:
+            names = " and ".join(f"{one.tokenizer}, {one.vocab_size} ids" for one in (manifest, first))
+            cure = f"is of another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
+            raise UserError("data.path", path, f"{cure}{Path(paths[0]) / first.tokenizer}")
+        own = [(split, shard) for split, shards in manifest.splits.items() for shard in shards]
+        for split, shard in own:
+            place, other = known.get((shard.sha256, shard.bytes), (path, ""))
+            if place != path and (split, other) != ("val", "val"):
+                cure = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
+                raise UserError("data.path", path, f"{cure}; name the same text once, data.weights says how much of it")
+        known |= {(shard.sha256, shard.bytes): (path, split) for split, shard in own}
+    return manifests
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a mixture is, in plain values: checkpoints and starts hold it, where there are several sources. The hashes
+    of the manifests; where each phase begins, and its weights as fractions."""
+
+    manifests: list[str]
+    phases: list[tuple[int, list[str]]]
+
+
+def identity(manifests: Sequence[Manifest], phases: Sequence[Phase]) -> Identity:
+    """Of the sources and phases of a run, of which there may be one each."""
+    weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
+    return Identity([manifest.hash for manifest in manifests], weights)
+
+
+def recorded(record: Mapping[str, Any]) -> Identity | None:
+    """What a state or a start holds, also of a run with a single source; None where none is known. Raises: ValueError
+    where that is nonsense."""
+    alone = {"manifests": [record.get("data_manifest")], "phases": [(0, ["1"])]}
+    known = record.get("mixture") or (alone if record.get("data_manifest") else None)
+    return TypeAdapter(Identity | None).validate_python(known)
+
+
+def past(mixture: Identity, position: int, sources: int) -> list[tuple[int, list[str]]]:
+    """The phases that positions before `position` are of; of sources that came later, they have nothing."""
+    begun = [(begins, weights) for begins, weights in mixture.phases if begins < max(position, 1)]
+    return [(begins, weights + ["0"] * (sources - len(weights))) for begins, weights in begun]
+
+
+def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identity) -> None:
+    """Checks that a run which stands at `state` goes on with its own data: the same sources, behind which others may
+    have come, with the same weights for all positions that it has been at.
+
+    Raises:
+        UserError: naming what differs.
+    """
+    before = recorded(state)
+    if before is None:
+        return
+    paths, known, size = config.data.paths, before.manifests, config.model.block_size
+    then = "train.init_from takes weights alone" if config.branch_from else "choose another run_name"
+    if len(paths) < len(known):
+        cure = f"the run was started with {len(known)} folders; give those back, or {then}"
+        raise UserError("data.path", " ".join(paths), cure)
+    for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
+        if ours != theirs:
+            cure = f"its tokens are not the ones that the run was started with; give those back, or {then}"
+            raise UserError("data.path", path, cure)
+    position = max([state.get("position", 0), *(stop for _, stop in state.get("passed", []))])
+    ours, theirs = (past(one, position, len(paths)) for one in (now, before))
+    if ours != theirs:
+        number = next(i for i, pair in enumerate(zip_longest(ours, theirs)) if pair[0] != pair[1])
+        mine, had = (
+            f"{' '.join(one[number][1])} from token {one[number][0] * size} on" if number < len(one) else "none"
+            for one in (ours, theirs)
+        )
+        cure = (
+            f"the run had {had}; give that back, with 0 for a folder that is new, or {then}. Other weights may begin "
+        )
+        cure += f"behind what it has been at: data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
+        raise UserError("data.phases" if number else "data.weights", mine, cure)
+
+
+def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split: str = "val") -> dict[int, float]:
+    """How much each source that has this split counts in the loss of the mixture, by its number: 1 in all. It is the
+    same through a run, whatever the phases. Empty where none of those that count has the split: nothing is scored."""
+    windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
+    weights = config.eval.weights or config.data.weights or windows
+    there = {number: weights[number] for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1}
+    total = sum(there.values())
+    return {number: weight / total for number, weight in there.items()} if total else {}

@@ -1,0 +1,182 @@
+"""Whether transformers makes of an exported folder what was trained, which the checkpoint's own model tells."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gpt2_ddp.data.find import library_files
+from gpt2_ddp.data.tokenizer import END_OF_TEXT, Tokenizer
+from gpt2_ddp.export.folder import Rejected
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import from_transformers
+
+TEXT_CHARACTERS = 1_000_000
+"""Of Python's own modules, to compare token ids on."""
+SCRIPTS = (
+    f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
+    "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
+    "\u200b\u2028\u3000\ufeff\x00\x7f end   "
+)
+"""What seldom stands in a module: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
+WINDOWS = 2
+"""Of the model's whole context, to compare logits on."""
+GREEDY_TOKENS = 200
+TOLERANCE, RELATIVE = 1e-4, 1e-5
+"""Of logits: how far rounding may take two fp32 programs apart, absolutely or relative to the largest logit."""
+
+
+class Findings(NamedTuple):
+    """What was compared and found equal.
+
+    Args:
+        tensors: how many are equal bit for bit.
+        difference: by which `logits` logits differ at most, the largest of which is `largest` in size.
+        greedy: tokens that both find likeliest, of `generated`; between the others, rounding decides.
+        ids: equal token ids, of `characters` characters of text.
+    """
+
+    tensors: int
+    logits: int
+    difference: float
+    largest: float
+    greedy: int
+    generated: int
+    ids: int
+    characters: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensors} tensors bit for bit, {self.logits:,} logits to {self.difference:.1e} (the largest is "
+            f"{self.largest:.3g}), {self.greedy} of {self.generated} greedy tokens, and all {self.ids:,} token ids of "
+            f"{self.characters:,} characters"
+        )
+
+
+@torch.inference_mode()
+def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> Findings:
+    """Loads the folder with transformers, without a network, and compares it with what it was made from.
+
+    Args:
+        model: in fp32, on the CPU, in evaluation mode.
+
+    Raises:
+        Rejected: in words, at the first thing that differs.
+    """
+    theirs, their_tokenizer = _load(folder)
+    tensors = _compare_weights(theirs, model)
+    text, ids = _compare_tokens(their_tokenizer, tokenizer)
+    row = np.concatenate([[tokenizer.eot], *[ids] * math.ceil(WINDOWS * model.config.block_size / len(ids))])
+    tokens = torch.from_numpy(row.astype(np.int64))
+    if theirs.generation_config.eos_token_id != tokenizer.eot or their_tokenizer.eos_token_id != tokenizer.eot:
+        raise Rejected("end-of-text has another id")
+    compared = _compare_logits(theirs, model, tokens)
+    greedy = _compare_greedy(theirs, model, tokens, tokenizer.eot)
+    return Findings(tensors, *compared, *greedy, len(ids), len(text))
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
+        theirs, info = loaded
+        their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever it raises for a folder that it cannot read
+        raise Rejected(f"transformers does not load it: {type(error).__name__}: {error}") from error
+    finally:
+        logging.enable_progress_bar()
+    if found := {what: sorted(map(str, keys)) for what, keys in info.items() if keys}:
+        raise Rejected(f"transformers finds {found}")
+    return theirs.eval(), their_tokenizer
+
+
+def _compare_weights(theirs: Any, model: GPT) -> int:
+    state = model.state_dict()
+    try:
+        back = from_transformers(theirs.state_dict(), state)
+    except ValueError as error:
+        raise Rejected(f"the weights that transformers loads do not fit: {error}") from error
+    for name, weight in state.items():
+        if not torch.equal(back[name].view(torch.int32), weight.view(torch.int32)):
+            raise Rejected(f"{name} is not the checkpoint's as transformers loads it")
+    return len(state)
+
+
+def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
+    """The text, and its ids by both."""
+    text = _text(tokenizer)
+    ids, others = tokenizer.encode(text), np.array(theirs(text, verbose=False)["input_ids"])
+    same = min(len(ids), len(others))
+    if len(ids) != len(others) or (ids != others).any():
+        first = int(np.argmax(ids[:same] != others[:same])) if (ids[:same] != others[:same]).any() else same
+        said = f"{ids[first : first + 5].tolist()} here and {others[first : first + 5].tolist()} there"
+        raise Rejected(f"token ids differ behind {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
+    if theirs.decode(ids) != tokenizer.decode(ids):
+        raise Rejected("the text of the token ids differs")
+    return text, ids
+
+
+def _text(tokenizer: Tokenizer) -> str:
+    """Some of all scripts and TEXT_CHARACTERS of Python's modules; where a tokenizer's ids are characters, all of those
+    and what the text has of them."""
+    parts, length = [SCRIPTS], 0
+    for file in library_files():
+        parts.append(file.read_bytes().decode(errors="replace"))
+        length += len(parts[-1])
+        if length > TEXT_CHARACTERS:
+            break
+    known, text = tokenizer.characters, "".join(parts)
+    return (
+        text if known is None else "".join([*sorted(known), *(character for character in text if character in known)])
+    )
+
+
+def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float, float]:
+    """How many logits were compared, by how much they differ at most, and the size of the largest."""
+    count, found = 0, []
+    for start in range(WINDOWS):
+        # A window begins a document and holds one alone, as in training: what documents see of each other is a choice.
+        size = model.config.block_size
+        window = torch.cat([tokens[:1], tokens[1 + start * size :][: size - 1]])[None]
+        ours, others = model(window), theirs(window).logits
+        if ours.shape != others.shape:
+            raise Rejected(f"logits have the shape {[*others.shape]} there and {[*ours.shape]} here")
+        count += ours.numel()
+        found.append([(ours - others).abs().max().item(), ours.abs().max().item()])
+    difference, largest = np.max(found, axis=0).tolist()  # NaN where one is
+    if not math.isfinite(largest):
+        raise Rejected("the checkpoint's own logits are not finite")
+    if not difference <= _bound(largest):
+        raise Rejected(f"logits differ by {difference:.2e}, and {_bound(largest):.2e} would be rounding")
+    return count, difference, largest
+
+
+def _compare_greedy(theirs: Any, model: GPT, tokens: Tensor, eot: int) -> tuple[int, int]:
+    """How many of the tokens that transformers generates, each the likeliest, are our likeliest too, of how many. The
+    others are our likeliest within rounding. End-of-text is left out: one document goes on."""
+    size = model.config.block_size
+    given = max(min(8, size // 2), 1)
+    new = max(min(GREEDY_TOKENS, size - given), 1)
+    rows = math.ceil(GREEDY_TOKENS / new)
+    starts = torch.arange(rows)[:, None] * given % (len(tokens) - given)
+    prompts = tokens[1 + starts + torch.arange(given)]
+    settings = {"do_sample": False, "max_new_tokens": new, "suppress_tokens": [eot]}
+    written = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), **settings)
+    logits, chosen = model(written[:, :-1])[:, given - 1 :], written[:, given:]
+    logits[..., eot] = -math.inf
+    behind = logits.max(dim=-1).values - logits.gather(2, chosen[..., None])[..., 0]
+    if not behind.max() <= 2 * _bound(logits.max().item()):
+        row, place = divmod(int(behind.argmax()), new)
+        said = f"{int(logits[row, place].argmax())} here and {int(chosen[row, place])} there"
+        raise Rejected(f"greedy tokens differ: behind {written[row, : given + place].tolist()[-8:]} it is {said}")
+    return int((logits.argmax(dim=-1) == chosen).sum()), chosen.numel()
+
+
+def _bound(largest: float) -> float:
+    return max(TOLERANCE, RELATIVE * largest)

@@ -1,0 +1,104 @@
+"""export_hf.py: a checkpoint as a folder that transformers, lm-eval and llama.cpp's converter read."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from gpt2_ddp.config.tools import ExportConfig
+from gpt2_ddp.data.tokenizer import Tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.card import write_card
+from gpt2_ddp.export.check import Findings, check_export
+from gpt2_ddp.export.folder import Rejected, made_whole
+from gpt2_ddp.export.gguf_file import require_gguf, write_gguf
+from gpt2_ddp.export.hub import Hub
+from gpt2_ddp.export.tokenizer_files import write_tokenizer
+from gpt2_ddp.files import sha256_file, write_hashed, writing
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
+from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors
+from gpt2_ddp.tasks.checkpoints import note_best
+from gpt2_ddp.tasks.pretraining import find_gpt, load_model
+
+TRAINING = "training.yaml"
+"""The configuration that the run was trained with."""
+GGUF = "model.gguf"
+
+
+def export_hf(config: ExportConfig) -> int:
+    """The command: exports, prints what was compared, uploads; returns the exit code.
+
+    Raises:
+        UserError: for whatever the user has to mend, before the weights are read where that can be.
+    """
+    require_transformers()
+    if config.gguf:
+        require_gguf()
+    hub = Hub(config.push_to_hub, config.private) if config.push_to_hub else None
+    checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
+    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
+    output = Path(config.output or default_output(checkpoint))
+    try:
+        findings = export(checkpoint, output, config.gguf)
+    except Rejected as rejected:
+        print(f"rejected: {rejected}; what was written is left in {rejected.left}", file=sys.stderr)
+        return 1
+    print(f"{output}: {checkpoint.path} for transformers, which agrees in {findings}")
+    if hub:
+        print(f"uploaded to {hub.upload(output)}")
+    return 0
+
+
+def require_transformers() -> None:
+    """Raises: UserError where it is not installed, which would be found only after the weights were written."""
+    if importlib.util.find_spec("transformers") is None:
+        cure = "is not installed, and the export is checked with it; `pip install transformers`"
+        raise UserError("package", "transformers", cure)
+
+
+def default_output(checkpoint: Checkpoint) -> Path:
+    """In exports/, by the run's name and the step."""
+    return Path("exports", f"{checkpoint.config['run_name']}-step-{checkpoint.state['step']:08d}")
+
+
+def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
+    """Makes the folder `output` of a GPT's checkpoint; it is there once transformers was found to compute the same.
+    `gguf`: with a file for llama.cpp.
+
+    Raises:
+        UserError: `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses.
+        Rejected: it does not; the folder is left under the name of `.rejected`.
+    """
+    with made_whole(output) as folder:
+        try:
+            model, tokenizer = load_model(checkpoint)
+            shutil.copyfile(checkpoint.path / CONFIG, folder / TRAINING)
+            definition = checkpoint.path / checkpoint.state["tokenizer"]
+            definition = definition.read_bytes() if definition.is_file() else None
+            sha256 = sha256_file(checkpoint.path / MANIFEST)
+        except FileNotFoundError as error:
+            cure = "is gone; a run that goes on removes old checkpoints: give the same command again"
+            raise UserError("checkpoint", checkpoint.path, cure) from error
+        write_tokenizer(tokenizer, definition, model.config.block_size, folder)
+        write_model(model, tokenizer, folder)
+        findings = check_export(folder, model, tokenizer)
+        if gguf:
+            write_gguf(model, tokenizer, folder / GGUF)
+        write_card(checkpoint, sha256, model, tokenizer, findings, TRAINING, folder)
+    return findings
+
+
+def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes config.json, generation_config.json and model.safetensors."""
+    eot = tokenizer.eot
+    generation = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
+    for name, fields in (
+        ("config.json", transformers_config(model.config, model.vocab_size, eot)),
+        ("generation_config.json", generation),
+    ):
+        (folder / name).write_text(json.dumps(fields, indent=2), encoding="utf-8")
+    file = folder / "model.safetensors"
+    with writing(file):
+        write_hashed(file, as_safetensors(to_transformers(model.state_dict(), model.vocab_size), {"format": "pt"}))

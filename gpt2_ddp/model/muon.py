@@ -1,0 +1,66 @@
+"""Muon (Jordan et al., 2024) for matrices and AdamW for everything else, as one optimizer."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+
+from gpt2_ddp.processes.launch import multiplies_bf16
+
+STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
+"""Of the Newton-Schulz iteration: Jordan's, whose result has singular values between about 0.7 and 1.2."""
+
+
+class Muon(AdamW):
+    """The arithmetic of `torch.optim.Muon` for groups that have a `momentum`, and fused AdamW for the others.
+
+    The update of an [A, B] matrix is Nesterov's momentum, made orthogonal and scaled by √max(1, A/B), the "original"
+    adjustment: its spectral norm is about the learning rate, whatever the width. Of several ranks each makes some of
+    the updates and gives them to the others: that divides the work, and ranks whose processors round differently stay
+    replicas. torch's own does not look at `found_inf`; this reads it on the device, as AdamW's kernel does, so that a
+    step that is left out changes nothing and nobody waits.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """AdamW's step asks here what it has to step of a group: nothing of Muon's, which is stepped at once."""
+        if "momentum" not in group:
+            return super()._init_group(group, *lists)
+        assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
+        lr, momentum, parameters = group["lr"], group["momentum"], [p for p in group["params"] if p.grad is not None]
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        dtype = torch.bfloat16 if multiplies_bf16(group["params"][0].device) else torch.float32
+        bad = getattr(self, "found_inf", torch.zeros((), device=group["params"][0].device)).bool()
+        updates, sent = [], []
+        for number, parameter in enumerate(parameters):
+            if parameter not in self.state:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            moment = self.state[parameter]["momentum_buffer"]
+            grad = torch.where(bad, moment, parameter.grad)  # whichever part of the way to itself: the moment stays
+            moment.lerp_(grad, 1 - momentum)
+            update = torch.empty_like(parameter, dtype=torch.bfloat16)
+            if number % world == rank:
+                update.copy_(orthogonal(grad.lerp(moment, momentum), dtype))
+            if world > 1:
+                sent.append(dist.broadcast(update, number % world, async_op=True))
+            updates.append(update)
+        for work in sent:
+            work.wait()
+        for parameter, update in zip(parameters, updates, strict=True):
+            stepped = parameter * (1 - lr * group["weight_decay"])
+            stepped.add_(update, alpha=-lr * math.sqrt(max(1, parameter.size(0) / parameter.size(1))))
+            parameter.copy_(torch.where(bad, parameter, stepped))
+        return False
+
+
+def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """About U·Vᵀ of a matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [A, B] -> [A, B]."""
+    a, b, c = COEFFICIENTS
+    x = (matrix.T if matrix.size(0) > matrix.size(1) else matrix).to(dtype)
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.size(0) > matrix.size(1) else x

@@ -1,0 +1,158 @@
+"""What is measured here rather than reckoned: the memory of a process without its model, and steps of the real loop."""
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.nn.parallel import DistributedDataParallel
+
+from gpt2_ddp.config.cli import is_main_process
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.plan.cost import Rate
+from gpt2_ddp.run.folder import METRICS
+from gpt2_ddp.run.loop import train_steps
+from gpt2_ddp.run.rows import read_lines
+from gpt2_ddp.run.run import Run
+from gpt2_ddp.run.session import session
+from gpt2_ddp.run.task import Due
+from gpt2_ddp.tasks.pretraining import Pretraining
+
+STEPS, READING = 25, 5
+"""Steps that are trained; steps of which each row gives the rate, and the first row's are warm-up."""
+
+
+def base_memory(config: TrainingConfig) -> float:
+    """Bytes of this process with everything loaded that a step loads, but for the model: a step of a tiny one is
+    taken first, as libraries are loaded and kernels made by the first. Collective."""
+    model = GPT(ModelConfig(n_layer=1, n_head=4, n_embd=128, block_size=128, dropout=config.model.dropout), 1024)
+    optimizer = build_optimizer(model, config.optim)
+    tokens = torch.zeros(4, 128, dtype=torch.int64)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    wrapped(tokens, tokens).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    del wrapped, model, optimizer
+    gc.collect()
+    return float(psutil.Process().memory_info().rss)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the steps showed: how fast they are, on the main process alone; and the most memory of this process, in
+    bytes."""
+
+    rate: Rate | None
+    memory: float
+
+
+class _Timed(Run):
+    """A run that keeps the time of what follows its steps; the last of each counts, when nothing is done for the first
+    time."""
+
+    def __init__(self, *args: Any):
+        self.took: dict[str, float] = {}
+        super().__init__(*args)
+
+        for name in ("evaluate", "save", "sample"):
+            setattr(self, name, self._timed(name, getattr(self, name)))
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            result = function(*args, **options)
+            self.took[name] = time.perf_counter() - begun
+            return result
+
+        return timed
+
+
+class _Short(Pretraining):
+    """The training's first steps, under its own schedule; the run ends with them."""
+
+    is_open = False
+
+    def open_data(self) -> None:
+        super().open_data()
+        self.is_open = True
+
+    def total_steps(self, epoch_size: int | None) -> int | None:
+        return STEPS if self.is_open else super().total_steps(epoch_size)
+
+    def due(self, step: int, last: bool) -> Due:
+        validates = self.validates
+        samples = self.config.tracking.sample_every > 0
+        return Due(step % READING == 0, last and validates, last or step == READING, last and samples)
+
+
+def measure(config: TrainingConfig, loaded: float) -> Measured:
+    """Trains some steps as the training would, in a temporary folder, by the median of their rates. Collective.
+
+    Args:
+        loaded: seconds from this process's beginning until its libraries were loaded.
+
+    Raises:
+        UserError: as training does.
+    """
+    with TemporaryDirectory(prefix="plan-") as folder, redirect_stdout(sys.stderr):
+        if is_main_process():
+            print(f"{STEPS} steps are trained for the time that they take", file=sys.stderr)
+        values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "measured"}
+        values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}
+        values["tracking"] |= {"log_with": []}
+        values["eval"] |= {"patience": None}
+        begun = time.perf_counter()
+        run = _Timed(TrainingConfig.model_validate(values), _Short)
+        with run:
+            run.build()
+            start = loaded + time.perf_counter() - begun
+            with session(run) as running:
+                first = time.perf_counter()
+                train_steps(run, running)
+                whole = time.perf_counter() - first
+            rows = [line.row or {} for line in read_lines(Path(folder) / "measured" / METRICS)] if run.folder else []
+            memory = _peak(run.accelerator)
+        rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")][1:]
+        end = _report(Path(folder) / "measured") if rows else 0.0
+    if not rates:
+        return Measured(None, memory)
+    took, per_second = run.took, median(rates)
+    # what the first steps, the first evaluation and the first save take longer than others belongs to the start
+    usual = STEPS * config.train.global_batch_tokens / per_second
+    usual += sum(took.get(what, 0.0) * times for what, times in REPEATED.items())
+    start += max(whole - usual, 0.0)
+    evaluation, save, sample = (took.get(what, 0.0) for what in REPEATED)
+    return Measured(Rate(per_second, "measured here", evaluation, save, sample, start, end), memory)
+
+
+REPEATED = {"evaluate": 2, "save": 2, "sample": 1}
+"""How often each is done in the steps that are measured."""
+
+
+def _report(run: Path) -> float:
+    """Seconds for the report that train_gpt2.py ends with."""
+    from gpt2_ddp.reports.report import write_report  # matplotlib and all
+
+    begun = time.perf_counter()
+    write_report([run], run)
+    return time.perf_counter() - begun
+
+
+def _peak(accelerator: Accelerator) -> float:
+    if accelerator.device.type == "cuda":
+        return float(torch.cuda.max_memory_reserved(accelerator.device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)

@@ -1,0 +1,221 @@
+"""What a new run begins with (`train.init_from`): the weights of another run, or those of a GPT-2 of transformers."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, LARGEST, TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.files import read_small
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import EMBEDDINGS, FIXED, HEAD, MASKS, PREFIX, from_transformers
+from gpt2_ddp.run.checkpoint import MODEL, TRANSFORMERS, find_checkpoint
+from gpt2_ddp.run.snapshot import fit_weights
+
+FIELD = "train.init_from"
+HUB = "hub:"
+INDEX, VOCABULARY, MERGES = f"{MODEL}.index.json", "vocab.json", "merges.txt"
+NEEDED = [TRANSFORMERS, INDEX, "model*.safetensors", TOKENIZER_FILE, VOCABULARY, MERGES]
+"""Patterns of what is fetched from the Hub."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
+"""Of transformers' GPT-2, where a config.json leaves them out."""
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+"""Names of one function, which is the only one here."""
+
+
+def find_initial_weights(config: TrainingConfig) -> Path:
+    """The folder that is meant: of a checkpoint, or of a transformers model whose config.json fits the model section.
+
+    Raises:
+        UserError: there is none, or it cannot be continued; found by small files alone.
+    """
+    named = config.train.init_from or ""
+    path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
+    if not os.path.isfile(path / TRANSFORMERS):
+        return find_checkpoint(path, FIELD, weights=False, kind="gpt2").path
+    theirs = _read_json(path, TRANSFORMERS)
+    if mistakes := _choices(named, theirs) or _other_shape(named, theirs, config.model):
+        raise UserError.join([line for mistake in mistakes for line in mistake.mistakes])
+    if not named.startswith(HUB):
+        _weight_files(path)
+    return path
+
+
+def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokenizer: Tokenizer) -> None:
+    """Puts the weights that `find_initial_weights` has found into the plain model; says in a line what is left out.
+
+    Args:
+        tokenizer: the data's; the weights have to be of the same ids.
+
+    Raises:
+        UserError: a file is missing or damaged, the ids are others, or a tensor does not fit.
+    """
+    named = config.train.init_from or ""
+    if named.startswith(HUB):
+        path = _fetch(named, NEEDED)
+    if not os.path.isfile(path / TRANSFORMERS):
+        checkpoint = find_checkpoint(path, FIELD)
+        if checkpoint.state.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
+            cure = f"its tokens are of another tokenizer ({checkpoint.state['tokenizer']}) than the data's"
+            raise UserError(FIELD, path, f"{cure} ({tokenizer.name}); prepare the text with that one")
+        fit_weights(load_file(path / MODEL), model, path)
+        return
+    tensors = _read_tensors(path)
+    rows, positions = (tensors[name].size(0) for name in EMBEDDINGS)
+    notes = _check_ids(path, rows, tokenizer)
+    for name in {EMBEDDINGS[0], HEAD} & tensors.keys():
+        tensors[name] = tensors[name][: tokenizer.vocab_size]
+    if positions > config.model.block_size:
+        notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are taken (block_size)")
+    try:
+        model.load_state_dict(from_transformers(tensors, model.state_dict()))
+    except ValueError as error:
+        raise UserError(FIELD, path, f"cannot be continued: {error}") from error
+    for note in notes:
+        print(f"note: {FIELD} = {shown(named)}: {note}", file=sys.stderr)
+
+
+def _fetch(named: str, patterns: list[str]) -> Path:
+    """The folder where huggingface_hub keeps these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`."""
+    import huggingface_hub
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    name, _, revision = named.removeprefix(HUB).partition("@")
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    except (OSError, ValueError, HTTPError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(FIELD, named, f"cannot be had from the Hub ({reason}); a folder needs no network") from error
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    try:
+        content = json.loads(read_small(path / name, 2**26))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(FIELD, path / name, f"cannot be read ({error}); save the model again") from error
+    if not isinstance(content, dict):
+        raise UserError(FIELD, path / name, "holds no fields; save the model again")
+    return content
+
+
+def _choices(named: str, theirs: dict[str, Any]) -> list[UserError]:
+    """Where it computes something that a `GPT` cannot. (`reorder_and_upcast_attn` is another order of the same.)"""
+    if theirs.get("model_type") != "gpt2":
+        return [UserError(FIELD, named, f"is a model of type {theirs.get('model_type')}; only a gpt2 can be continued")]
+    several = {"activation_function": TANH_GELUS, "n_inner": (None, 4 * theirs.get("n_embd", DEFAULTS["n_embd"]))}
+    return [
+        UserError(FIELD, named, f"has {field}: {json.dumps(theirs[field])}, and here it is {json.dumps(ours)} alone")
+        for field, ours in {**FIXED, "n_inner": None, "quantization_config": None}.items()
+        if theirs.get(field, ours) not in several.get(field, (ours,))
+    ]
+
+
+def _other_shape(named: str, theirs: dict[str, Any], model: ModelConfig) -> list[UserError]:
+    shape = {**DEFAULTS, **theirs}
+    wrong = [
+        UserError(f"model.{field}", getattr(model, field), f"{named} has {shape[field]}; set it to {shape[field]}")
+        for field in ("n_layer", "n_head", "n_embd")
+        if shape[field] != getattr(model, field)
+    ]
+    positions = shape["n_positions"]
+    if not isinstance(positions, int) or positions < model.block_size:
+        cure = f"{named} has {positions} positions; set it to {positions} or less"
+        wrong.append(UserError("model.block_size", model.block_size, cure))
+    return wrong
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if os.path.isfile(path / INDEX):
+        parts = _read_json(path, INDEX).get("weight_map")
+        names = sorted({Path(str(name)).name for name in parts.values()}) if isinstance(parts, dict) else []
+    else:
+        names = [MODEL] if os.path.isfile(path / MODEL) else [file.name for file in path.glob("*.safetensors")]
+        names *= len(names) == 1
+    if not names and (pickles := sorted(file.name for suffix in PICKLES for file in path.glob(suffix))):
+        cure = f"holds its weights as pickles alone ({pickles[0]}), which can run any code when they are read"
+        raise UserError(FIELD, path, f"{cure}; have transformers save it again, as safetensors")
+    missing = [
+        name for name in names or [f"{MODEL}, nor {INDEX} that names several"] if not os.path.isfile(path / name)
+    ]
+    if missing:
+        raise UserError(FIELD, path, f"has no {missing[0]}; save the model again")
+    return [path / name for name in names]
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors, by their names without a prefix; without the causal masks of older releases."""
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(path):
+        try:
+            read = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise UserError(FIELD, file, f"is not a whole safetensors file ({error}); get it again") from error
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
+        if twice := [*own.keys() & tensors.keys()] or [name for name in own if name in read and PREFIX + name in read]:
+            raise UserError(FIELD, file, f"holds {min(twice)} a second time; save the model again")
+        tensors |= own
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise UserError(FIELD, path, f"{name} is of type {tensor.dtype}; only fp32, fp16 and bf16 can be continued")
+        if not tensor.isfinite().all():
+            raise UserError(FIELD, path, f"{name} holds numbers that are not finite; nothing can be continued from it")
+    if missing := [name for name in EMBEDDINGS if name not in tensors or tensors[name].dim() != 2]:
+        raise UserError(FIELD, path, f"{missing[0]} is missing, or no matrix; save the model again")
+    return tensors
+
+
+def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
+    """Compares each id's token, the order of merges, and the ids of a text of all tokens; returns what is to be said.
+
+    Args:
+        rows: ids that the weights have.
+    """
+    theirs, size = _read_tokenizer(path), tokenizer.vocab_size
+    if rows < size or (theirs is None and rows > size):
+        raise UserError(FIELD, path, f"has {rows:,} rows of a vocabulary, and the data's tokenizer has {size:,} ids")
+    if theirs is None:
+        return [f"it has no {TOKENIZER_FILE}; all that is known is that the tokenizer has {size:,} ids as well"]
+    encoding = tokenizer.encoding
+    bytewise = b"\xff" in encoding._mergeable_ranks
+    ours = {rank: _spelled(token, bytewise) for token, rank in encoding._mergeable_ranks.items()}
+    for rank, token in sorted({**ours, **{rank: token for token, rank in encoding._special_tokens.items()}}.items()):
+        if (found := theirs.id_to_token(rank)) != token:
+            cure = f"its tokenizer is another one: id {rank} is {found!r} there, and {token!r} in the data's"
+            raise UserError(FIELD, path, f"{cure}; prepare the text with its {TOKENIZER_FILE}")
+    text = tokenizer.decode(sorted(ours))
+    merges = ["".join(pair) for pair in json.loads(theirs.to_str())["model"].get("merges", [])]
+    same_merges = merges == [token for _, token in sorted(ours.items()) if len(token) > 1]
+    if not same_merges or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
+        cure = "its tokenizer has the ids of the data's, but splits or merges text otherwise"
+        raise UserError(FIELD, path, f"{cure}; prepare the text with its {TOKENIZER_FILE}")
+    return [f"the last {rows - size:,} rows of its vocabulary are of no token of the data"] if rows > size else []
+
+
+def _spelled(token: bytes, bytewise: bool) -> str:
+    return "".join(CHARACTER_OF_BYTE[byte] for byte in token) if bytewise else token.decode()
+
+
+def _read_tokenizer(path: Path) -> Any:
+    """That of HuggingFace `tokenizers`, where its files are there."""
+    import tokenizers
+
+    try:
+        if os.path.isfile(path / TOKENIZER_FILE):
+            return tokenizers.Tokenizer.from_buffer(read_small(path / TOKENIZER_FILE, LARGEST))
+        if not (os.path.isfile(path / VOCABULARY) and os.path.isfile(path / MERGES)):
+            return None
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(str(path / VOCABULARY), str(path / MERGES)))
+    except Exception as error:  # tokenizers has no narrower one
+        raise UserError(FIELD, path, f"its tokenizer cannot be read ({error}); save it again") from error
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer

@@ -1,0 +1,52 @@
+"""`train.micro_batch_size: auto` (docs/step.md): by a GPU's memory, with a trial, or by a CPU's caches."""
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.windows import divisors
+from gpt2_ddp.model.gpt import GPT, without_init
+from gpt2_ddp.model.memory import CUDA_BASE, estimate, pick_micro_batch, setting_of
+
+
+def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: Accelerator) -> int:
+    """Windows per forward pass, by what memory is reckoned to do. All ranks have the same; collective."""
+    device, processes = accelerator.device, accelerator.num_processes
+    with torch.device("meta"), without_init():
+        model = GPT(config.model, vocab_size)
+
+    def peak(size: int) -> float:
+        precision, base = accelerator.mixed_precision, CUDA_BASE * (1 + (processes > 1))
+        return estimate(setting_of(config, model, device.type, processes, precision, size, base)).peak
+
+    room = float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
+    own = pick_micro_batch(config.global_batch_windows // processes, device.type, config.model.block_size, peak, room)
+    return min(gather_object([own]))
+
+
+def tried_micro_batch(model: GPT, accelerator: Accelerator, share: int, size: int) -> int:
+    """The largest divisor of the rank's share, from `size` on, with which a forward and a backward pass of the plain
+    model fits on every rank's device, beside the optimizer's moments; 1 if none does. Collective."""
+    model.to(accelerator.device)
+    for candidate in [one for one in divisors(share) if 1 < one <= size]:
+        if all(gather_object([_fits(model, accelerator, candidate)])):
+            return candidate
+    return 1
+
+
+def _fits(model: GPT, accelerator: Accelerator, size: int) -> bool:
+    tokens = torch.zeros(size, model.config.block_size, dtype=torch.int64, device=accelerator.device)
+    try:
+        moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
+        with accelerator.autocast():
+            loss = model(tokens, tokens, reduction="sum")
+        loss.backward()
+        del moments, loss
+        fits = True
+    except torch.OutOfMemoryError:
+        fits = False
+    model.zero_grad(set_to_none=True)
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return fits

@@ -1,0 +1,89 @@
+"""A run that was killed, anywhere and often, is intact by `verify_run`: before it goes on, and at its end."""
+
+import os
+import random
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import training_config
+from disk import interpose
+from faults.test_guard import GUARD, clean, poisoned
+from faults.test_guard import train as train_and_die
+from ranks import run_ranks, start_ranks
+
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.reports.verify import verify_run
+
+SAVED = {"checkpoint": {"every": 3, "keep_last": 2}, "eval.every": 6, "tracking": {"log_every": 2, "sample_every": 6}}
+
+
+def is_intact(run: Path) -> bool:
+    return verify_run(VerifyConfig(run=str(run), shards="none")) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [clean, poisoned])
+def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, factor):
+    """The last rank is killed at a step, and the others are; with and without data that the run goes back from."""
+    rng = random.Random(1337)
+    config = training_config(corpus, tmp_path, GUARD | SAVED | {"model.dropout": 0.1, "train.steps": 90})
+    for kill in range(10):
+        started = start_ranks(train_and_die, (1, 2, 3)[kill % 3], config, factor, rng.randrange(2, 12), signal.SIGKILL)
+        started[-1][0].join(120)
+        for process, _ in started:
+            process.kill()
+            process.join()
+        assert is_intact(tmp_path / "run"), kill
+    assert run_ranks(train_and_die, 1, config, factor) == ["completed"]
+    assert is_intact(tmp_path / "run")
+
+
+def train_until(config: TrainingConfig, place: str) -> list[str]:
+    """Trains, and is killed before the first operation on a file that is `place`; those that came before it."""
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    told: list[str] = []
+
+    def tell(operation: str, name: str) -> None:
+        told.append(f"{operation} {re.sub('step-[0-9]+', 'step-N', name)} {told_of(told, operation, name)}")
+        if told[-1] == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    interpose(Path(config.output_dir) / config.run_name, tell)
+    loop.train(config, Pretraining)
+    return told
+
+
+def told_of(told: list[str], operation: str, name: str) -> int:
+    """How often this was told before."""
+    begins = f"{operation} {re.sub('step-[0-9]+', 'step-N', name)} "
+    return sum(line.startswith(begins) for line in told)
+
+
+@pytest.mark.soak
+def test_killed_at_every_operation_on_its_files(corpus, tmp_path):
+    """Each row, file of a checkpoint, rename and removal of a run's second half."""
+    halfway = training_config(corpus, tmp_path / "halfway", SAVED | {"train.steps": 4, "optim.decay_steps": 8})
+    run_ranks(train_until, 1, halfway, "")
+    config = training_config(corpus, tmp_path / "runs", SAVED | {"train.steps": 8, "optim.decay_steps": 8})
+
+    def begin() -> None:
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+        shutil.copytree(tmp_path / "halfway", tmp_path / "runs")
+
+    begin()
+    (places,) = run_ranks(train_until, 1, config, "")
+    print(len(places), "places")
+    for place in places:
+        begin()
+        ((process, _),) = start_ranks(train_until, 1, config, place)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, place
+        assert is_intact(tmp_path / "runs/run"), place
+        run_ranks(train_until, 1, config, "")
+        assert is_intact(tmp_path / "runs/run"), place

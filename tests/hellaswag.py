@@ -1,0 +1,45 @@
+"""Items of HellaSwag's schema, made from real text: Python's manual, which comes with it."""
+
+import json
+import re
+from pathlib import Path
+from pydoc_data.topics import topics
+
+SENTENCES = [
+    " ".join(sentence.split())
+    for topic in sorted(topics)
+    for sentence in re.split(r"(?<=\.)\s+", topics[topic])
+    if 8 <= len(sentence.split()) <= 40 and len(sentence) < 180 and "[" not in sentence
+]
+
+
+def made_items(count: int) -> list[dict]:
+    """Rows like those of hellaswag_val.jsonl: marks of WikiHow in every third, other scripts in every fourth."""
+    rows, step = [], len(SENTENCES) // (count + 1)
+    for index in range(count):
+        place = index * step
+        words = SENTENCES[place + 1].split()
+        mark = " [title] How to go on" if index % 3 == 0 else ""
+        accent = "  Ünïcödé 漢字 🙂" if index % 4 == 0 else ""
+        right = " ".join(words[4:]) + (" [step] Then stop." if index % 5 == 0 else "")
+        others = [" ".join(SENTENCES[place + 2 + other].split()[4:]) for other in range(3)]
+        label = index % 4
+        first, second = SENTENCES[place] + mark + accent, " ".join(words[:4]) if index % 7 else ""
+        rows.append(
+            {
+                "ind": index,
+                "activity_label": "Reading a manual",
+                "ctx_a": first,
+                "ctx_b": second,
+                "ctx": f"{first} {second}",
+                "split": "val",
+                "endings": [*others[:label], right, *others[label:]],
+                "label": label,
+            }
+        )
+    return rows
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), encoding="utf-8")
+    return path

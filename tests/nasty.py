@@ -1,0 +1,73 @@
+"""A folder of files such as people have, for the tests of what text goes in, and for the table of docs/data.md."""
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+
+PROSE = "Le café de la gare était fermé à dix heures. Où aller ?\n" * 20
+RUSSIAN = "Съешь ещё этих мягких французских булок, да выпей чаю.\n" * 20
+EMOJI = "👩‍👩‍👧 e\u0301 漢字 \U0001f600\u2028\x0c end"
+LONG_LINE = "a long line of words " * 60_000
+ROWS = [{"text": "row one"}, {"text": None}, {"other": 1}, {"text": ""}, {"text": "row five"}]
+NESTED = [{"id": 1, "meta": {"text": "inside one"}}, {"id": 2, "meta": None}, {"id": 3, "meta": {"text": "inside"}}]
+NOISE = random.Random(0).randbytes(20_000)
+DECODABLE = {
+    "utf8.txt": (PROSE.encode(), PROSE),
+    "bom.txt": (PROSE.encode("utf-8-sig"), PROSE),
+    "utf16.txt": (RUSSIAN.encode("utf-16"), RUSSIAN),
+    "utf16be.txt": (b"\xfe\xff" + RUSSIAN.encode("utf-16-be"), RUSSIAN),
+    "utf16-unmarked.txt": (PROSE.encode("utf-16-le"), PROSE),
+    "utf32.txt": (PROSE.encode("utf-32"), PROSE),
+    "crlf.txt": (b"one\r\ntwo\r\n\r\nthree\rfour\n", "one\r\ntwo\r\n\r\nthree\rfour\n"),
+    "emoji.txt": (EMOJI.encode(), EMOJI),
+    "long-line.txt": (LONG_LINE.encode(), LONG_LINE),
+    "short.txt": (b"x" * 300, "x" * 300),
+    "n" * 247 + ".txt": (b"a file of a long name", "a file of a long name"),
+    "end-of-text.txt": (b"a story<|endoftext|>another", "a story<|endoftext|>another"),
+    "text.txt.gz": (gzip.compress(PROSE.encode(), mtime=0), PROSE),
+}
+"""Files with the text that they hold."""
+NOT_TEXT = {
+    "image.txt": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + NOISE,
+    "program.txt": b"\x7fELF\x02\x01\x01" + bytes(9) + NOISE,
+    "paper.txt": b"%PDF-1.4\n1 0 obj << /Type /Catalog >> endobj\ntrailer << /Root 1 0 R >>\n%%EOF\n",
+    "archive.txt": b"PK\x03\x04\x14\0\0\0\x08\0" + NOISE,
+    "late.txt": b"text at first\n" * 1000 + NOISE,
+    "torn.txt.gz": gzip.compress(NOISE, mtime=0)[:100],
+    "torn.parquet": b"PAR1 and no more",
+}
+LATIN = {"latin.txt": PROSE.encode("latin-1"), "cp1252.txt": "“Où ?” – 5 €\n".encode("cp1252") * 50}
+
+
+def write_decodable(folder: Path) -> Path:
+    """Text that is read as it is, byte for byte."""
+    return _write(folder, {name: data for name, (data, _) in DECODABLE.items()})
+
+
+def write_nasty(folder: Path) -> Path:
+    """All kinds of files; `cp1252` is the encoding of two of them."""
+    write_decodable(folder)
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS)
+    pa.parquet.write_table(
+        pa.Table.from_pylist([{"text": "a"}, {"text": None}, {"text": "b"}]), folder / "rows.parquet"
+    )
+    more = {"empty.txt": b"", "rows.jsonl": rows.encode("utf-8-sig"), "rows.jsonl.gz": gzip.compress(rows.encode())}
+    return _write(folder, NOT_TEXT | LATIN | more)
+
+
+def write_nested(folder: Path) -> Path:
+    """Rows whose text is inside a column."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pa.parquet.write_table(pa.Table.from_pylist(NESTED), folder / "b.parquet")
+    return _write(folder, {"a.jsonl": "".join(json.dumps(row) + "\n" for row in NESTED).encode()})
+
+
+def _write(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder

@@ -1,0 +1,134 @@
+"""The commands of README.md and docs/*.md, as text taken from the pages; how each is run small, and which cannot run.
+
+A new page is taken in by itself: all of its commands are run. One that cannot run here goes into CANNOT with the
+reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes its script small enough into SMALLER.
+"""
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+CANNOT = {
+    "make train": "sets up an environment, from a package index; what it runs is run",
+    "make test": "an environment, too; it is what runs this",
+    "make check": "the same",
+    "gpt2_ddp[fast]": "a package index",
+    "--text FILE.jsonl": "a file of one's own; test_benchmark_prepare.py measures one",
+    "make format": "the same",
+    "make faults": "an hour",
+    "make soak": "half an hour",
+    "make gpu": "half an hour, and a GPU; test_benchmark.py has its parts",
+    "scripts/benchmark.py$": "minutes",
+    "--nanogpt": "checkouts of others",
+    "--compile off blocks model": "a GPU",
+    "pip install -r requirements.txt": "a package index",
+    "docker build": "docker",
+    "docker run": "docker",
+    "--source hub:": "the Hub",
+    "--config configs/gpt2_124m.yaml": "GPUs, and the Hub",
+    "--config configs/cifar100_resnet18.yaml": "minutes, on a CPU; test_small_jobs.py trains it on fewer images",
+    "--config configs/cifar100_lenet.yaml$": "the Hub; the same with --data.path FOLDER is run",
+    "--nproc_per_node 8": "eight GPUs",
+    "--machine_rank 0": "several machines; test_launch.py has two on this one",
+    "export MASTER_ADDR": "several machines",
+    "RANK=0 python": "several machines; test_cluster.py starts the ranks",
+    "hf auth login": "the Hub",
+    "--push_to_hub": "the Hub; test_export.py has a server in its place",
+    "--tasks hellaswag": "the Hub; test_lm_eval.py scores items of its form",
+    "--include_path local": "files of one's own; test_lm_eval.py takes the command from the page, and runs it",
+}
+"""Part of a command, $ being its end -> what it needs that is not here. It is still held against the real parsers."""
+
+TRAINING = (
+    "--train.steps {steps} --train.device cpu --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
+    " --model.block_size 32 --train.global_batch_tokens 256 --eval.tokens 512 --optim.warmup_steps 2"
+    " --tracking.sample_every 0"
+)
+SMALLER = {
+    "train_gpt2.py": TRAINING,
+    "plan.py": TRAINING,
+    "train_regression.py": "--train.epochs 1 --data.points 100",
+    "train_classifier.py": "--train.epochs 1 --data.points 100 --model.hidden 20",
+    "train_transformer.py": "--train.epochs 2",
+    "compare_parallel.py": "--jobs regression --steps 4 --repeats 1",
+    "ddp_lab.py": "--only set_epoch",
+    "generate.py": "--max_new_tokens 8",
+    "benchmark.py": "--block_size 32 --micro_batch 1 --seconds 0.01 --repeats 1",
+}
+"""Script -> flags that stand before those of the page, which win; none where a run's own configuration is given."""
+
+
+class PageCommand(NamedTuple):
+    """A command of a page, at a line of it, as it is typed."""
+
+    page: str
+    line: int
+    text: str
+
+    @property
+    def reason(self) -> str:
+        """Why it cannot run here; empty where it can."""
+        return next((reason for part, reason in CANNOT.items() if part in f"{self.text}$"), "")
+
+    @property
+    def words(self) -> list[str]:
+        """As a shell takes it apart, without a comment at its end, and without variables that are set before it."""
+        words = shlex.split(self.text, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)
+        return words
+
+    def smaller(self, number: int) -> str:
+        """The text with the flags of SMALLER, the `number`-th of its page: a training then goes on for two steps."""
+        found = re.search(r"scripts/(\w+\.py)", self.text)
+        if not found or found[1] not in SMALLER or "--config runs/" in self.text:
+            return self.text
+        flags = SMALLER[found[1]].format(steps=4 + 2 * number)
+        return f"{self.text[: found.end()]} {flags}{self.text[found.end() :]}"
+
+
+PROGRAMS = ("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf")
+INLINE = r"python scripts/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
+
+
+def commands(page: Path) -> list[PageCommand]:
+    """The commands of a page, in its order: in blocks for a shell, in plain blocks that begin with one, and between
+    single backticks."""
+    found, block, language = [], [], None
+    for number, line in enumerate(page.read_text(encoding="utf-8").split("\n"), 1):
+        if line.startswith("```"):
+            if language is not None and block:
+                found += _of_block(page.name, language, block)
+            language, block = (None if language is not None else line[3:].strip()), []
+        elif language is not None:
+            block.append((number, line))
+        else:
+            spans = (span for span in re.findall(r"`([^`]+)`", line) if re.match(INLINE, span))
+            found += [PageCommand(page.name, number, span) for span in spans if "…" not in span]
+    return found
+
+
+def _of_block(page: str, language: str, block: list[tuple[int, str]]) -> list[PageCommand]:
+    if language == "" or language == "console":
+        prompted = [(number, line[2:]) for number, line in block if line.startswith("$ ")]
+        first = next(line for _, line in block if line.strip()).split()[0]
+        if not prompted and first not in PROGRAMS and "=" not in first:
+            return []  # what a program has written
+        block = prompted or block
+    elif language not in ("sh", "bash"):
+        return []
+    found: list[PageCommand] = []
+    goes_on = False
+    for number, line in block:
+        if goes_on:
+            found[-1] = found[-1]._replace(text=f"{found[-1].text} {line.strip()}")
+        elif line.strip() and not line.startswith("#"):
+            found.append(PageCommand(page, number, line.strip()))
+        goes_on = line.rstrip().endswith("\\")
+        if goes_on and found:
+            found[-1] = found[-1]._replace(text=found[-1].text.rstrip("\\ "))
+    return found

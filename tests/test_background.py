@@ -1,0 +1,237 @@
+"""Checkpoints behind the training: as safe as those that training stands still for, and told by all ranks together."""
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import training_config
+from disk import refuse
+from ranks import run_ranks, start_ranks
+
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.cores import spare_core, usable_cores
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.run.background import Background, pays
+from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints, steps_of, verify
+from gpt2_ddp.run.recovery import look_behind
+from gpt2_ddp.run.rows import read_lines
+
+STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
+
+
+def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
+    behind, gate, done = Background(), threading.Event(), []
+    assert behind.seconds == 0
+    assert not behind.is_late
+    behind.start(lambda: (gate.wait(), done.append(1)), limit=0.0)
+    assert behind.is_late
+    assert not done
+    gate.set()
+    behind.start(lambda: (done.append(2), refuse()), limit=60.0)
+    assert done[:1] == [1]
+    behind.join()
+    assert (done, behind.failed, behind.is_late) == ([1, 2], True, False)
+    took = behind.seconds
+    assert took == behind.seconds
+    with pytest.raises(OSError, match="No space"):
+        behind.wait()
+    behind.wait()
+    assert not behind.failed
+
+
+def test_after_each_step_a_late_writer_is_waited_for_and_a_failed_one_stops_the_run():
+    """Under the eyes of the watch, which ends a run whose writer hangs; and the last save counts twice."""
+    behind, gate, said = Background(), threading.Event(), []
+    run: Any = SimpleNamespace(
+        background=behind, watch=SimpleNamespace(at=lambda stage: (said.append(stage), gate.set()))
+    )
+    stop: Any = SimpleNamespace(request=said.append, took=lambda what, seconds: said.append((what, seconds)))
+    behind.start(gate.wait, limit=60.0)
+    look_behind(run, stop)
+    assert [what for what, _ in said] == ["save"]
+    behind.limit = 0.0
+    look_behind(run, stop)
+    assert said[1] == "save"
+    assert not behind.is_working
+    assert said[2] == ("save", 2 * behind.seconds)
+    behind.start(refuse, limit=60.0)
+    behind.join()
+    look_behind(run, stop)
+    assert said[3] == "a checkpoint could not be written"
+
+
+def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
+    cores = usable_cores()
+    assert not spare_core("cpu", cores, 0)
+    assert spare_core("cuda", cores, 0) == (cores > 1)
+    assert not spare_core("cuda", 1, cores - 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
+    assert not spare_core("cpu", 1, 0)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr("gpt2_ddp.run.background.spare_core", lambda *given: True)
+    assert pays("auto", 1000, "cuda", 0)
+    assert not pays("auto", 2**60, "cuda", 0)
+    assert pays(True, 2**60, "cuda", 0)
+    assert not pays(False, 0, "cuda", 0)
+
+
+# ---- In a training, with a writer that is held
+
+
+def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> Any:
+    """Trains. The checkpoint of step `held` is written and then waits, before it gets its name, until somebody waits
+    for it; `number` is the error that it gets then. With step `held` + 2 on its way, `then` comes: "kill", "stop", or
+    "fail" (the error).
+
+    Returns:
+        outcome or mistake, and the step that was come to.
+    """
+    from gpt2_ddp.run import checkpoint_folder, loop
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    write, join, step, gate, at = checkpoint_folder.write, Background.join, loop.train_step, threading.Event(), [0]
+
+    def holding(snapshot: Any, folder: Path) -> None:
+        write(snapshot, folder)
+        if snapshot.state["step"] == held:
+            assert gate.wait(60)
+            if number:
+                from gpt2_ddp.files import writing
+
+                with writing(folder):
+                    refuse(number)
+
+    def opening(background: Background) -> None:
+        if at[0] > held:  # and not the wait before the save itself
+            gate.set()
+        join(background)
+
+    def train_step(run: Any) -> Any:
+        at[0] = run.step + 1
+        if held and run.step == held + 1:
+            if then == "kill":
+                while not (run.folder.checkpoints.folder / f".step-{held:08d}.tmp/manifest.json").exists():
+                    time.sleep(0.001)
+                os._exit(9)
+            if then == "stop":
+                os.kill(os.getpid(), 15)
+            if then == "fail" and run.folder:
+                gate.set()
+                while not run.background.failed:
+                    time.sleep(0.001)
+        return step(run)
+
+    checkpoint_folder.write, loop.train_step = holding, train_step
+    Background.join = opening  # pyright: ignore
+    try:
+        return loop.train(config, Pretraining).outcome, at[0]
+    except UserError as error:
+        return str(error), at[0]
+
+
+def events(run: Path) -> list[tuple[str, int]]:
+    """Rows of metrics.jsonl in their order: what each is, and its step."""
+    return [(line.row.get("event", "row"), line.row["step"]) for line in read_lines(run / "metrics.jsonl") if line.row]
+
+
+def weights(run: Path) -> bytes:
+    return (list_checkpoints(run / "checkpoints")[-1] / MODEL).read_bytes()
+
+
+def configured(corpus: Path, folder: Path, **more: Any) -> TrainingConfig:
+    return training_config(corpus, folder, STEPS | {"checkpoint.background": True} | more)
+
+
+@pytest.fixture(scope="module")
+def still(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The last weights of the run whose training stands still for its checkpoints."""
+    folder = tmp_path_factory.mktemp("still")
+    run_ranks(train, 1, configured(corpus, folder, **{"checkpoint.background": False}))
+    return weights(folder / "run")
+
+
+def test_training_goes_on_meanwhile_and_the_rows_tell(corpus, tmp_path, still, capsys):
+    """The row of a checkpoint comes when it is there: behind those of later steps, before the next one's."""
+    assert run_ranks(train, 1, configured(corpus, tmp_path), 4) == [("completed", 10)]
+    run = tmp_path / "run"
+    order = events(run)
+    assert order.index(("row", 8)) < order.index(("checkpoint", 4)) < order.index(("checkpoint", 8))
+    assert steps_of(list_checkpoints(run / "checkpoints")) == [4, 8, 10]
+    assert weights(run) == still
+    assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
+
+
+def test_killed_meanwhile_the_one_before_is_left(corpus, tmp_path, still, capsys):
+    config, run = configured(corpus, tmp_path), tmp_path / "run"
+    ((process, _),) = start_ranks(train, 1, config, 8, "kill")
+    process.join(60)
+    assert process.exitcode == 9
+    assert [verify(place).state["step"] for place in list_checkpoints(run / "checkpoints")] == [4]
+    assert ("row", 9) in events(run)
+    assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
+    assert run_ranks(train, 1, config) == [("completed", 10)]
+    assert weights(run) == still
+    assert not list((run / "checkpoints").glob(".*"))
+    assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
+
+
+def test_a_checkpoint_that_was_not_recorded_before_a_kill_is_no_defect(corpus, tmp_path, capsys):
+    """It has its name, and rows of later steps are there."""
+    config, run = configured(corpus, tmp_path), tmp_path / "run"
+    run_ranks(train, 1, config, 4)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    place = next(n for n, (event, step) in enumerate(events(run)) if (event, step) == ("checkpoint", 4))
+    for step in (8, 10):
+        (run / f"checkpoints/step-{step:08d}").rename(tmp_path / str(step))
+    (run / "metrics.jsonl").write_text("".join(lines[:place]))
+    (run / "status.json").unlink()
+    assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
+
+
+def test_a_stop_is_told_when_all_is_saved(corpus, tmp_path):
+    assert run_ranks(train, 1, configured(corpus, tmp_path), 4, "stop")[0][0] == "stopped"
+    assert events(tmp_path / "run")[-3:] == [("checkpoint", 4), ("checkpoint", 6), ("end", 6)]
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path, world):
+    config = configured(corpus, tmp_path)
+    found = run_ranks(train, world, config, 4, "fail", errno.ENOSPC)
+    assert len({said for said, _ in found}) == 1
+    assert "cannot be written (No space left on device); make room on that disk" in found[0][0]
+    assert all(step <= 6 + (world > 1) for _, step in found)
+    assert '"failed"' in (tmp_path / "run/status.json").read_text()
+    assert run_ranks(train, world, config) == [("completed", 10)] * world
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_waits_before_it_looks_at_its_checkpoints(corpus, tmp_path):
+    """The held one is of the step before the bad stretch, to which the run goes back."""
+    assert run_ranks(train_into_poison, 1, configured(corpus, tmp_path, **{"train.steps": 12})) == [("completed", 12)]
+    order = events(tmp_path / "run")
+    assert order.index(("checkpoint", 4)) < order.index(("rollback", 4))
+
+
+def train_into_poison(config: TrainingConfig) -> Any:
+    """Holds the checkpoint of step 4; gradients of the data of steps 5 to 8 are not finite."""
+    from gpt2_ddp.run import run
+
+    write = run.Run._write
+
+    def poison(self: Any, *given: Any) -> None:
+        parameter = next(self.task.model.parameters())
+        parameter.register_hook(
+            lambda gradient: gradient * (float("nan") if 96 <= self.task.feed.position < 192 else 1)
+        )
+        write(self, *given)
+
+    run.Run._write = poison  # pyright: ignore
+    return train(config, 4)

@@ -1,0 +1,169 @@
+"""benchmark.py: its tables, turns and mistakes on made-up sides; and, slowly, real ones on a tiny model."""
+
+import json
+import time
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from gpt2_ddp.benchmark import benchmark, ceiling, gpu, step
+from gpt2_ddp.benchmark.peers import definitions
+from gpt2_ddp.benchmark.sides import NotHere, Turns
+from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.compare.table import share_words
+from gpt2_ddp.config.benchmark import BenchmarkConfig
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
+    rates = Case("a", "tokens/s", {OURS: [2.0, 6.0, 9.0], "peer": [1.0, 2.0, 9.0]})
+    seconds = Case("b", "s", {OURS: [2.0, 6.0, 9.0], "peer": [1.0, 2.0, 9.0]}, more_is_better=False)
+    assert rates.ratios("peer") == [2, 3, 1]
+    assert seconds.ratios("peer") == [1 / 2, 1 / 3, 1]
+    assert rates.lines()[1] == ["a", "tokens/s", "peer", "2", "2.000 (1.000–3.000)"]
+    alone = Case("c", "GB/s", {"cpu": [1.0]})
+    assert alone.lines() == [["c", "GB/s", "cpu", "1", ""]]
+
+
+def test_sides_take_turns_and_warm_up_does_not_count():
+    seen: list[str] = []
+
+    def side(name: str):
+        return lambda: seen.append(name) or float(len(seen))
+
+    assert in_turn({"a": side("a"), "b": side("b")}, repeats=2) == {"a": [3, 5], "b": [4, 6]}
+    assert seen == ["a", "b"] * 3
+
+
+def test_a_turn_has_steps_for_its_seconds_and_a_side_ends_with_the_pipe():
+    ours, theirs = Pipe()
+    steps: list[int] = []
+
+    def side() -> None:
+        turns = Turns(theirs, torch.device("cpu"), 0.05)
+        with suppress(SystemExit):
+            while True:
+                time.sleep(0.01)
+                steps.append(1)
+                turns.done()
+
+    thread = Thread(target=side, daemon=True)
+    thread.start()
+    assert ours.recv() is None, "warm"
+    assert len(steps) == 2
+    ours.send(None)
+    reading = ours.recv()
+    assert 1 <= len(steps) - 2 <= 6  # five of 0.01 s, or fewer where sleeping takes longer
+    assert reading.memory > 50e6
+    ours.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_the_json_holds_what_it_takes_to_read_the_figures():
+    found = json.loads(Table("x", [Case("a", "s", {OURS: [1.0], "b": [2.0]}, False)], {"k": 1}, ["n"]).as_json())
+    assert found["cases"][0]["ratios"] == {"b": [2]}
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["machine"]["memory"] > 1e9
+    assert (found["settings"], found["notes"]) == ({"k": 1}, ["n"])
+    assert {"commit", "command"} <= found.keys()
+
+
+def test_communication_that_noise_could_be_is_no_figure():
+    assert share_words(0.03, 0.01) == "3.0% ± 1.0%"
+    assert share_words(0.01, 0.02) == share_words(-0.5, 0.02) == "below the noise of ± 2.0%"
+
+
+def test_mistakes_come_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(ceiling, "measure", lambda config: pytest.fail("nothing may be measured yet"))
+    with pytest.raises(UserError, match=r"nanogpt = .*: has no model\.py"):
+        benchmark.run_benchmarks(
+            BenchmarkConfig(only=("ceiling", "step"), device="cpu", nanogpt=str(tmp_path), output=str(tmp_path / "o"))
+        )
+    with pytest.raises(UserError, match="only = steps: is no benchmark"):
+        BenchmarkConfig(only=("steps",))
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"output = .*cannot be written"):
+        benchmark.run_benchmarks(BenchmarkConfig(only=("ceiling",), device="cpu", output=str(tmp_path / "file/o")))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_what_cannot_be_measured_here_says_so(tmp_path, monkeypatch, capsys):
+    config = BenchmarkConfig(only=("ceiling",), output=str(tmp_path))
+    with pytest.raises(NotHere):
+        ceiling.check(config)
+    with pytest.raises(UserError, match="only = ceiling: needs a GPU"):
+        benchmark.run_benchmarks(config)
+    monkeypatch.setattr(benchmark, "BENCHMARKS", ("ceiling",))
+    assert benchmark.run_benchmarks(BenchmarkConfig(output=str(tmp_path))) == []
+    assert capsys.readouterr().out.startswith("ceiling: not measured, as it needs a GPU")
+
+
+CHECKOUT = """
+import beside
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    n_layer: int = 1
+
+class GPT(nn.Module):
+    pass
+
+raise SystemExit("a training")
+"""
+
+
+def test_a_checkouts_classes_are_had_without_its_training(tmp_path):
+    (tmp_path / "beside.py").write_text("raise ValueError")
+    (tmp_path / "train.py").write_text(CHECKOUT)
+    found = definitions(tmp_path / "train.py")
+    assert found.GPTConfig(n_layer=3).n_layer == 3
+    assert isinstance(found.GPT(), torch.nn.Module)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_commands_for_a_gpu_are_such_that_a_script_takes_them(device):
+    words = gpu._words(BenchmarkConfig(output="o"), device)
+    kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmark": BenchmarkConfig}
+    for name, part in gpu.PARTS.items():
+        command = part.format(**words).split()
+        script = next(number for number, word in enumerate(command) if word.startswith("scripts/"))
+        assert (ROOT / command[script]).is_file(), name
+        if kind := kinds.get(Path(command[script]).stem):
+            load(kind, command[script + 1 :], "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None)
+
+
+@pytest.mark.slow
+def test_a_tiny_step_and_a_tiny_ceiling_on_every_side(tmp_path):
+    preset = tmp_path / "tiny.yaml"
+    preset.write_text("train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n")
+    config = BenchmarkConfig(
+        only=("step", "ceiling"),
+        device="cpu",
+        preset=str(preset),
+        block_size=32,
+        precision=("no",),
+        repeats=1,
+        seconds=0.01,
+        output=str(tmp_path / "out"),
+    )
+    steps, ceilings = benchmark.run_benchmarks(config)
+    rate, memory, tiny = steps.cases
+    assert set(rate.figures) == set(memory.figures) == {OURS, step.BARE, "transformers, Accelerate"}
+    assert all(100 < figure < 1e6 for of in rate.figures.values() for figure in of)
+    assert all(100 < figure < 4000 for of in memory.figures.values() for figure in of)
+    assert set(tiny.figures) == {OURS, step.BARE}
+    assert {case.unit for case in ceilings.cases} == {"TFLOP/s", "GB/s"}
+    assert json.loads((tmp_path / "out/step.json").read_text())["cases"][0]["figures"] == rate.figures

@@ -1,0 +1,166 @@
+"""Each command of README.md and docs/*.md: it fits the real parsers, and where it can run here it is run."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cifar import write_cifar
+from pages import CANNOT, PAGES, PROGRAMS, ROOT, SMALLER, PageCommand, commands
+from test_launch import environment
+
+from gpt2_ddp.config import cli
+
+COMMANDS = [command for page in PAGES for command in commands(page)]
+LONG = ("schedules.md",)
+"""Pages with runs of hundreds of steps, which `make faults` runs."""
+RUN = [
+    pytest.param(page, marks=pytest.mark.soak if page.name in LONG else (), id=page.name)
+    for page in PAGES
+    if any(not command.reason for command in commands(page))
+]
+
+
+def test_the_tables_hold_nothing_that_no_page_has():
+    texts = "\n".join(f"{command.text}$" for command in COMMANDS)
+    assert [part for part in CANNOT if part not in texts] == []
+    assert [script for script in SMALLER if f"scripts/{script}" not in texts] == []
+    seen = Counter(command.page for command in COMMANDS)
+    assert seen["README.md"] > 30
+    assert seen["schedules.md"] == 6, "two after a $, four in blocks for a shell"
+    assert seen["data.md"] == 2, "what a program has written is no command"
+
+
+def configuration(script: Path) -> tuple[type, cli.Default]:
+    """What a script reads its command line with."""
+    found = []
+    kept, cli.run_command = cli.run_command, lambda command, main, default=None: found.append((command, default))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        cli.run_command = kept
+    return found[0]
+
+
+def parse_script(words: list[str], text: str, folder: Path) -> None:
+    script, *flags = words
+    assert (ROOT / script).is_file(), f"{text}: no {script}"
+    command, default = configuration(ROOT / script)
+    for flag, value in pairwise(flags):
+        if flag == "--config" and not (ROOT / value).exists() and not (folder / value).exists():
+            assert value.startswith("runs/"), f"{text}: no {value}"  # a run's own
+            (folder / value).parent.mkdir(parents=True, exist_ok=True)
+            (folder / value).write_text(cli.dump(cli.load(command, [], default)))
+    cli.load(command, flags, default)
+
+
+def parse(command: PageCommand, folder: Path) -> None:
+    """Raises where a program does not take the command, or a file that it names is not there."""
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.run import get_args_parser
+
+    text, words = command.text, command.words
+    program = words[0] if words else "export"
+    if program == "docker":
+        if "run" not in words:
+            return
+        program, words = "accelerate", ["accelerate", "launch", *words[words.index("gpt2_ddp") + 1 :]]
+    assert program in PROGRAMS, f"{text}: what is {program}? Say in pages.py"
+    if program == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
+    elif program == "pip":
+        assert "-r" not in words or (ROOT / words[words.index("-r") + 1]).is_file(), text
+    elif program == "python" and words[1] != "-m":
+        parse_script(words[1:], text, folder)
+    elif program == "torchrun" or words[:2] == ["accelerate", "launch"]:
+        parser = launch_command_parser() if program == "accelerate" else get_args_parser()
+        found = parser.parse_args(words[2:] if program == "accelerate" else words[1:])
+        if file := getattr(found, "config_file", None):
+            assert (ROOT / file).is_file(), f"{text}: no {file}"
+        if found.training_script.endswith(".py"):
+            parse_script([found.training_script, *found.training_script_args], text, folder)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_one_that_the_programs_take(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    wrong = []
+    for command in commands(page):
+        try:
+            parse(command, tmp_path)
+        except (Exception, SystemExit) as error:
+            wrong.append(f"{page.name}:{command.line}: {command.text}\n  {error} {capsys.readouterr().err[-200:]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def run(text: str, folder: Path) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = environment(PATH=path, PYTHONPATH=str(folder), MPLBACKEND="agg", WANDB_MODE="offline")
+    # what the page types into a shell goes into one
+    return subprocess.run(
+        ["bash", "-c", text], cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
+
+
+@pytest.fixture(scope="session")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages' commands have before them: the project, texts, images, tiny data and a run of it."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name in ("gpt2_ddp", "scripts", "configs", "Makefile", "requirements.txt"):
+        (folder / name).symlink_to(ROOT / name)
+    write_texts(folder)
+    write_cifar(folder / "FOLDER", 200, 50)
+    prepared = run(
+        "python scripts/prepare_data.py --source texts --output data/stdlib --vocab_size 512 && "
+        "python scripts/prepare_data.py --source texts --output dumps --tokenizer gpt2 && rm dumps/manifest.json && "
+        "python scripts/train_gpt2.py --data.path data/stdlib " + SMALLER["train_gpt2.py"].format(steps=4),
+        folder,
+    )
+    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
+    for name in ("web", "code", "books"):
+        flags = f"--source texts/{MIXED[name]}.txt --tokenizer data/stdlib/tokenizer.json --output data/{name}"
+        assert run(f"python scripts/prepare_data.py {flags}", folder).returncode == 0
+    shutil.copytree(folder / "runs/stdlib", folder / "runs/other")
+    (folder / "exports").mkdir()
+    (folder / "exports/stdlib-step-00001200").symlink_to("stdlib-step-00000004")  # which a page will make
+    for name in ("RUN", "runs/NAME"):
+        (folder / name).symlink_to(folder / "runs/other")
+    return folder
+
+
+MIXED = {"web": "heapq", "code": "shlex", "books": "textwrap"}
+
+
+def write_texts(folder: Path) -> None:
+    for name in ("texts", "dump"):
+        (folder / name).mkdir()
+    for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
+        (folder / f"texts/{name}.txt").write_bytes((Path(os.__file__).parent / f"{name}.py").read_bytes())
+    (folder / "dump/some.jsonl").write_text("".join(f'{{"text": "Truth {n} of many."}}\n' for n in range(3000)))
+    (folder / "stories.txt").write_text("\n<|endoftext|>\n".join(f"Once upon {n} times." for n in range(3000)))
+    (folder / "prompts.txt").write_text("def \nimport \n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN)
+def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path):
+    """Each that can run here, in the page's order, with what those before it have made."""
+    folder = tmp_path / "project"
+    shutil.copytree(stand_ins, folder, symlinks=True)
+    if page.name == "README.md":  # it makes this itself
+        shutil.rmtree(folder / "runs/stdlib")
+    elif page.name == "export.md":
+        (folder / "runs/stdlib/checkpoints/step-00001000").symlink_to("step-00000004")
+    wrong = []
+    for number, command in enumerate(command for command in commands(page) if not command.reason):
+        found = run(command.smaller(number), folder)
+        print(f"{page.name}:{command.line}: {command.text} -> {found.returncode}")
+        if found.returncode or "Traceback" in found.stderr:
+            wrong.append(f"{page.name}:{command.line}: {command.text}\n{found.stdout[-500:]}{found.stderr[-2000:]}")
+    assert not wrong, "\n\n".join(wrong)

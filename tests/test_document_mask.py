@@ -1,0 +1,205 @@
+"""Documents of a window do not see each other: gradients, documents run alone, generation, and whole trainings."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import training_config
+from ranks import run_ranks
+from torch import Tensor
+
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.data.manifest import Manifest, read_manifest, write_manifest
+from gpt2_ddp.data.shards import ShardWriter, TokenStream
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model import gpt
+from gpt2_ddp.model.documents import within_documents
+from gpt2_ddp.model.generate import generate
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.run.checkpoint import find_checkpoint
+from gpt2_ddp.tasks.pretraining import load_model
+
+EOT, VOCAB, T = 0, 65, 16
+WINDOWS = {
+    "the rest of one, a whole one, the beginning of one": [7, 9, 3, EOT, 5, 6, 7, 8, 9, EOT, 1, 2, 3, 4, 5, 6],
+    "end-of-text first": [EOT, *range(1, 9), EOT, *range(9, 15)],
+    "end-of-text last": [*range(1, 16), EOT],
+    "end-of-text alone": [EOT] * T,
+    "no end-of-text": [*range(20, 36)],
+}
+
+
+def tiny(document_mask: bool = True, block_size: int = T) -> GPT:
+    """A small model whose every weight differs from its initial value."""
+    torch.manual_seed(0)
+    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=block_size, document_mask=document_mask)
+    model = GPT(config, VOCAB, EOT)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def pieces(window: list[int], eot: int = EOT) -> list[list[int]]:
+    """The documents of a window, the first of which may be the rest of one."""
+    begins = sorted({0} | {place for place, token in enumerate(window) if token == eot})
+    return [window[a:b] for a, b in zip(begins, [*begins[1:], len(window)], strict=True)]
+
+
+def test_positions_and_what_they_see():
+    positions, mask = within_documents(torch.tensor([[5, 9, EOT, 1, 2, EOT, EOT, 3]]), EOT)
+    assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 0, 1]]
+    assert isinstance(mask, Tensor)
+    seen = [[key for key in range(8) if mask[0, 0, query, key]] for query in range(8)]
+    assert seen == [[0], [0, 1], [2], [2, 3], [2, 3, 4], [5], [6], [6, 7]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WINDOWS)
+def test_each_document_is_computed_as_if_alone(name: str):
+    """By the model with the mask, and by the same weights without one."""
+    model, plain, window = tiny(), tiny(document_mask=False), WINDOWS[name]
+    logits = model(torch.tensor([window, WINDOWS["no end-of-text"]]))[0]
+    for one in (model, plain):
+        alone = torch.cat([one(torch.tensor([piece]))[0] for piece in pieces(window)])
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+    assert torch.equal(model(torch.tensor([window])), plain(torch.tensor([window]))) == (len(pieces(window)) == 1)
+
+
+def check_gradients(model: GPT, run: Any, autocast: bool = False) -> None:
+    """The loss at t moves with the embeddings of its own document up to t, and of nothing else: exactly."""
+    tokens = torch.tensor([*WINDOWS.values()])
+    added = torch.zeros(*tokens.shape, 32, requires_grad=True)
+    model.wte.register_forward_hook(lambda *passed: passed[2] + added)
+    document = (tokens == EOT).cumsum(dim=1)
+    targets = torch.randint(VOCAB, tokens.shape, generator=torch.Generator().manual_seed(1))
+    for t in range(T):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = run(tokens, targets, reduction="none")[:, t].sum()
+        (gradient,) = torch.autograd.grad(loss, added)
+        seen = (document == document[:, t : t + 1]) & (torch.arange(T) <= t)
+        assert torch.equal(gradient.any(dim=2), seen), t
+
+
+@pytest.mark.parametrize("way", ["plain", "autocast", "recomputed", "traced"])
+def test_the_loss_of_a_token_depends_on_its_own_document_alone(way: str):
+    model = tiny()
+    model.activation_checkpointing = way == "recomputed"
+    run = torch.compile(model, dynamic=False, backend="aot_eager") if way == "traced" else model
+    check_gradients(model, run, autocast=way == "autocast")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_loss_of_a_token_compiled(recomputed: bool):
+    model = tiny()
+    model.activation_checkpointing = recomputed
+    check_gradients(model, torch.compile(model, dynamic=False))
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch):
+    """In its reference implementation: its kernels need a GPU."""
+    model, tokens = tiny(), torch.tensor([*WINDOWS.values()])
+    expected = model(tokens)
+    monkeypatch.setattr(gpt, "flex_is_there", lambda *_: True)
+    torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_generation_sees_what_the_plain_forward_sees():
+    """Rows of several documents, prompts longer than the context, and rows that begin a document on their way."""
+    model = tiny(block_size=24).eval()
+    model.ln_f.bias.data += 0.35 * model.wte.weight[EOT]  # makes end-of-text likelier
+    prompts = [[*range(1, 40), EOT, 5], [3, EOT, 4, 5, EOT, 9, 2], [EOT, 7, EOT], [8], [EOT, *range(1, 30)]]
+    expected = []
+    for prompt in prompts:
+        seen, new = pieces(prompt)[-1][-24:], []
+        for _ in range(60):
+            seen = seen[-12:] if len(seen) > 24 else seen
+            new.append(int(model(torch.tensor([seen]))[0, -1].argmax()))
+            seen = [EOT] if new[-1] == EOT else [*seen, new[-1]]
+        expected.append(new)
+    assert generate(model, prompts, 60, eot=-1, temperature=0) == expected
+    assert any(EOT in row for row in expected), [row.count(EOT) for row in expected]
+    whole = [*prompts[1], *expected[1][:10]]
+    assert int(model(torch.tensor([whole]))[0, -1].argmax()) == expected[1][10]
+
+
+def test_another_documents_prompt_changes_nothing():
+    model = tiny().eval()
+    own = [EOT, 4, 5]
+    assert generate(model, [own], 8, EOT) == generate(model, [[6, 7, *own]], 8, EOT)
+
+
+@pytest.fixture(scope="module")
+def short_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of documents of some 40 tokens each: about one in each window begins."""
+    folder = tmp_path_factory.mktemp("short")
+    (folder / "tokenizer.json").write_bytes((corpus / "tokenizer.json").read_bytes())
+    tokenizer, whole = load_tokenizer(str(folder)), read_manifest(corpus)
+    splits = {}
+    for split in ("train", "val"):
+        stream, writer = TokenStream(corpus, whole, split), ShardWriter(folder, split, 20_000, 512)
+        tokens = stream.read(np.array([0]), min(len(stream), 3000))[0]
+        for begin in range(0, len(tokens), 37):
+            part = tokens[begin : begin + 20 + begin % 18]
+            writer.add(np.concatenate([[tokenizer.eot], part[part != tokenizer.eot]]))
+        splits[split] = writer.close()
+    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "short", splits))
+    return folder
+
+
+def train_here(config: TrainingConfig) -> str:
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    try:
+        train(config, Pretraining)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@torch.no_grad()
+def loss_of_documents_alone(run: Path, data: Path) -> float:
+    """The mean over the validation split's windows, each document of which is run alone, without a mask."""
+    masked, tokenizer = load_model(find_checkpoint(run))
+    assert masked.eot == tokenizer.eot
+    assert masked.config.document_mask
+    model = GPT(masked.config.model_copy(update={"document_mask": False}), masked.vocab_size)
+    model.load_state_dict(masked.state_dict())
+    stream, size, total = TokenStream(data, read_manifest(data), "val"), masked.config.block_size, 0.0
+    tokens = stream.read(np.array([0]), len(stream))[0].tolist()
+    for begin in range(0, len(tokens) - 1, size):
+        window = tokens[begin : begin + size + 1]
+        logits = torch.cat([model(torch.tensor([piece]))[0] for piece in pieces(window[:-1], tokenizer.eot)])
+        total += F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum").item()
+    return total / (len(tokens) - 1)
+
+
+def test_trained_resumed_and_evaluated(short_documents: Path, tmp_path: Path):
+    """On one rank, and on two after its first steps; the record's val_loss is that of documents run alone."""
+    changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "optim.decay_steps": 12}
+    rows = {}
+    for name, starts in (("one", [(12, 1)]), ("moved", [(6, 1), (12, 2)])):
+        for steps, world in starts:
+            config = training_config(short_documents, tmp_path, changes | {"run_name": name, "train.steps": steps})
+            assert run_ranks(train_here, world, config) == [""] * world
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [row for row in map(json.loads, lines) if "loss" in row]
+    ends = [rows[name][-1] for name in ("one", "moved")]
+    assert ends[0]["order_digest"] == ends[1]["order_digest"]
+    assert ends[0]["loss"] == pytest.approx(ends[1]["loss"], abs=1e-4)
+    assert ends[0]["val_loss"] == pytest.approx(loss_of_documents_alone(tmp_path / "one", short_documents), abs=1e-5)
+
+    off = {**changes, "model.document_mask": False}
+    (refused,) = run_ranks(train_here, 1, training_config(short_documents, tmp_path, off | {"run_name": "one"}))
+    assert refused.startswith("model.document_mask = False: the run was started with True")
+    begun = {"run_name": "begun", "train.steps": 6, "train.init_from": str(tmp_path / "one")}
+    assert run_ranks(train_here, 1, training_config(short_documents, tmp_path, off | begun)) == [""]

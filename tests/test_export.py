@@ -1,0 +1,380 @@
+"""The export: transformers computes from it what the checkpoint's model does, and what differs gets no name."""
+
+import heapq
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import training_config
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from test_model import tiny
+
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import ExportConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.vocabulary import write_characters
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.export import check, export, gguf_file
+from gpt2_ddp.export.export import export_hf
+from gpt2_ddp.export.tokenizer_files import tokenizer_json
+from gpt2_ddp.model.generate import generate
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.run.checkpoint import find_checkpoint, write
+from gpt2_ddp.run.snapshot import Snapshot
+from gpt2_ddp.tasks.pretraining import load_model
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: Path) -> Path:
+    """A checkpoint of the model; of a run of which nothing else is left."""
+    config = training_config(folder / "no_data", folder, {"model": model.config.model_dump()})
+    state = {
+        "step": 7,
+        "kind": "gpt2",
+        "position": 30,
+        "tokens": 480,
+        "epoch_size": 12,
+        "order_digest": "0f" * 32,
+        "data_manifest": "ab" * 32,
+        "metrics": {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None},
+        "tokenizer": tokenizer.name,
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    files = (file,) if file else ()
+    write(
+        Snapshot(state, yaml.safe_dump(config.model_dump(mode="json")), model.state_dict(), {}, files), folder / "run"
+    )
+    return folder / "run"
+
+
+@pytest.fixture
+def checkpoint(corpus: Path, tmp_path: Path) -> Path:
+    """A checkpoint of a model without biases, with a BPE of 512 ids."""
+    file = corpus / "tokenizer.json"
+    return checkpoint_of(tiny(512, bias=False), load_tokenizer(str(file)), file, tmp_path)
+
+
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
+
+
+def exported(checkpoint: Path, output: Path, *flags: str) -> int:
+    return export_hf(load(ExportConfig, [str(checkpoint), "--output", str(output), *flags]))
+
+
+def tokenizers(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path | None]:
+    if name == "bpe":
+        return load_tokenizer(str(corpus)), corpus / "tokenizer.json"
+    if name == "chars":
+        write_characters(["abc \n(){}:=.,_éΩ"], tmp_path / "tokenizer.json")
+        return load_tokenizer(str(tmp_path)), tmp_path / "tokenizer.json"
+    return load_tokenizer(name), None
+
+
+@pytest.mark.parametrize(("name", "bias"), [("gpt2", True), ("bpe", False), ("chars", True), ("bytes", False)])
+def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_path, little_text, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+    tokenizer, file = tokenizers(name, corpus, tmp_path)
+    model = tiny(tokenizer.vocab_size, bias=bias, dropout=0.1, block_size=48).eval()
+    place = checkpoint_of(model, tokenizer, file, tmp_path)
+    assert exported(place, tmp_path / "made") == 0
+    assert "bit for bit" in capsys.readouterr().out
+
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
+    assert not any(info.values())
+    assert (theirs.config.vocab_size, theirs.config.n_ctx, theirs.dtype) == (tokenizer.vocab_size, 48, torch.float32)
+    their_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
+    assert their_tokenizer.is_fast
+    text = "abc(a, b):\n    (a<|endoftext|>)" if name != "chars" else "abc(a, b):\n    (a)"
+    ids = tokenizer.encode(text).tolist()
+    assert their_tokenizer(text)["input_ids"] == ids
+    assert their_tokenizer.decode(ids) == text
+    assert their_tokenizer.convert_tokens_to_ids("<|endoftext|>") == their_tokenizer.eos_token_id == tokenizer.eot
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(torch.tensor([ids])).logits, model(torch.tensor([ids])), rtol=0, atol=1e-4)
+
+    (ours,) = generate(model, [ids], 10, tokenizer.eot, temperature=0)
+    settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
+    said = pipeline("text-generation", model=str(tmp_path / "made"))(text, **settings)[0]["generated_text"]
+    assert said == tokenizer.decode(ours)
+
+
+def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
+    """Files readable like others; the checkpoint's own tokenizer, byte for byte; a card that says what is known."""
+    assert exported(checkpoint, tmp_path / "made") == 0
+    files = {file.name: file for file in (tmp_path / "made").iterdir()}
+    assert {*files} == {
+        *("README.md", "config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "training.yaml"),
+    }
+    assert len({file.stat().st_mode for file in files.values()}) == 1
+    assert files["tokenizer.json"].read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
+    assert b'"__metadata__":{"format":"pt"}' in files["model.safetensors"].read_bytes()[:2000]
+    assert load_file(files["model.safetensors"])["transformer.wte.weight"].shape == (512, 32)
+    assert load(TrainingConfig, ["--config", str(files["training.yaml"])]).model.n_embd == 32
+    card = files["README.md"].read_text()
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front)["library_name"] == "transformers"
+    parameters = sum(value.numel() for value in tiny(512, bias=False).parameters())
+    for said in (f"of {parameters:,} parameters", "480 tokens in 7 steps, 2.5 epochs", "3.2500", "0f" * 32, "1,000"):
+        assert said in body
+    assert "loss.png" not in body
+
+
+def test_a_checkpoint_of_the_first_release(tmp_path, little_text, monkeypatch):
+    """And of a run: its curve is drawn. What is relative is relative to the project."""
+    monkeypatch.chdir(GOLDEN.parent.parent)
+    assert exported(GOLDEN / "gpt2_run", tmp_path / "made") == 0
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "](loss.png)" in card
+    assert (tmp_path / "made" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert "tokens to train on" in card  # the corpus is there, too
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    parameters = sum(value.numel() for value in tensors.values())
+    assert f"of {parameters:,} parameters" in card  # 300 ids; the 84 rows that pad them are not counted
+
+
+def edit_json(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        values = json.loads((folder / name).read_text())
+        change(values)
+        (folder / name).write_text(json.dumps(values))
+
+    return edit
+
+
+def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+
+    return edit
+
+
+def flip_lowest_bit(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["transformer.h.1.mlp.c_fc.weight"].view(torch.int32)[3, 5] ^= 1
+
+
+def turn(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["transformer.h.0.attn.c_proj.weight"] = tensors["transformer.h.0.attn.c_proj.weight"].T
+
+
+def swap_merges(definition: dict[str, Any]) -> None:
+    """Two merges that compete for the same letters, in the other order."""
+    merges = definition["model"]["merges"]
+    merges[0], merges[5] = merges[5], merges[0]
+
+
+WRONG = {
+    "a bit of a weight": (edit_weights(flip_lowest_bit), "h.1.mlp.c_fc.weight is not the checkpoint's"),
+    "a square matrix transposed": (edit_weights(turn), "h.0.attn.c_proj.weight is not the checkpoint's"),
+    "a tensor too few": (edit_weights(lambda tensors: tensors.pop("transformer.h.1.ln_1.weight")), "missing_keys"),
+    "a tensor too many": (
+        edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
+        "unexpected_keys",
+    ),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not load it"),
+    "another number of heads": (edit_json("config.json", lambda config: config.update(n_head=4)), "logits differ"),
+    "another epsilon": (
+        edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
+        "logits differ",
+    ),
+    "a fourth of the merges": (edit_json("tokenizer.json", swap_merges), "token ids differ"),
+    "special tokens in text": (
+        edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
+        "token ids differ behind '': [28, 92,",
+    ),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "t"),
+    "another end": (edit_json("generation_config.json", lambda config: config.update(eos_token_id=9)), "end-of-text"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_differs_is_rejected_and_left_to_be_looked_at(
+    what, checkpoint, tmp_path, little_text, monkeypatch, capsys
+):
+    change, words = WRONG[what]
+
+    def tampered(folder: Path, *args: Any) -> check.Findings:
+        change(folder)
+        return check.check_export(folder, *args)
+
+    monkeypatch.setattr(export, "check_export", tampered)
+    assert exported(checkpoint, tmp_path / "made") == 1
+    assert words in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.rejected", "run"]
+    assert (tmp_path / "made.rejected" / "config.json").exists()
+
+
+@pytest.mark.parametrize("wrong", ["turned", "rows"])
+def test_a_mapping_that_is_wrong_both_ways_is_rejected_by_the_logits(
+    wrong, checkpoint, tmp_path, little_text, monkeypatch
+):
+    def to_theirs(state: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
+        tensors = export_right(state, vocab_size)
+        name = "transformer.h.0.attn.c_proj.weight" if wrong == "turned" else "transformer.wpe.weight"
+        tensors[name] = (tensors[name].T if wrong == "turned" else tensors[name].flip(0)).contiguous()
+        return tensors
+
+    export_right = export.to_transformers
+    monkeypatch.setattr(export, "to_transformers", to_theirs)
+    monkeypatch.setattr(check, "from_transformers", lambda tensors, state: state)
+    with pytest.raises(check.Rejected, match="logits differ"):
+        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+
+
+def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
+    def load_broken(found: Any) -> tuple[GPT, Tokenizer]:
+        model, tokenizer = load_model(found)
+        model.ln_f.weight.data[3] = torch.nan
+        return model, tokenizer
+
+    monkeypatch.setattr(export, "load_model", load_broken)
+    with pytest.raises(check.Rejected, match="own logits are not finite"):
+        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+
+
+def test_greedy_tokens_that_differ_are_rejected(checkpoint, tmp_path, little_text, monkeypatch):
+    """Of a cache, say, which single forward passes do not use."""
+    from transformers import GPT2LMHeadModel
+
+    honest = GPT2LMHeadModel.generate
+
+    def generate_another(self, *args: Any, **settings: Any) -> torch.Tensor:
+        written = honest(self, *args, **settings)
+        written[1, -2] = (written[1, -2] + 1) % 512
+        return written
+
+    monkeypatch.setattr(GPT2LMHeadModel, "generate", generate_another)
+    with pytest.raises(check.Rejected, match="greedy tokens differ"):
+        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_checked(checkpoint, tmp_path, little_text, monkeypatch):
+    """By a run that goes on; all that is needed of it was read before."""
+    check_it = export.check_export
+
+    def check_and_remove(*arguments):
+        shutil.rmtree(find.path)
+        return check_it(*arguments)
+
+    find = find_checkpoint(checkpoint)
+    monkeypatch.setattr(export, "check_export", check_and_remove)
+    export.export(find, tmp_path / "made")
+    assert (tmp_path / "made/README.md").is_file()
+
+
+def test_with_a_file_for_llama_cpp(checkpoint, tmp_path, little_text, monkeypatch):
+    assert exported(checkpoint, tmp_path / "made", "--gguf", "true") == 0
+    assert {"model.gguf", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "made").iterdir()}
+    write_it = gguf_file._write
+
+    def write_wrong(fields, tensors, file):
+        write_it(fields, tensors | {"token_embd.weight": tensors["token_embd.weight"] * 2}, file)
+
+    monkeypatch.setattr(gguf_file, "_write", write_wrong)
+    assert exported(checkpoint, tmp_path / "again", "--gguf", "true") == 1
+    assert (tmp_path / "again.rejected").is_dir()
+
+
+def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
+    with pytest.raises(UserError, match=r"one of gpt2 is wanted"):
+        exported(GOLDEN / "regression_run", tmp_path / "made")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=r"file: is there already"):
+        exported(checkpoint, tmp_path / "file")
+    with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):  # tests are offline
+        export_hf(load(ExportConfig, [str(checkpoint), "--push_to_hub", "me/mine"]))
+    with pytest.raises(UserError, match=r"push_to_hub = mine"):
+        load(ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"transformers: is not installed"):
+        exported(checkpoint, tmp_path / "made")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path):
+    found = find_checkpoint(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="removes old checkpoints: give the same command again"):
+        export.export(found, tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_newest_checkpoint_is_the_default_and_names_the_folder(tmp_path, little_text, monkeypatch, capsys):
+    golden = GOLDEN / "gpt2_run"
+    monkeypatch.chdir(tmp_path)
+    assert export_hf(load(ExportConfig, [str(golden)])) == 0
+    assert [str(path) for path in Path("exports").iterdir()] == ["exports/gpt2_run-step-00000010"]
+    assert export_hf(load(ExportConfig, [str(golden / "checkpoints" / "step-00000005")])) == 0
+    assert len(os.listdir("exports")) == 2
+
+
+def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
+    """Its merges are found from its ranks: GPT-2's are those of the original table; another pattern is kept."""
+    import tiktoken
+    import tokenizers
+
+    gpt2 = load_tokenizer("gpt2")
+    pattern = (  # cl100k_base's
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
+        r"\s*[\r\n]|\s+(?!\S)|\s"
+    )
+    special = {"<|endoftext|>": 50256, "<|other|>": 50258}
+    ranks = gpt2.encoding._mergeable_ranks
+    other = Tokenizer(
+        "other", tiktoken.Encoding("other", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    )
+    definition = tokenizer_json(other)
+    assert definition["model"]["merges"][:3] == [["Ġ", "t"], ["Ġ", "a"], ["h", "e"]]
+    assert definition["model"]["merges"][-1] == ["Ġg", "azed"]
+    theirs: Any = tokenizers.Tokenizer.from_str(json.dumps(definition))
+    theirs.encode_special_tokens = True
+    text = check._text(other)[:20_000]
+    assert theirs.encode(text).ids == other.encode(text).tolist()
+    assert theirs.encode(text).ids != gpt2.encode(text).tolist()
+
+
+def run_training(config: TrainingConfig) -> str:
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    return train(config, Pretraining).outcome
+
+
+@pytest.mark.slow
+def test_a_trained_run_in_full(corpus, tmp_path, capsys):
+    """A megabyte of text, 200 greedy tokens, the run's curve; generate.py's tokens are those of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    changes = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 256, "bias": False}}
+    steps = {"train.steps": 10, "train.global_batch_tokens": 1024, "optim.warmup_steps": 2, "checkpoint.every": 10}
+    assert run_ranks(run_training, 1, training_config(corpus, tmp_path, changes | steps)) == ["completed"]
+    assert exported(tmp_path / "run", tmp_path / "made") == 0
+    said = capsys.readouterr().out
+    assert "200 of 200 greedy tokens" in said
+    characters = int(said.split(" token ids of ")[1].split()[0].replace(",", ""))
+    assert characters >= 1_000_000
+    assert "](loss.png)" in (tmp_path / "made" / "README.md").read_text()
+    model, tokenizer = load_model(find_checkpoint(tmp_path / "run"))
+    prompt = tokenizer.encode("def main(").tolist()
+    (ours,) = generate(model, [prompt], 200, tokenizer.eot, temperature=0)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    given = torch.tensor([prompt])
+    written = theirs.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=200, do_sample=False)
+    assert written[0, len(prompt) :].tolist()[: len(ours)] == ours
+    assert len(ours) == 200 or written[0, len(prompt) + len(ours)] == tokenizer.eot

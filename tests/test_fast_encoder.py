@@ -1,0 +1,269 @@
+"""gigatoken in tiktoken's place: equal ids, and what happens when they are not. A stand-in plays it where it is not
+installed."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_tokenizer import difficult_texts
+
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data import documents, encode
+from gpt2_ddp.data.account import Account
+from gpt2_ddp.data.fast_encoder import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.sources import read_pieces, survey
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.vocabulary import train_bpe
+from gpt2_ddp.processes.parent import InProcess
+
+LIE = "xylophone"
+
+
+class StandIn:
+    """As much of gigatoken's encoder as is used: ids from 0 on, uint32, of UTF-8. It may lie about one word."""
+
+    def __init__(self, tokenizer: Tokenizer, lies: bool = False):
+        self.tokenizer, self.lies, self.calls = tokenizer, lies, 0
+
+    def encode(self, data: bytes) -> np.ndarray:
+        self.calls += 1
+        text = data.decode()
+        text = text.replace(LIE, "") if self.lies else text
+        return self.tokenizer.encode(text).astype(np.uint32) - np.uint32(first_id(self.tokenizer))
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, lies: bool) -> list[StandIn]:
+    made: list[StandIn] = []
+
+    def make(tokenizer: Tokenizer) -> FastEncoder:
+        made.append(StandIn(tokenizer, lies))
+        return FastEncoder(tokenizer, made[-1])
+
+    monkeypatch.setattr(encode, "fast_encoder", make)
+    encode._cached_fast_encoder.cache_clear()
+    monkeypatch.setattr(encode, "EVERY", 2000)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    encode._cached_fast_encoder.cache_clear()
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    """300 documents in JSON lines, as many as the splits need; the later ones have the word that a liar lies about."""
+    draw = random.Random(0)
+    words = ["one ", "two\n", "é", " 漢字", "<|endoftext|>", "\ud800", "'s ", "    "]
+    rows = [{"text": "".join(draw.choices(words, k=draw.randint(0, 300)))} for _ in range(300)]
+    for row in rows[250:]:
+        row["text"] = f"{LIE} " * 40
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "rows.jsonl"
+
+
+def prepared(rows: Path, name: str, **changes: object) -> dict[str, bytes]:
+    values = {"source": str(rows), "output": str(rows.with_name(name)), "tokenizer": "gpt2", "workers": 1}
+    prepare(PrepareConfig.model_validate(values | {"shard_tokens": 20_000, "val_fraction": 0.2} | changes))
+    return {path.name: path.read_bytes() for path in rows.with_name(name).iterdir()}
+
+
+@pytest.mark.parametrize("tokenizer", ["gpt2", "bpe"])
+def test_gigatoken_gives_the_same_ids(tokenizer, tmp_path):
+    pytest.importorskip("gigatoken")
+    if tokenizer == "bpe":
+        train_bpe(difficult_texts()[:500], 400, tmp_path / "tokenizer.json")
+    exact = load_tokenizer(str(tmp_path) if tokenizer == "bpe" else tokenizer)
+    fast = fast_encoder(exact)
+    assert fast is not None
+    for text in [*difficult_texts(), "a<|endoftext|>b", "x" + " " * 1_500_000 + "y"]:
+        ids = fast.encode(text)
+        assert ids.dtype == exact.encode("").dtype
+        np.testing.assert_array_equal(ids, exact.encode(text), repr(text[:80]))
+
+
+def test_only_gpt2s_pattern_and_ids_without_a_gap():
+    assert fast_encoder(load_tokenizer("bytes")) is None
+
+
+def test_the_fast_encoder_changes_neither_bytes_nor_manifest(rows, monkeypatch):
+    monkeypatch.setattr(encode, "fast_encoder", lambda tokenizer: None)
+    slow = prepared(rows, "slow")
+    made = stand_in(monkeypatch, lies=False)
+    fast = prepared(rows, "fast")
+    assert made[0].calls >= 299  # documents with text, and some samples without a word
+    assert fast.keys() == slow.keys()
+    manifests = [json.loads(of["manifest.json"]) for of in (fast, slow)]
+    assert manifests[0] == manifests[1]
+    assert all(fast[name] == slow[name] for name in fast)
+
+
+def test_one_that_lies_is_found_out_and_everything_is_encoded_again(rows, monkeypatch, capfd):
+    monkeypatch.setattr(encode, "fast_encoder", lambda tokenizer: None)
+    slow = prepared(rows, "slow")
+    assert "note" not in capfd.readouterr().out.replace("note: <|endoftext|>", "")
+    made = stand_in(monkeypatch, lies=True)
+    fast = prepared(rows, "fast")
+    assert made[0].calls > 200  # it had encoded most, before it was asked for what it lies about
+    said = capfd.readouterr().out
+    assert said.count("note: gigatoken and tiktoken do not encode") == 1
+    assert "alike; tiktoken encodes all of it" in said
+    assert fast == slow
+    assert not [name for name in fast if name.endswith(".tmp")]
+
+
+def test_a_sample_is_of_the_middle_of_what_is_encoded():
+    tokenizer = load_tokenizer("gpt2")
+    liar = FastEncoder(tokenizer, StandIn(tokenizer, lies=True))
+
+    def check(text: str) -> None:
+        liar.check(text, liar.encode(text))
+
+    check(LIE + " one" * SAMPLE + " " + LIE)  # seen by nobody
+    for text in (LIE, "one " * SAMPLE + LIE + " one" * SAMPLE, "一" * SAMPLE + LIE + "二" * SAMPLE):
+        with pytest.raises(EncodersDiffer, match=r"do not encode '.*' alike"):
+            check(text)
+
+
+@pytest.mark.parametrize("size", [100, 40 * SAMPLE])
+def test_the_ids_themselves_are_looked_at(size):
+    """Those of the whole text, which are stored: some encoders go wrong in long ones alone."""
+    tokenizer = load_tokenizer("gpt2")
+    fast, text = FastEncoder(tokenizer, StandIn(tokenizer)), "".join(f"{number} words, " for number in range(size // 9))
+    ids = fast.encode(text)
+    fast.check(text, ids)
+    for wrong in (np.roll(ids, 1), np.r_[ids[0], ids], np.full_like(ids, 65_535), ids[:0]):
+        with pytest.raises(EncodersDiffer):
+            fast.check(text, wrong)
+
+
+def test_ids_that_are_right_are_never_found_wrong():
+    """Wherever a sample begins and ends, around whatever: a false alarm would cost all of gigatoken's speed."""
+    tokenizer, draw = load_tokenizer("gpt2"), random.Random(1)
+    fast = FastEncoder(tokenizer, StandIn(tokenizer))
+    parts = [
+        "one",
+        " ",
+        "\n",
+        "\t",
+        "\r\n",
+        "é",
+        "漢字",
+        "'s",
+        "'",
+        "  ",
+        "\x1f",
+        "\u00a0",
+        "\u2003",
+        "\u0301",
+        "12",
+        "_(",
+        "x",
+    ]
+    for length in [SAMPLE - 1, SAMPLE, SAMPLE + 1, SAMPLE + 2] * 3 + [2 * SAMPLE, 3 * SAMPLE] * 50:
+        text = "".join(draw.choices([*parts, *["\n\n     "] * 20], k=length))[:length]
+        fast.check(text, fast.encode(text))
+
+
+class PanicException(BaseException):
+    """As pyo3 has it: in no module that could be imported, and of no other kind."""
+
+    __module__ = "pyo3_runtime"
+
+
+def test_a_panic_of_rust_is_no_crash(rows, monkeypatch, capfd):
+    """And any other thing that is no Exception stays what it is."""
+    monkeypatch.setattr(encode, "fast_encoder", lambda tokenizer: None)
+    slow = prepared(rows, "slow")
+    stand_in(monkeypatch, lies=False)
+    honest = StandIn.encode
+
+    def panics(self: StandIn, data: bytes) -> np.ndarray:
+        if self.calls > 200:
+            raise PanicException("index out of bounds")
+        return honest(self, data)
+
+    monkeypatch.setattr(StandIn, "encode", panics)
+    assert prepared(rows, "fast") == slow
+    assert "note: gigatoken panicked (index out of bounds) at " in capfd.readouterr().out
+    monkeypatch.setattr(StandIn, "encode", lambda self, data: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        prepared(rows, "stopped")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_only_a_few_chunks_are_under_way(workers):
+    """However slow the joining is, and in whatever order they are finished."""
+    given, taken, most = 0, 0, 0
+
+    def chunks() -> Iterator[encode.Chunk]:
+        nonlocal given, most
+        for given in range(1, 51):
+            most = max(most, given - taken)
+            yield encode.Chunk([], [], Account())
+
+    pool = InProcess()
+    for number, _, _ in encode._in_order(lambda number, chunk: (number, 0, chunk.account), chunks(), pool, workers):  # pyright: ignore[reportArgumentType]
+        assert number == taken
+        taken += 1
+    assert (given, taken) == (50, 50)
+    assert most == (encode.AHEAD * workers if workers > 1 else 1)
+
+
+def test_samples_are_taken_all_over(rows, monkeypatch):
+    checked: list[str] = []
+    stand_in(monkeypatch, lies=False)
+    monkeypatch.setattr(FastEncoder, "check", lambda self, text, ids: checked.append(text))
+    prepared(rows, "out")
+    assert 50 < len(checked) < 150  # of about 200,000 characters in documents of up to 1,500
+    assert sum(LIE in text for text in checked) > 5
+
+
+def test_one_worker_and_three_give_the_same(rows, monkeypatch):
+    """Each reads its own lines of a file."""
+    monkeypatch.setattr(documents, "BLOCK", 10_000)
+    with rows.open("a") as file:
+        file.write(json.dumps({"text": "long " * 9000}) + "\n" + json.dumps({"text": "no line break at the end"}))
+    parts = list(documents.json_parts(rows))
+    assert len(parts) > 10
+    assert [part.row for part in parts] == [rows.read_bytes()[: part.start].count(b"\n") for part in parts]
+    assert b"".join(rows.read_bytes()[part.start :][: part.size] for part in parts) == rows.read_bytes()
+    one = prepared(rows, "one")
+    assert prepared(rows, "three", workers=3) == one
+
+
+@pytest.mark.slow
+def test_formats_side_by_side_are_one_order_whoever_reads(tmp_path, monkeypatch):
+    """jsonl in stretches, parquet by row groups, small texts together, large ones by the main process: the documents
+    of each split in the order that one reader has, whatever the number of workers."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(documents, "BLOCK", 2000)
+    monkeypatch.setattr(encode, "CHUNK", 4096)  # of this process, which hands out; LARGE is not made from it again
+    monkeypatch.setattr(encode, "LARGE", 8192)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in "adg":
+        texts = [f"{name} {number} " + "row " * (number % 50) for number in range(100)]
+        parquet.write_table(pyarrow.table({"text": texts}), folder / f"{name}.parquet", row_group_size=7)
+        lines = "".join(json.dumps({"text": f"line of {text}"}) + "\n" for text in texts)
+        (folder / f"{name}1.jsonl").write_text(lines)
+        (folder / f"{name}2.txt").write_text(f"{name} small\n")
+        (folder / f"{name}3.txt").write_text("".join(f"{name} large {number}\n" for number in range(1000)))
+    assert len(list(documents.parquet_parts(folder / "a.parquet"))) == 15
+    one, three = (prepared(folder, f"of {workers}", workers=workers, shard_tokens=5000) for workers in (1, 3))
+    assert one == three
+    values = {"source": str(folder), "output": str(tmp_path / "of 1"), "tokenizer": "gpt2", "val_fraction": 0.2}
+    read = PrepareConfig.model_validate(values)
+    tokenizer, joined = load_tokenizer("gpt2"), {"train": [], "val": []}
+    for split, piece in encode._with_splits(read_pieces(read, survey(read)), 0.2):
+        joined[split] += [[tokenizer.eot] * piece.first, tokenizer.encode(piece.text)]
+    for split, parts in joined.items():
+        stream = TokenStream(tmp_path / "of 1", read_manifest(tmp_path / "of 1"), split)
+        np.testing.assert_array_equal(stream.read(np.zeros(1, np.int64), len(stream))[0], np.concatenate(parts))

@@ -1,0 +1,141 @@
+"""A source that changed after its tokens were made is noticed, and what changed is named."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data import fingerprint
+from gpt2_ddp.data.fingerprint import RECORD
+from gpt2_ddp.data.manifest import read_manifest, write_manifest
+from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.errors import UserError
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch) -> Path:
+    """A folder of six small files, named as in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "c", "d/e", "d/f", "ü\n"):
+        path = tmp_path / "texts" / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"this is {name}\n")
+    return Path("texts")
+
+
+def config(source: str = "texts", **changes) -> PrepareConfig:
+    values = {"source": source, "output": "out", "tokenizer": "bytes", "val_fraction": 0, "workers": 1}
+    return PrepareConfig.model_validate(values | changes)
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Other content of the same size and time as a careless copy would leave it, but for the nanoseconds."""
+    before = path.stat()
+    path.write_text(text)
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+
+
+def test_what_changed_is_named_and_nothing_is_lost(texts):
+    made = prepare(config())
+    before = {path: path.read_bytes() for path in Path("out").iterdir()}
+    assert prepare(config()) == made
+    rewrite(texts / "a.txt", "this is A\n")
+    (texts / "d/f.txt").unlink()
+    for name in ("1", "2", "3"):
+        (texts / f"{name}.txt").write_text("new\n")
+    message = (
+        r"source = texts: has changed .*\(3 added: 1.txt, 2.txt, ...; 1 edited: a.txt; 1 removed: d/f.txt\); choose"
+    )
+    with pytest.raises(UserError, match=message):
+        prepare(config())
+    assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
+    assert read_manifest(Path("out")) == made
+    assert prepare(config(output="other")).hash != made.hash
+
+
+def test_files_of_other_times_or_in_another_place_are_the_same(texts, monkeypatch):
+    made = prepare(config())
+    read = []
+    sha256_file = fingerprint.sha256_file
+    monkeypatch.setattr(fingerprint, "sha256_file", lambda path: read.append(path.name) or sha256_file(path))
+    prepare(config())
+    assert read == []  # size and time are enough
+    os.utime(texts / "b.txt", ns=(1, 1))
+    prepare(config())
+    assert read == ["b.txt"]
+    shutil.copytree(texts, "copied/texts")
+    monkeypatch.chdir("copied")
+    assert prepare(config()).recipe == made.recipe
+    shutil.copytree("../out", "again")
+    assert prepare(config(output="again")) == made
+
+
+def test_without_its_record_a_change_is_noticed_too(texts):
+    prepare(config())
+    record = Path("out") / RECORD
+    entries = [json.loads(line) for line in record.read_text().splitlines()]
+    assert [entry[0] for entry in entries] == ["a.txt", "b.txt", "c.txt", "d/e.txt", "d/f.txt", "ü\n.txt"]
+    for damage in (record.unlink, lambda: record.write_text("{"), lambda: record.write_text('["a.txt", 10, 1, "x"]\n')):
+        damage()
+        prepare(config())
+        (texts / "c.txt").write_text("this is another\n")
+        with pytest.raises(UserError, match=r"\(66 bytes in 6 files then, 72 in 6 now\)"):
+            prepare(config())
+        (texts / "c.txt").write_text("this is c\n")
+
+
+def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts, capsys):
+    made = prepare(config())
+    texts.rename("elsewhere")
+    assert prepare(config()) == made
+    assert "note: texts is not there any more" in capsys.readouterr().out
+    Path("texts").mkdir()
+    Path("texts/b.txt").write_text("another\n")
+    recipe = {name: value for name, value in made.recipe.items() if name not in ("fingerprint", "column", "revision")}
+    (Path("out") / RECORD).unlink()
+    (Path("out") / "manifest.json").unlink()
+    write_manifest(Path("out"), type(made)(**{**vars(made), "recipe": recipe}))  # of a release that had neither
+    assert prepare(config()).hash == made.hash
+    with pytest.raises(UserError, match="made with column text; choose another"):
+        prepare(config(column="body"))
+
+
+@pytest.mark.parametrize("source", ["texts/*.txt", "texts/a.txt", "{absolute}/**/*.txt"])
+def test_names_do_not_depend_on_where_the_source_is(texts, source):
+    prepare(config(source.format(absolute=texts.absolute())))
+    names = [json.loads(line)[0] for line in (Path("out") / RECORD).read_text().splitlines()]
+    assert names[0] == "a.txt"
+
+
+def test_another_python_has_another_library(texts, monkeypatch):
+    monkeypatch.setattr("gpt2_ddp.data.find.sysconfig.get_path", lambda _: str(Path("texts").absolute()))
+    (texts / "json.py").write_text("import this\n")
+    prepare(config("stdlib"))
+    (texts / "tomllib.py").write_text("import that\n")
+    monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
+    then = sys.version.split()[0]
+    message = (
+        rf"\(1 added: tomllib.py; 0 edited; 0 removed; stdlib \(Python {then}\) then, stdlib \(Python 3.99.0\) now\)"
+    )
+    with pytest.raises(UserError, match=message):
+        prepare(config("stdlib"))
+
+
+def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
+    commits = iter(["a" * 40, "a" * 40, None, "b" * 40])
+    monkeypatch.setattr(fingerprint, "_commit", lambda _: next(commits))
+    here = config("hub:owner/name")
+    (tmp_path / "out").mkdir()
+    was = fingerprint.record_source(tmp_path / "out", here)
+    assert was == {"commit": "a" * 40}
+    fingerprint.check_unchanged(tmp_path, here, was, "words")
+    fingerprint.check_unchanged(tmp_path, here, was, "words")  # nobody answers
+    with pytest.raises(
+        UserError, match=r"hub:owner/name: has changed .*\(commit aaaaaaaaaaaa then, bbbbbbbbbbbb now\)"
+    ):
+        fingerprint.check_unchanged(tmp_path, here, was, "words")

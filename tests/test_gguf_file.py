@@ -1,0 +1,159 @@
+"""GGUF: what llama.cpp reads is the model and its tokenizer; and what its converter asks of an exported folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+
+from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.data.vocabulary import write_characters
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.export import write_model
+from gpt2_ddp.export.folder import Rejected
+from gpt2_ddp.export.gguf_file import write_gguf
+from gpt2_ddp.export.tokenizer_files import write_tokenizer
+from gpt2_ddp.model.gpt import GPT
+
+DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
+TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows
+TEXT = "def naïve(x):\n    return 'it''s 12 x ☃'  # \t don't 漢字\n\n" + Path(__file__).read_text()
+LINEAR = {
+    "attn_qkv": lambda block: block.attn.c_attn,
+    "attn_output": lambda block: block.attn.c_proj,
+    "ffn_up": lambda block: block.mlp.c_fc,
+    "ffn_down": lambda block: block.mlp.c_proj,
+    "attn_norm": lambda block: block.ln_1,
+    "ffn_norm": lambda block: block.ln_2,
+}
+"""What llama.cpp calls the layers of a block."""
+
+
+def made(bias: bool = True, vocab_size: int = TOKENIZER.vocab_size) -> GPT:
+    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=bias), vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter)
+    return model
+
+
+def expected(model: GPT) -> dict[str, torch.Tensor]:
+    """The tensors by llama.cpp's own names, in its orientation, [out, in]."""
+    layers = {"output_norm": model.ln_f}
+    for number, block in enumerate(model.h):
+        layers |= {f"blk.{number}.{name}": layer(block) for name, layer in LINEAR.items()}
+    wanted = {"token_embd.weight": model.wte.weight[: model.vocab_size], "position_embd.weight": model.wpe.weight}
+    for name, layer in layers.items():
+        bias = torch.zeros(layer.weight.size(0)) if layer.bias is None else layer.bias
+        wanted |= {f"{name}.weight": layer.weight, f"{name}.bias": bias}
+    return wanted
+
+
+def fields(file: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+def encoded(tokens: list[str], merges: list[str]) -> list[int]:
+    """The ids of the text by these tables."""
+    vocab = {token: rank for rank, token in enumerate(tokens)}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [tuple(merge.split(" ")) for merge in merges]))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return bpe.encode(TEXT).ids
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, bias):
+    """With biases, which it wants, and with rows for tokens alone."""
+    model = made(bias)
+    write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    wanted = expected(model)
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert np.array_equal(tensors[name].data, tensor.numpy(force=True)), name
+        assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32
+    found = fields(tmp_path / "model.gguf")
+    shape = {"context_length": 16, "embedding_length": 32, "block_count": 2, "feed_forward_length": 128}
+    assert found["general.architecture"] == "gpt2"
+    assert {name: found[f"gpt2.{name}"] for name in shape} == shape
+    assert found["gpt2.attention.head_count"] == 2
+    assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("name", ["a trained BPE", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_its_tables_encode_as_the_tokenizer_does(tmp_path, name):
+    """A BPE that is made of the file's tables alone gives the same ids."""
+    tokenizer = TOKENIZER if name != "gpt2" else load_tokenizer("gpt2")
+    write_gguf(made(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "model.gguf")
+    found = fields(tmp_path / "model.gguf")
+    assert (found["tokenizer.ggml.model"], found["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert found["tokenizer.ggml.bos_token_id"] == found["tokenizer.ggml.eos_token_id"] == tokenizer.eot
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    types, tokens = found["tokenizer.ggml.token_type"], found["tokenizer.ggml.tokens"]
+    assert [rank for rank, kind in enumerate(types) if kind == gguf.TokenType.CONTROL] == [tokenizer.eot]
+    assert {*types} == {gguf.TokenType.CONTROL, gguf.TokenType.NORMAL}
+    assert tokens[tokenizer.eot] == "<|endoftext|>"
+    merges = found["tokenizer.ggml.merges"]
+    assert encoded(tokens, merges) == tokenizer.encode(TEXT).tolist()
+    if name != "gpt2":
+        assert [merge.split(" ") for merge in merges] == json.loads(DEFINITION.read_text())["model"]["merges"]
+
+
+def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
+    write_characters([TEXT], tmp_path / "tokenizer.json")
+    for name in ("bytes", str(tmp_path)):
+        tokenizer = load_tokenizer(name)
+        with pytest.raises(UserError, match=r"tokenizer = .*no byte-level BPE like GPT-2's.*leave --gguf away"):
+            write_gguf(made(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "damaged", "message"),
+    [
+        ("add_tensor", lambda name, value: (name, value + (name == "blk.1.ffn_up.bias")), "blk.1.ffn_up.bias of"),
+        (
+            "add_tensor",
+            lambda name, value: (name, value.T if "attn_output" in name else value),
+            "attn_output.weight of",
+        ),
+        ("add_array", lambda name, value: (name, value[1:] if "merges" in name else value), "tokenizer.ggml.merges of"),
+        ("add_uint32", lambda name, value: (name, value + ("head" in name)), "head_count of model.gguf is 3 instead"),
+    ],
+)
+def test_what_was_not_written_as_it_is_is_rejected(tmp_path, monkeypatch, method, damaged, message):
+    right = getattr(gguf.GGUFWriter, method)
+    monkeypatch.setattr(gguf.GGUFWriter, method, lambda self, name, value: right(self, *damaged(name, value)))
+    with pytest.raises(Rejected, match=message):
+        write_gguf(made(), TOKENIZER, tmp_path / "model.gguf")
+
+
+def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_path):
+    """By the tables of its package: a name for each tensor, the merges, a token for each id, and `n_ctx`."""
+    tokenizer = load_tokenizer("gpt2")
+    model = made(vocab_size=tokenizer.vocab_size)
+    write_tokenizer(tokenizer, None, 16, tmp_path)
+    write_model(model, tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    shape = {"n_ctx": 16, "n_embd": 32, "n_head": 2, "n_layer": 2, "layer_norm_epsilon": 1e-5, "vocab_size": 50257}
+    assert {name: config[name] for name in shape} == shape
+    assert config["architectures"] == ["GPT2LMHeadModel"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
+    wanted = expected(model)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
+        turned = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))  # by the converter
+        assert torch.equal(tensor.T if turned else tensor, wanted.pop(theirs)), name
+    assert not wanted
+    special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=50257)
+    assert special.special_token_ids == {"bos": 50256, "eos": 50256}
+    definition = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokens = [definition.id_to_token(rank) for rank in range(config["vocab_size"])]
+    assert encoded(tokens, special.merges) == tokenizer.encode(TEXT).tolist()

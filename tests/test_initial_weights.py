@@ -1,0 +1,394 @@
+"""`train.init_from`: a GPT-2 of transformers is continued as it is, or refused by name; a run's weights likewise."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import training_config
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from small_jobs import rows
+from test_wrong_input import expect_mistake
+from torch import Tensor
+
+from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.data.vocabulary import train_bpe
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
+from gpt2_ddp.run.checkpoint import find_checkpoint
+from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
+
+GOLDEN = Path(__file__).parent / "golden"
+TOKENIZER = load_tokenizer(str(GOLDEN / "corpus"))  # 300 ids, of 384 rows
+
+
+def config(folder: Path | str, **model: Any) -> TrainingConfig:
+    found = training_config(GOLDEN / "corpus", Path("/nowhere"), {"train.init_from": str(folder)})
+    return found.model_copy(update={"model": found.model.model_copy(update=model)})
+
+
+def start(config: TrainingConfig) -> GPT:
+    """A new run's model, before its first step."""
+    path = find_initial_weights(config)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, TOKENIZER.vocab_size)
+    load_initial_weights(config, path, model, TOKENIZER)
+    return model
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A folder as transformers saves a GPT-2, with the tokenizer of the golden corpus."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    model = GPT(config("").model, TOKENIZER.vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    save_file(to_transformers(model.state_dict(), TOKENIZER.vocab_size), folder / "model.safetensors")
+    fields = transformers_config(model.config, TOKENIZER.vocab_size, TOKENIZER.eot)
+    (folder / "config.json").write_text(json.dumps(fields))
+    shutil.copy(GOLDEN / "corpus/tokenizer.json", folder)
+    return folder
+
+
+def change_fields(folder: Path, **fields: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    changed = change(tensors) or tensors
+    save_file({name: value.contiguous() for name, value in changed.items()}, folder / "model.safetensors")
+
+
+def shards(folder: Path, parts: int = 2) -> None:
+    """Saves the tensors as transformers does where they are too many for one file."""
+    tensors, places = load_file(folder / "model.safetensors"), {}
+    (folder / "model.safetensors").unlink()
+    for part in range(parts):
+        name, names = f"model-{part + 1:05}-of-{parts:05}.safetensors", sorted(tensors)[part::parts]
+        save_file({one: tensors[one] for one in names}, folder / name)
+        places |= dict.fromkeys(names, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def test_what_transformers_saved_is_continued_and_comes_back_bitwise(tmp_path, capsys):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    fields = transformers_config(config("").model, TOKENIZER.vocab_size, TOKENIZER.eot)
+    theirs = GPT2LMHeadModel(GPT2Config.from_dict(fields)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    capsys.readouterr()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    shutil.copy(GOLDEN / "corpus/tokenizer.json", tmp_path)
+    ours = start(config(tmp_path))
+    back = to_transformers(ours.state_dict(), TOKENIZER.vocab_size)
+    wanted = {name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
+    assert back.keys() == wanted.keys()
+    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+    tokens = torch.randint(TOKENIZER.vocab_size, (3, 32))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+    torch.manual_seed(config("").seed)
+    fresh = GPT(config("").model, TOKENIZER.vocab_size)
+    assert torch.equal(ours.wte.weight[300:], fresh.wte.weight[300:])  # the padding rows are a new run's
+    assert capsys.readouterr().err == ""
+
+
+def old_style(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As the first releases saved it: no prefix, the causal mask, and the tied head written out."""
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    plain = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+    return {**plain, **masks, "lm_head.weight": plain["wte.weight"].clone()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_old_names_and_half_precision(theirs, dtype):
+    wanted = {name: value.to(dtype).float() for name, value in load_file(theirs / "model.safetensors").items()}
+    change_tensors(theirs, lambda tensors: {n: v.to(dtype) for n, v in old_style(tensors).items()})
+    change_fields(theirs, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh")
+    back = to_transformers(start(config(theirs)).state_dict(), TOKENIZER.vocab_size)
+    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_without_biases_drops_those_that_are_zero(theirs, capsys):
+    change_tensors(theirs, lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()})
+    ours = start(config(theirs, bias=False))
+    wanted = load_file(theirs / "model.safetensors")
+    back = to_transformers(ours.state_dict(), TOKENIZER.vocab_size)
+    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+
+
+def test_a_shorter_context_takes_the_first_positions_and_says_so(theirs, capsys):
+    ours = start(config(theirs, block_size=24))
+    assert torch.equal(ours.wpe.weight, load_file(theirs / "model.safetensors")["transformer.wpe.weight"][:24])
+    assert capsys.readouterr().err == (
+        f"note: train.init_from = {theirs}: the first 24 of its 32 positions are taken (block_size)\n"
+    )
+
+
+def test_rows_beyond_the_tokens_of_the_data_are_left_out(theirs, capsys):
+    def grow(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        wte = torch.cat([tensors["transformer.wte.weight"], torch.ones(20, 32)])
+        return {**tensors, "transformer.wte.weight": wte, "lm_head.weight": wte.clone()}
+
+    first = start(config(theirs))
+    change_tensors(theirs, grow)
+    change_fields(theirs, vocab_size=320)
+    second = start(config(theirs))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert "the last 20 rows of its vocabulary are of no token of the data" in capsys.readouterr().err
+
+
+def test_a_tokenizer_in_two_files_is_read_and_a_missing_one_is_said(theirs, capsys):
+    model = json.loads((theirs / "tokenizer.json").read_text())["model"]
+    (theirs / "tokenizer.json").unlink()
+    (theirs / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = theirs / "merges.txt"
+    merges.write_text("#version: 0.2\n" + "\n".join(map(" ".join, model["merges"])) + "\n")
+    start(config(theirs))
+    assert capsys.readouterr().err == ""
+    first, second, *more = merges.read_text().splitlines()
+    merges.write_text("\n".join([first, *more, second]) + "\n")
+    with pytest.raises(UserError, match="splits or merges text otherwise"):
+        start(config(theirs))
+    merges.unlink()
+    start(config(theirs))
+    assert "all that is known is that the tokenizer has 300 ids as well" in capsys.readouterr().err
+
+
+def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return lambda folder: change_tensors(
+        folder, lambda t: {**t, f"transformer.{name}": change(t[f"transformer.{name}"])}
+    )
+
+
+def fields(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: change_fields(folder, **changes)
+
+
+def with_one_changed(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.index_put((torch.tensor(0),), torch.full(tensor.shape[1:], value))
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def lose_a_shard(folder: Path) -> None:
+    shards(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def another_tokenizer(folder: Path) -> None:
+    train_bpe(["other words than those there, and some more of them"] * 9, 300, folder / "tokenizer.json")
+
+
+def other_blanks(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    definition = json.loads(file.read_text())
+    definition["pre_tokenizer"]["add_prefix_space"] = True
+    file.write_text(json.dumps(definition))
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return lambda folder: change_tensors(folder, lambda tensors: {n: v for n, v in tensors.items() if n != name})
+
+
+def own_head(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1})
+
+
+def classifier(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: {**tensors, "score.weight": torch.ones(2, 32)})
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def wrong_merge(folder: Path) -> None:
+    """A token of three characters, made of others than it was."""
+    file = folder / "tokenizer.json"
+    definition = json.loads(file.read_text())
+    vocab, merges = definition["model"]["vocab"], definition["model"]["merges"]
+    for number, (first, second) in enumerate(merges):
+        other = [first[0], (first + second)[1:]]
+        if len(first) == 2 and vocab.get(other[1], 10**9) < vocab[first + second]:
+            merges[number] = other
+            break
+    else:
+        raise AssertionError("there is none")
+    file.write_text(json.dumps(definition))
+
+
+EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
+    "layers": (fields(n_layer=3), {}, ["model.n_layer = 2: .* has 3; set it to 3"]),
+    "heads and width": (
+        lambda _: None,
+        {"n_head": 4, "n_embd": 64},
+        ["model.n_head = 4: .* has 2; set it to 2", "model.n_embd = 64: .* has 32; set it to 32"],
+    ),
+    "a longer context": (lambda _: None, {"block_size": 64}, ["model.block_size = 64: .* 32 positions; set it to 32"]),
+    "scaled by layer": (fields(scale_attn_by_inverse_layer_idx=True), {}, ["scale_attn_by_inverse_layer_idx: true"]),
+    "not scaled": (fields(scale_attn_weights=False), {}, ["has scale_attn_weights: false, and here it is true alone"]),
+    "two choices": (
+        fields(activation_function="relu", layer_norm_epsilon=1e-6),
+        {},
+        ["activation_function: \"relu\", and here it is \"gelu_new\"", "layer_norm_epsilon: 1e-06"],
+    ),
+    "exact gelu": (fields(activation_function="gelu"), {}, ["activation_function: \"gelu\""]),
+    "untied": (fields(tie_word_embeddings=False), {}, ["tie_word_embeddings: false"]),
+    "cross attention": (fields(add_cross_attention=True), {}, ["add_cross_attention: true"]),
+    "another MLP": (fields(n_inner=64), {}, ["n_inner: 64"]),
+    "quantised": (fields(quantization_config={"bits": 4}), {}, ["quantization_config"]),
+    "another architecture": (fields(model_type="llama"), {}, ["is a model of type llama"]),
+    "nonsense": (fields(n_positions="many"), {}, ["model.block_size = 32: .* has many positions"]),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), {}, ["config.json: cannot be read"]),
+    "a pickle": (pickle_only, {}, ["pickles alone \\(pytorch_model.bin\\)"]),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), {}, ["has no model.safetensors, nor"]),
+    "a missing shard": (lose_a_shard, {}, ["has no model-00002-of-00002.safetensors"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_refused_by_its_small_files(theirs, case):
+    damage, model, lines = EARLY[case]
+    damage(theirs)
+    with pytest.raises(UserError) as error:
+        find_initial_weights(config(theirs, **model))
+    assert len(error.value.mistakes) == len(lines)
+    for mistake, line in zip(error.value.mistakes, lines, strict=True):
+        assert re.search(line, mistake), mistake
+
+
+LATE: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
+    "missing": (drop("transformer.h.1.mlp.c_fc.weight"), {}, "h.1.mlp.c_fc.weight is missing"),
+    "no embedding": (drop("transformer.wte.weight"), {}, "wte.weight is missing"),
+    "one too many": (classifier, {}, "score.weight is one too many"),
+    "another shape": (tensor("h.0.ln_1.weight", lambda t: t[:-1]), {}, "h.0.ln_1.weight has the shape \\[31\\]"),
+    "not transposed": (tensor("h.0.attn.c_attn.weight", lambda t: t.T), {}, "h.0.attn.c_attn.weight has the shape"),
+    "not a number": (tensor("h.1.ln_2.bias", with_one_changed(float("nan"))), {}, "h.1.ln_2.bias .* not finite"),
+    "infinite": (tensor("wpe.weight", with_one_changed(float("inf"))), {}, "wpe.weight .* not finite"),
+    "twice": (lambda folder: change_tensors(folder, lambda t: {**t, "ln_f.bias": torch.ones(32)}), {}, "a second time"),
+    "integers": (tensor("h.0.mlp.c_fc.weight", lambda t: t.to(torch.int8)), {}, "c_fc.weight is of type torch.int8"),
+    "biases": (lambda _: None, {"bias": False}, "bias is not zero, and model.bias is false"),
+    "a head of its own": (own_head, {}, "lm_head.weight is not the embedding"),
+    "cut short": (lambda folder: cut_short(folder / "model.safetensors"), {}, "not a whole safetensors file"),
+    "fewer tokens": (tensor("wte.weight", lambda t: t[:299]), {}, "has 299 rows of a vocabulary, .* has 300 ids"),
+    "other tokens": (another_tokenizer, {}, "its tokenizer is another one: id 257 is"),
+    "other blanks": (other_blanks, {}, "splits or merges text otherwise"),
+    "a wrong merge": (wrong_merge, {}, "splits or merges text otherwise"),
+    "a torn tokenizer": (lambda folder: cut_short(folder / "tokenizer.json"), {}, "its tokenizer cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_refused_by_its_weights_or_its_tokenizer(theirs, case):
+    damage, model, line = LATE[case]
+    damage(theirs)
+    settings = config(theirs, **model)
+    path = find_initial_weights(settings)
+    with pytest.raises(UserError, match=f"train.init_from = .*{line}"):
+        load_initial_weights(settings, path, GPT(settings.model, TOKENIZER.vocab_size), TOKENIZER)
+
+
+def test_from_the_hub(theirs, monkeypatch):
+    """Only config.json at first, and the rest when it is wanted; whatever huggingface_hub says is one line."""
+    asked = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(theirs)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    start(config("hub:openai-community/gpt2@v1"))
+    assert [call[:2] for call in asked] == [("openai-community/gpt2", "v1")] * 2
+    assert asked[0][2] == ["config.json"]
+    assert {"model*.safetensors", "merges.txt"} < {*asked[1][2]}
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"train\.init_from = hub:nobody/none: cannot be had from the Hub .*no network"):
+        find_initial_weights(config("hub:nobody/none"))
+    with pytest.raises(UserError, match=r"train\.init_from = hub:a/b/c: cannot be had from the Hub"):
+        find_initial_weights(config("hub:a/b/c"))
+
+
+def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
+    settings = config(GOLDEN / "gpt2_run")
+    checkpoint = find_checkpoint(GOLDEN / "gpt2_run")
+    model = GPT(settings.model.model_copy(update=checkpoint.config["model"]), checkpoint.state["vocab_size"])
+    path = find_initial_weights(settings)
+    load_initial_weights(settings, path, model, TOKENIZER)
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in load_file(path / "model.safetensors").items())
+    another_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"train\.init_from = .* of another tokenizer .* than the data's"):
+        load_initial_weights(settings, path, model, load_tokenizer(str(tmp_path)))
+
+
+def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
+    with pytest.raises(UserError, match=r"checkpoint = .* is a model of transformers; .*train\.init_from"):
+        find_checkpoint(theirs)
+
+
+def run_training(config: TrainingConfig) -> str:
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    return train(config, Pretraining).outcome
+
+
+@pytest.mark.slow
+def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
+    """Its first loss is the model's; stopped halfway and resumed it is bitwise the run that was never stopped."""
+
+    def settings(name: str, steps: int) -> TrainingConfig:
+        changes = {
+            "run_name": name,
+            "train.init_from": str(theirs),
+            "train.steps": steps,
+            "optim.decay_steps": 12,
+            "eval.tokens": None,
+        }
+        return training_config(tmp_path / "data", tmp_path / "runs", changes)
+
+    shutil.copytree(GOLDEN / "corpus", tmp_path / "data")
+    assert run_ranks(run_training, 2, settings("whole", 10)) == ["completed"] * 2
+    run_ranks(run_training, 2, settings("halves", 5))
+    at_start = start(settings("any", 1))
+    shutil.rmtree(theirs)
+    run_ranks(run_training, 2, settings("halves", 10))
+    place = "checkpoints/step-00000010/model.safetensors"
+    whole, halves = (load_file(tmp_path / "runs" / name / place) for name in ("whole", "halves"))
+    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    stream = TokenStream(GOLDEN / "corpus", read_manifest(GOLDEN / "corpus"), "val")
+    tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype("int64"))
+    windows = [tokens[at : at + 33][None] for at in range(0, len(tokens) - 1, 32)]
+    with torch.no_grad():
+        nll = sum(at_start.eval()(window[:, :-1], window[:, 1:], reduction="sum").item() for window in windows)
+    assert rows(tmp_path / "runs/whole")[0]["val_loss"] == pytest.approx(nll / (len(tokens) - 1), rel=1e-5)
+
+
+def test_a_wrong_folder_is_one_line_and_exit_code_2_before_the_corpus_is_hashed(theirs, tmp_path):
+    another_tokenizer(theirs)
+    shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
+    settings = training_config(tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)})
+    (tmp_path / "config.yaml").write_text(dump(settings))
+    words = f"train.init_from = {theirs}", "its tokenizer is another one", "prepare the text with its tokenizer.json"
+    expect_mistake(tmp_path, "train_gpt2", ["--config", str(tmp_path / "config.yaml")], *words, world=2)
+    assert not list((tmp_path / "data").glob(".verified*"))

@@ -1,0 +1,625 @@
+"""Mixtures: one order of several sources, by its definition and by numbers that no release may change; runs over them,
+stopped, killed, gone back and given other weights; and what is refused."""
+
+import hashlib
+import json
+import math
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_jobs
+from conftest import edit_manifest, training_config
+from pydantic import ValidationError
+from ranks import RankError, run_ranks
+from test_order import by_definition
+from test_verify import change, edit_rows, reseal, verified
+
+from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.feed import Feed, interleaved
+from gpt2_ddp.data.manifest import Manifest, read_manifest, write_manifest
+from gpt2_ddp.data.mixture import MixedOrder, Phase, normal, past, phases_of, read_manifests, recorded
+from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.shards import ShardWriter, TokenStream
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.data.windows import MixedWindows, Windows
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.evaluate import Evaluation, mixed
+
+WINDOWS = [997, 300, 50]
+PHASES = [Phase(0, normal([0.7, 0.2, 0.1])), Phase(3000, normal([0, 0.5, 0.5])), Phase(5000, normal([0.3, 1, 1e-4]))]
+
+
+def mixture(windows=WINDOWS, phases=PHASES, seed=1337) -> MixedOrder:
+    return MixedOrder(seed, windows, phases, [f"s{i}" for i in range(len(windows))])
+
+
+def uses_by_definition(phases: list[Phase], block: int) -> list[int]:
+    """Of each source before a block, from docs/architecture.md."""
+    totals = [0] * len(phases[0].weights)
+    for number, (begins, weights) in enumerate(phases):
+        end = min(block, phases[number + 1].begins // 1000 if number + 1 < len(phases) else block)
+        if (blocks := end - begins // 1000) > 0:
+            counts = [math.floor(weight * 1000 * blocks) for weight in weights]
+            counts[weights.index(max(weights))] += 1000 * blocks - sum(counts)
+            totals = [a + b for a, b in zip(totals, counts, strict=True)]
+    return totals
+
+
+def mixed_by_definition(seed: int, windows: list[int], phases: list[Phase], position: int) -> int:
+    """The item at a position, in integers and fractions alone: a block's positions one after another."""
+    block, offset = divmod(position, 1000)
+    before, after = uses_by_definition(phases, block), uses_by_definition(phases, block + 1)
+    uses, source = list(before), 0
+    for place in range(offset + 1):
+        slot = permuted(seed, f"block/{block}", 1000, place)
+        source = 0
+        while slot >= after[source] - before[source]:
+            slot -= after[source] - before[source]
+            source += 1
+        uses[source] += 1
+    epoch, index = divmod(uses[source] - 1, windows[source])
+    key = f"{source}/{epoch}" if source else str(epoch)
+    return source * 2**48 + permuted(seed, key, windows[source], index)
+
+
+def permuted(seed: int, key: str, n: int, index: int) -> int:
+    """What `by_definition` comes to under another key."""
+    base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
+    content = hashlib.shake_256(f"{seed}/{key}".encode()).digest(64)
+    keys = [int.from_bytes(content[8 * i : 8 * i + 8], "little") for i in range(8)]
+    while True:
+        left, right = divmod(index, base)
+        for k in keys:
+            x = (right + k) * 0xBF58476D1CE4E5B9 % 2**64
+            x = (x ^ (x >> 31)) * 0x94D049BB133111EB % 2**64 >> 33
+            left, right = right, (left + x) % base
+        index = left * base + right
+        if index < n:
+            return index
+
+
+def test_the_order_follows_its_definition():
+    assert permuted(1337, "3", 1000, 5) == by_definition(1337, 1000, 3005)
+    rng = random.Random(0)
+    for _ in range(12):
+        n = rng.randint(2, 6)
+        windows = [rng.choice([1, rng.randint(1, 50), rng.randint(1, 10**9)]) for _ in range(n)]
+        begins = [0, *sorted({1000 * rng.randint(1, 10**9) for _ in range(rng.randint(0, 3))})]
+        weights = [[rng.choice([0, 1e-9, 0.1, rng.random(), 7]) for _ in range(n - 1)] + [0.25] for _ in begins]
+        phases = [Phase(begin, normal(one)) for begin, one in zip(begins, weights, strict=True)]
+        order, first = mixture(windows, phases, seed := rng.randrange(2**63)), rng.choice([*begins, 10**12])
+        positions = sorted({first + rng.randrange(1500) for _ in range(3)})
+        expected = [mixed_by_definition(seed, windows, phases, position) for position in positions]
+        assert order.at(np.array(positions)).tolist() == expected, (seed, windows, phases, positions)
+
+
+GOLDEN = {
+    0: [562949953421339, 789, 562949953421351, 562949953421358, 306, 606, 832, 281474976710698],
+    2996: [714, 469, 425, 281474976710800, 281474976710692, 562949953421326, 281474976710913, 281474976710742],
+    10**12: [311, 281474976710701, 281474976710937, 281474976710890, 979, 281474976710856, 594, 281474976710677],
+}
+
+
+def test_the_order_is_what_it_always_was():
+    for start, items in GOLDEN.items():
+        assert mixture().at(np.arange(start, start + 8)).tolist() == items, start
+
+
+@pytest.mark.parametrize(
+    ("passed", "digest"),
+    [
+        ([], "4dbdc64b8f34c115b27387750cd8b97f01bd0cb862a6356e420632e686a9b753"),
+        ([(240, 360), (2990, 3010)], "8d961a255e690c46ef28630e9f67d3932da5afc71b6ec7ce1413e0a64ef40b63"),
+    ],
+)
+def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
+    """On 1 to 4 ranks, whatever the micro-batch: of steps that reach over both phases' beginnings."""
+    for world in (1, 2, 3, 4):
+        feed = Feed(range(10), 1337, 72, interleaved(world, 72 // world // 2), order=mixture())
+        for start, stop in passed:
+            feed.pass_over(start, stop)
+        for _ in range(100):
+            feed.next_step()
+        assert feed.order_digest == digest
+
+
+def test_whole_windows_of_each_source_in_every_block_and_no_share_drifts():
+    items = mixture().at(np.arange(9000)) >> np.uint64(48)
+    counts = [np.bincount(items[at : at + 1000].astype(int), minlength=3).tolist() for at in range(0, 9000, 1000)]
+    assert counts[:5] == [[700, 200, 100]] * 3 + [[0, 500, 500]] * 2
+    assert [sum(column) for column in zip(*counts[5:], strict=True)] == [923, 3077, 0]
+    order, billion = mixture(), 10**9
+    for blocks in (10, 13, billion, billion + 1):  # of the third phase
+        exact = [weight * 1000 * blocks for weight in PHASES[2].weights]
+        found = order.uses(5000 + 1000 * blocks) - order.uses(5000)
+        assert found.sum() == 1000 * blocks
+        assert all(abs(a - b) < (3 if b == max(exact) else 1) for a, b in zip(found.tolist(), exact, strict=True))
+
+
+def test_counts_are_never_negative():
+    """Weights far below one window a block, for as many sources as there may be."""
+    rng = random.Random(0)
+    for n in (2, 3, 32):
+        for _ in range(5):
+            weights = normal([1 + rng.random() * rng.choice([1e-3, 1]) for _ in range(n)])
+            order = mixture([5] * n, [Phase(0, weights)])
+            steps = np.diff([order.uses(1000 * block) for block in range(200)], axis=0)
+            assert steps.min() >= 0
+            assert (steps.sum(axis=1) == 1000).all()
+
+
+def test_each_window_once_per_epoch_of_its_source_in_order_of_time():
+    """However its epochs lie to blocks and phases; counted without the order's own sums."""
+    items = mixture().at(np.arange(12_000))
+    sources, windows = (items >> np.uint64(48)).astype(int), items & np.uint64(2**48 - 1)
+    for source, n in enumerate(WINDOWS):
+        own = windows[sources == source]
+        assert len(own) > 4 * n or source == 0
+        for epoch in range(len(own) // n):
+            assert np.array_equal(np.sort(own[epoch * n : (epoch + 1) * n]), np.arange(n)), (source, epoch)
+        for at in (1, 999, 1000, 3001, 4999, 11_111):
+            assert mixture().uses(at)[source] == (sources[:at] == source).sum()
+
+
+def test_any_part_of_the_order_is_the_same():
+    order = mixture()
+    whole = order.at(np.arange(9000))
+    assert len(order.at(np.arange(0))) == 0
+    for positions in (np.arange(990, 1010), np.array([0, 999, 1000, 8999]), np.arange(2000, 5500, 7)):
+        assert np.array_equal(order.at(positions), whole[positions])
+        assert np.array_equal(mixture().at(positions), whole[positions])
+
+
+def test_source_0_alone_is_the_order_that_it_always_was():
+    """So a run over one folder may go on with several."""
+    alone, positions = Order(7, 997), np.arange(10**6, 10**6 + 3000)
+    phases = [Phase(0, normal([1, 0])), Phase(10**7, normal([0.5, 0.5]))]
+    order = mixture([997, 300], phases, 7)
+    assert np.array_equal(order.at(positions), alone.at(positions))
+    assert len(order) == len(alone)
+    first, second = (mixture([50, 50], [Phase(0, normal(weights))]) for weights in ([1, 0], [0, 1]))
+    assert not np.array_equal(first.at(np.arange(50)), second.at(np.arange(50)) & np.uint64(2**48 - 1))
+
+
+def test_a_far_position_costs_what_the_first_one_costs(monkeypatch):
+    """Counted: 512 positions cost two blocks and themselves at most, and the same block is not evaluated again."""
+    counted, feistel = [], Order._feistel
+
+    def counting(self, values, keys):
+        counted.append(len(values))
+        return feistel(self, values, keys)
+
+    monkeypatch.setattr(Order, "_feistel", counting)
+    for start in (0, 10**12 + 600, 10**15):
+        order = mixture([10**9 + 7, 10**6 + 3, 10**5])
+        counted.clear()
+        order.at(np.arange(start, start + 512))
+        assert sum(counted) <= 2 * 1030 + 530
+        order.uses(start + 100)
+        counted.clear()
+        order.at(np.arange(start, start + 64))
+        assert sum(counted) <= 70
+
+
+def test_weights_are_what_is_written():
+    """0.1 is one tenth, and not the binary number that is next to it."""
+    assert normal([0.1, 0.2, 0.7]) == (Fraction(1, 10), Fraction(1, 5), Fraction(7, 10))
+    assert normal([1, 2.0, 7]) == normal([0.1, 0.2, 0.7])
+
+
+# Folders
+
+
+@pytest.fixture(scope="module")
+def sources(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Three folders of one tokenizer, the last without a validation split."""
+    place, tokenizer = tmp_path_factory.mktemp("sources"), load_tokenizer(str(corpus / "tokenizer.json"))
+    shutil.copytree(corpus, place / "web")
+    for name, parts in (("code", {"train": "argparse", "val": "cmd"}), ("poems", {"train": "this"})):
+        (place / name).mkdir()
+        shutil.copy(corpus / "tokenizer.json", place / name)
+        splits = {}
+        for split, module in parts.items():
+            writer = ShardWriter(place / name, split, 20_000, 512)
+            writer.add(tokenizer.encode((Path(os.__file__).parent / f"{module}.py").read_text()))
+            splits[split] = writer.close()
+        manifest = Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, name, splits)
+        write_manifest(place / name, manifest)
+    return [str(place / name) for name in ("web", "code", "poems")]
+
+
+CHANGES: dict[str, Any] = {
+    "model.block_size": 8,
+    "model.n_embd": 16,
+    "model.n_layer": 1,
+    "train.global_batch_tokens": 240 * 8,
+    "train.micro_batch_size": 60,
+    "train.steps": 10,
+    "optim.decay_steps": 100,
+    "eval.every": 5,
+    "eval.tokens": 400,
+    "checkpoint.every": 4,
+    "data.weights": [0.6, 0.3, 0.1],
+    "data.phases": ["8000:1:8:1"],
+}
+
+
+def config_of(sources: list[str], output: Path, **changes: Any) -> TrainingConfig:
+    config = training_config(Path("x"), output)
+    changed = CHANGES | {name.replace("__", "."): value for name, value in changes.items()}
+    values = config.model_dump(mode="json")
+    for name, value in ({"data.path": list(sources)} | changed).items():
+        section, _, key = name.rpartition(".")
+        (values[section] if section else values)[key] = value
+    return TrainingConfig.model_validate(values)
+
+
+def test_windows_are_read_from_the_source_that_they_are_of(sources):
+    windows = [Windows(TokenStream(Path(path), read_manifest(Path(path)), "train"), 8) for path in sources]
+    items = mixture([len(one) for one in windows]).at(np.arange(40)).astype(np.int64)
+    (rows,) = MixedWindows(windows).read(items)
+    for row, item in zip(rows, items.tolist(), strict=True):
+        (alone,) = windows[item >> 48].read(np.array([item & (2**48 - 1)]))
+        assert row.tolist() == alone[0].tolist()
+
+
+def test_from_the_command_line(sources, tmp_path):
+    flags = ["--data.path", *sources, "--data.weights", "6", "3", "1", "--data.phases", "8000:1:8:1", "20000:0:0:1"]
+    config = load(TrainingConfig, [*flags, "--train.steps", "1", "--model.block_size", "8"])
+    assert config.data.paths == tuple(sources)
+    assert config.data.names == ("web", "code", "poems")
+    assert [(phase.at_tokens, phase.weights) for phase in config.data.phases] == [(8000, (1, 8, 1)), (20000, (0, 0, 1))]
+    file = tmp_path / "config.yaml"
+    file.write_text(dump(config))
+    assert load(TrainingConfig, ["--config", str(file)]) == config
+    assert load(TrainingConfig, ["--data.path", "x", "--train.steps", "1"]).data.path == "x"
+    assert config.model_copy(update={"data": config.data.model_copy(update={"path": ("a/v1", "b/v1")})}).data.names == (
+        "v1",
+        "v1-1",
+    )
+    assert config.data.model_copy(update={"path": ("a/v1", "b/v1-2", "c/v1")}).names == ("v1", "v1-2", "v1-2-2")
+
+
+def test_where_phases_begin(sources, tmp_path):
+    """At the first block of 1,000 windows that begins after so many tokens; weights are in proportion to windows."""
+    config = config_of(sources, tmp_path, data__weights=[], data__phases=["8000:1:1:1", "8001:1:0:0"])
+    assert [phase.begins for phase in phases_of(config, [30, 10, 10])] == [0, 1000, 2000]
+    assert phases_of(config, [30, 10, 10])[0].weights == normal([3, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__weights": [1, 2]}, r"data.weights = 1.0 2.0: should be 3 numbers, one for each folder"),
+        ({"data__weights": [1, -1, 2]}, r"data.weights = 1.0 -1.0 2.0: should be at least 0 each"),
+        ({"data__weights": [0, 0, 0]}, r"data.weights = .*more than that in all"),
+        ({"eval__weights": [1e308, 1e308, 1e308]}, r"eval.weights = .*more than that in all"),
+        ({"data__weights": [1, 1, float("nan")]}, r"data.weights"),
+        ({"data__phases": ["8000:1:1"]}, r"data.phases, number 1 = 1.0 1.0: should be 3 numbers"),
+        ({"data__phases": ["8000"]}, r"data.phases, number 1 = : should be 3 numbers"),
+        ({"data__phases": ["0:1:1:1"]}, r"data.phases"),
+        ({"data__phases": ["8000:1:1:1", "7000:1:1:1"]}, r"data.phases = 7000: should come after the phase before"),
+        ({"data__path": ["a", "b", "a/"]}, r"data.path = a b a/: names a folder twice"),
+        ({"data__path": []}, r"data.path"),
+        (
+            {"data__path": [f"d{i}" for i in range(33)], "data__weights": [], "data__phases": []},
+            r"should be 32 at most",
+        ),
+        ({"eval__weights": [1]}, r"eval.weights = 1.0: should be 3 numbers"),
+    ],
+)
+def test_mistakes_are_told_by_name(sources, tmp_path, changes, message):
+    with pytest.raises((UserError, ValidationError), match=message):
+        config_of(sources, tmp_path, **changes)
+
+
+def test_folders_that_do_not_go_together(sources, tmp_path):
+    again = Path(shutil.copytree(sources[0], tmp_path / "again"))
+    with pytest.raises(
+        UserError, match=r"data.path = .*again: its train_000000.bin, of the train split, is in the train"
+    ):
+        read_manifests([sources[0], str(again)])
+    manifest = json.loads((again / "manifest.json").read_text())
+    edit_manifest(again, splits={"train": manifest["splits"]["val"]})
+    with pytest.raises(UserError, match=r"of the train split, is in the val split of .*web, too"):
+        read_manifests([sources[0], str(again)])
+    edit_manifest(again, tokenizer_sha256="0" * 64)
+    with pytest.raises(
+        UserError, match=r"data.path = .*again: is of another tokenizer than .*web \(tokenizer.json, 512"
+    ):
+        read_manifests([sources[0], str(again)])
+    assert len(read_manifests(sources)) == 3
+
+
+def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
+    one, other, idle = Evaluation(30.0, 10, 40), Evaluation(200.0, 100, 200), Evaluation(9.0, 1, 1)
+    whole = mixed([(0.25, one), (0.75, other), (0.0, idle)])
+    assert whole.loss == pytest.approx(0.25 * 3 + 0.75 * 2)
+    assert whole.bits_per_byte == pytest.approx((0.25 * 3 + 0.75 * 2) / math.log(2) / (0.25 * 4 + 0.75 * 2))
+    assert whole.tokens == 110
+    assert mixed([(1.0, one), (0.0, idle)]) is one
+
+
+# Runs
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    timings = ("tokens_per_second", "mfu", "data_share", "chain")
+    return [{k: v for k, v in row.items() if k not in timings} for row in small_jobs.rows(run)]
+
+
+def digests(run: Path) -> dict[int, str]:
+    return {row["step"]: row["order_digest"] for row in rows(run) if "order_digest" in row}
+
+
+def train(config: TrainingConfig, dies_at: int = 0, stretch: tuple[int, int] = (0, 0)) -> str:
+    """Trains; the step `dies_at` begins with SIGKILL, and gradients are not finite at positions in `stretch`."""
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    step = loop.train_step
+
+    def train_step(run):
+        if run.step + 1 == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        bad = stretch[0] <= int(run.task.feed.take(run.task.feed.position)[0]) < stretch[1]
+        times = math.nan if bad else 1.0
+        handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
+        try:
+            return step(run)
+        finally:
+            handle.remove()
+
+    loop.train_step = train_step
+    return loop.train(config, Pretraining).outcome
+
+
+@pytest.fixture(scope="module")
+def whole(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 10 steps of 240 windows, with other weights from window 1,000 on."""
+    place = tmp_path_factory.mktemp("runs")
+    assert run_ranks(train, 1, config_of(sources, place)) == ["completed"]
+    return place / "run"
+
+
+def test_rows_say_what_each_source_had(whole, sources):
+    config = config_of(sources, whole.parent)
+    sizes = [len(Windows(TokenStream(Path(p), read_manifest(Path(p)), "train"), 8)) for p in sources]
+    order = MixedOrder(config.seed, sizes, phases_of(config, sizes), config.data.names)
+    assert phases_of(config, sizes)[1].begins == 1000
+    for row in rows(whole)[1:]:
+        taken = np.bincount((order.at(np.arange(row["step"] * 240)) >> np.uint64(48)).astype(int), minlength=3)
+        assert [row[f"tokens/{name}"] for name in ("web", "code", "poems")] == (taken * 8).tolist()
+        assert sum(taken) * 8 == row["tokens"]
+        assert row["epoch/poems"] == round(taken[2] / sizes[2], 4)
+    validated = [row for row in rows(whole) if "val_loss" in row]
+    assert [row["step"] for row in validated] == [0, 5, 10]
+    for row in validated:  # the weights of web and code, in relation to each other; poems has no such split
+        assert row["val_loss"] == pytest.approx((0.6 * row["val_loss/web"] + 0.3 * row["val_loss/code"]) / 0.9)
+        assert "val_loss/poems" not in row
+        assert row["val_tokens"] == 400
+
+
+def test_the_report_tells_of_each_source(whole):
+    from gpt2_ddp.reports.page import _evaluation
+    from gpt2_ddp.reports.runs import read_runs
+
+    told, row = _evaluation(read_runs([whole])[0]), rows(whole)[-1]
+    assert told["validation loss of code"] == f"{row['val_loss/code']:.4f}"
+    assert told["tokens seen of poems"] == f"{row['tokens/poems']:,}"
+
+
+def test_killed_behind_a_phases_beginning_it_goes_on_bit_for_bit(whole, sources, tmp_path):
+    """Step 5 takes windows of both phases; the newest checkpoint is from before it."""
+    with pytest.raises(RankError):
+        run_ranks(train, 1, config_of(sources, tmp_path), 7)
+    assert run_ranks(train, 1, config_of(sources, tmp_path)) == ["completed"]
+    assert rows(tmp_path / "run") == rows(whole)
+    for name in ("model", "optimizer"):
+        last = f"checkpoints/step-00000010/{name}.safetensors"
+        assert (tmp_path / "run" / last).read_bytes() == (whole / last).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_same_windows_on_any_number_of_ranks(whole, sources, tmp_path, world):
+    """Also where a run goes on with others, after a phase has begun."""
+    changes = {"train__steps": 6}
+    assert run_ranks(train, world, config_of(sources, tmp_path, **changes)) == ["completed"] * world
+    assert run_ranks(train, 5 - world, config_of(sources, tmp_path, data__workers=1)) == ["completed"] * (5 - world)
+    assert digests(tmp_path / "run") == digests(whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_went_back_counts_what_it_trained_on(sources, tmp_path, capsys):
+    """It passes over windows of both phases, is killed behind that, and goes on on two processes."""
+    bad = {"guard": {"patience": 2}, "train__steps": 12}
+    config = config_of(sources, tmp_path, **bad)
+    with pytest.raises(RankError):
+        run_ranks(train, 1, config, 11, (700, 1300))
+    assert run_ranks(train, 2, config, 0, (700, 1300)) == ["completed"] * 2
+    run = tmp_path / "run"
+    assert any(
+        row.get("event") == "rollback" for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    )
+    last = rows(run)[-1]
+    state = json.loads((run / "checkpoints/step-00000012/state.json").read_text())
+    assert state["passed"]
+    assert sum(last[f"tokens/{name}"] for name in config.data.names) == last["tokens"] == 12 * 240 * 8
+    code, defects, _ = verified(run, capsys)
+    assert (code, defects) == (0, [])
+
+
+def weights_of_a_state(checkpoint: Path) -> None:
+    file = checkpoint / "state.json"
+    state = json.loads(file.read_text())
+    state["mixture"]["phases"][0][1] = ["1/2", "2/5", "1/10"]
+    file.write_text(json.dumps(state))
+    reseal(file)
+
+
+def weights_everywhere(run: Path) -> None:
+    """In config.yaml, in every start and in every checkpoint, whose hashes fit again."""
+
+    def edit(values: list[dict]) -> None:
+        for row in values:
+            if "config" in row:
+                row["config"]["data"]["weights"] = [0.5, 0.4, 0.1]
+                row["mixture"]["phases"][0][1] = ["1/2", "2/5", "1/10"]
+
+    edit_rows(run, edit)
+    for config in [run / "config.yaml", *run.glob("checkpoints/*/config.yaml")]:
+        change(config, "weights:\n  - 0.6\n  - 0.3", "weights:\n  - 0.5\n  - 0.4")
+        if config.parent != run:
+            reseal(config)
+            weights_of_a_state(config.parent)
+
+
+def tokens_of_a_source(run: Path) -> None:
+    def edit(values: list[dict]) -> None:
+        row = next(row for row in values if row["step"] == 6 and "event" not in row)
+        row["tokens/web"], row["tokens/code"] = row["tokens/web"] + 8, row["tokens/code"] - 8
+
+    edit_rows(run, edit)
+
+
+TAMPERED = {
+    "config.yaml": (
+        lambda run: change(run / "config.yaml", "  - 0.6\n  - 0.3", "  - 0.5\n  - 0.4"),
+        "config.yaml: data.weights is [0.5, 0.4, 0.1], in metrics.jsonl, line 1 [0.6, 0.3, 0.1]",
+    ),
+    "a phase": (
+        lambda run: change(run / "config.yaml", "at_tokens: 8000", "at_tokens: 16000"),
+        "config.yaml: data.phases is",
+    ),
+    "everywhere": (weights_everywhere, ": order_digest of step 1 is"),
+    "a row": (tokens_of_a_source, ": of the sources of step 6 it says"),
+    "a state": (
+        lambda run: weights_of_a_state(run / "checkpoints/step-00000008"),
+        "checkpoints/step-00000008/state.json: data.weights and data.phases are",
+    ),
+    "nonsense": (
+        lambda run: (
+            change(path := run / "checkpoints/step-00000008/state.json", '"phases": ', '"fazes": '),
+            reseal(path),
+        ),
+        "checkpoints/step-00000008/state.json: its mixture is none",
+    ),
+}
+
+
+def test_an_untouched_run_is_intact(whole, capsys):
+    code, defects, others = verified(whole, capsys)
+    assert (code, defects) == (0, [])
+    assert any("shards as they were prepared in" in line and line.endswith("poems") for line in others)
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_other_weights_are_found(whole, tmp_path, capsys, name):
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    tamper, defect = TAMPERED[name]
+    tamper(run)
+    code, defects, _ = verified(run, capsys)
+    assert code == 1
+    assert any(defect in line for line in defects), defects
+
+
+def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
+    moved = [str(shutil.copytree(path, tmp_path / f"m{number}")) for number, path in enumerate(sources)]
+    assert verified(whole, capsys, data=":".join(moved))[:2] == (0, [])
+    with pytest.raises(UserError, match=r"the run was trained on 3 folders; name all of them, joined by `:`"):
+        verified(whole, capsys, data=moved[0])
+
+
+def going_on(config: TrainingConfig, state: dict[str, Any]) -> Iterator[str]:
+    """What `check_goes_on` says of a run over sources of 100, 50 and 20 windows that stands at `state`."""
+    from gpt2_ddp.data.mixture import Identity, check_goes_on
+
+    hashes, windows = ["a", "b", "c"][: len(config.data.paths)], [100, 50, 20]
+    phases = phases_of(config, windows[: len(hashes)])
+    try:
+        check_goes_on(config, state, Identity(hashes, [(one.begins, [str(w) for w in one.weights]) for one in phases]))
+    except UserError as error:
+        yield str(error)
+
+
+STATE = {"mixture": {"manifests": ["a", "b"], "phases": [[0, ["7/10", "3/10"]], [2000, ["1/2", "1/2"]]]}}
+
+
+@pytest.mark.parametrize(
+    ("state", "data", "refused"),
+    [
+        ({"position": 900}, {"weights": [7, 3], "phases": ["16000:1:1"]}, None),
+        ({"position": 900}, {"weights": [7, 3], "phases": ["8000:1:2"]}, None),
+        ({"position": 2000}, {"weights": [7, 3], "phases": ["16000:1:9"]}, None),
+        (
+            {"position": 2001},
+            {"weights": [7, 3], "phases": ["16000:1:9"]},
+            "data.phases = 1/10 9/10 from token 16000 on:",
+        ),
+        (
+            {"position": 900, "passed": [[900, 2100]]},
+            {"weights": [7, 3]},
+            "data.phases = none: the run had 1/2 1/2 from",
+        ),
+        ({"position": 900}, {"weights": [6, 3]}, "data.weights = 2/3 1/3 from token 0 on: the run had 7/10 3/10 from"),
+        ({"position": 900}, {}, "data.weights = 2/3 1/3 "),
+        ({"position": 900}, {"path": ["x", "y", "z"], "weights": [7, 3, 0], "phases": ["8000:0:0:1"]}, None),
+        (
+            {"position": 1900},
+            {"path": ["x", "y", "z"], "weights": [7, 3, 0], "phases": ["8000:0:0:1"]},
+            "data.phases = ",
+        ),
+        ({"position": 900}, {"path": ["x", "y", "z"], "weights": [7, 3, 1]}, "data.weights = 7/11 3/11 1/11"),
+        ({"position": 900}, {"path": "x"}, "data.path = x: the run was started with 2 folders"),
+        ({"mixture": None, "data_manifest": "a", "position": 900}, {"weights": [1, 0], "phases": ["8000:1:1"]}, None),
+        ({"mixture": None, "data_manifest": "a", "position": 9}, {"weights": [1, 1]}, "data.weights = 1/2 1/2"),
+        (
+            {"mixture": None, "data_manifest": "b", "position": 9},
+            {"weights": [1, 0]},
+            "data.path = x: its tokens are not",
+        ),
+        ({}, {"weights": [1, 0]}, "data.weights"),
+    ],
+)
+def test_what_a_run_goes_on_with(tmp_path, state, data, refused):
+    """Other weights begin behind what the run has been at, also before it went back; sources come at the end."""
+    values = {"path": ["x", "y"], "weights": [], "phases": []} | data
+    config = config_of([], tmp_path, **{f"data__{name}": value for name, value in values.items()})
+    found = list(going_on(config, STATE | state))
+    assert bool(found) == (refused is not None), found
+    assert refused is None or found[0].startswith(refused)
+
+
+def test_a_record_of_a_single_source():
+    found = recorded({"data_manifest": "a"})
+    assert found
+    assert past(found, 5000, 3) == [(0, ["1", "0", "0"])]
+    assert recorded({}) is None
+
+
+@pytest.mark.slow
+def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
+    """Its first windows are what they were; verify_run finds all of it intact, and other past weights are refused."""
+    alone = {"data__weights": [], "data__phases": [], "train__steps": 4}
+    run_ranks(train, 1, config_of(sources[:1], tmp_path, **alone))
+    with pytest.raises(RankError, match=r"data.weights = 1/2 1/2 0 from token 0 on: the run had 1 0 0 from token 0"):
+        run_ranks(train, 1, config_of(sources, tmp_path, data__weights=[1, 1, 0]))
+    annealed = {"data__weights": [1, 0, 0], "data__phases": ["7000:0:0.5:0.5"]}
+    assert run_ranks(train, 2, config_of(sources, tmp_path, **annealed)) == ["completed"] * 2
+    run = tmp_path / "run"
+    code, defects, _ = verified(run, capsys)
+    assert (code, defects) == (0, [])
+    last = rows(run)[-1]
+    assert last["tokens/web"] == 8000
+    assert last["tokens/code"] + last["tokens/poems"] == 1400 * 8
+    assert last["val_loss"] == last["val_loss/web"] != last["val_loss/code"]

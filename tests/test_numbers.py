@@ -1,0 +1,199 @@
+"""Each printed figure, recomputed from a tiny run's shards and checkpoints in plain PyTorch, by no code of the package.
+
+Loss, mean loss, validation loss, perplexity, bits per byte, learning rate, gradient norm, tokens per second, MFU and
+the time left; in metrics.jsonl, in the lines of the terminal and in evaluate.py's. The run has two processes.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from conftest import training_config
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from gpt2_ddp.config.training import TrainingConfig
+
+CHANGES = {
+    "train.steps": 12,
+    "eval": {"every": 6, "patience": 9},  # with a patience, the beginning is saved too
+    "tracking": {"log_every": 3, "peak_flops": 1e9},
+    "checkpoint": {"every": 1, "keep_last": 99},
+}
+STEP_SECONDS, PEAK = 2.0, 1e9
+
+
+def train_by_the_clock(config: TrainingConfig) -> str:
+    """Trains while steps take two seconds each, evaluations a hundred, and devices have 10^9 FLOP/s; what it says."""
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.tasks import pretraining
+
+    now = [100.0]
+    time.perf_counter = lambda: now[0]
+    step, evaluate = loop.train_step, pretraining.evaluate
+
+    def train_step(run):
+        now[0] += STEP_SECONDS
+        return step(run)
+
+    def evaluate_slowly(*arguments):
+        now[0] += 100
+        return evaluate(*arguments)
+
+    loop.train_step, pretraining.evaluate = train_step, evaluate_slowly
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        loop.train(config, pretraining.Pretraining)
+    return said.getvalue()
+
+
+def evaluate_again(run: Path) -> str:
+    from gpt2_ddp.config.tools import EvaluateConfig
+    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), device="cpu", mixed_precision="no"))
+    return said.getvalue()
+
+
+# ---- By hand
+
+
+def read_tokens(corpus: Path, split: str) -> Tensor:
+    """A header of 1,024 bytes, then uint16."""
+    files = sorted(corpus.glob(f"{split}_*.bin"))
+    return torch.from_numpy(np.concatenate([np.fromfile(file, "<u2", offset=1024) for file in files]).astype(np.int64))
+
+
+def item_at(position: int, seed: int, n_items: int) -> int:
+    """The order, as docs/architecture.md describes it; within the first epoch."""
+    digest = hashlib.shake_256(f"{seed}/0".encode()).digest(64)
+    keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 64, 8)]
+    base, value, mask = math.isqrt(n_items - 1) + 1, position, 2**64 - 1
+    while True:
+        left, right = divmod(value, base)
+        for key in keys:
+            x = ((right + key) & mask) * 0xBF58476D1CE4E5B9 & mask
+            x = (x ^ x >> 31) * 0x94D049BB133111EB & mask
+            left, right = right, (x >> 33) % base + left
+            right %= base
+        value = left * base + right
+        if value < n_items:
+            return value
+
+
+def losses(weights: dict[str, Tensor], tokens: Tensor, n_head: int = 2) -> Tensor:
+    """GPT-2: int64 [B, T + 1] -> cross-entropy in nats of the last T tokens, [B, T]."""
+    linear = lambda x, name: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]  # noqa: E731
+    norm = lambda x, name: F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])  # noqa: E731
+    B, T = tokens[:, :-1].shape
+    x = weights["wte.weight"][tokens[:, :-1]] + weights["wpe.weight"][:T]
+    for layer in range(2):
+        qkv = linear(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn.c_attn").view(B, T, 3, n_head, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # 3 x [B, H, T, Q]
+        scores = (q @ k.mT / math.sqrt(q.size(-1))).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).reshape(B, T, -1), f"h.{layer}.attn.c_proj")
+        hidden = F.gelu(linear(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp.c_fc"), approximate="tanh")
+        x = x + linear(hidden, f"h.{layer}.mlp.c_proj")
+    logits = norm(x, "ln_f") @ weights["wte.weight"].T
+    return logits.logsumexp(-1) - logits.gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def lr_of(step: int) -> float:
+    """3e-3 after 5 steps of warm-up, then half a cosine to 3e-4 at step 12."""
+    return 3e-3 * step / 5 if step < 5 else 3e-4 + 2.7e-3 * (1 + math.cos(math.pi * (step - 5) / 7)) / 2
+
+
+def spelled(corpus: Path, tokens: Tensor) -> int:
+    """UTF-8 bytes of the tokens; the end of a text has none."""
+    return len(Tokenizer.from_file(str(corpus / "tokenizer.json")).decode(tokens.tolist()).encode())
+
+
+def numbers(line: str) -> dict[str, float]:
+    """The figures in a line of the terminal or of evaluate.py: what stands before or behind each number names it."""
+    line = line.replace(",", "").replace("\n", "")
+    named = re.findall(r"(loss_mean|val_loss|val loss|bits/byte|lr|norm|mfu|perplexity) (\d[\d.e-]*)", line)
+    behind = re.findall(r"([\d.]+) (tokens/s|s left|bits per byte|tokens|bytes)(?![\w/])", line)
+    return {name: float(value) for name, value in [*named, *((name, value) for value, name in behind)]}
+
+
+@pytest.fixture
+def trained(corpus: Path, tmp_path: Path) -> tuple[Path, list[str]]:
+    """The run, and what it said, line by line."""
+    said, _ = run_ranks(train_by_the_clock, 2, training_config(corpus, tmp_path, CHANGES))
+    return tmp_path / "run", said.splitlines()
+
+
+def test_every_printed_figure(corpus, trained):
+    run, said = trained
+    rows = {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").open()) if "event" not in row}
+    shown = {int(line[4:].split("/")[0]): numbers(line) for line in said if re.match(r"step +\d+/12  ", line)}
+    assert list(rows) == list(shown) == [0, 3, 6, 9, 12]
+    weights = [load_file(run / f"checkpoints/step-{step:08d}/model.safetensors") for step in range(13)]
+    T, G = 32, 24
+    train, val = read_tokens(corpus, "train"), read_tokens(corpus, "val")
+
+    by_step, norms = [math.nan], [math.nan]
+    for step in range(1, 13):
+        windows = [item_at(p, 1337, (len(train) - 1) // T) for p in range((step - 1) * G, step * G)]
+        leaves = {name: value.requires_grad_() for name, value in weights[step - 1].items()}
+        loss = losses(leaves, torch.stack([train[w * T : w * T + T + 1] for w in windows])).mean()
+        loss.backward()
+        by_step.append(loss.item())
+        norms.append(math.sqrt(sum(leaf.grad.double().pow(2).sum().item() for leaf in leaves.values())))
+    weights = [{name: value.detach() for name, value in each.items()} for each in weights]
+
+    n_windows = (len(val) - 1) // T
+    chosen = [k * n_windows // 16 for k in range(16)]  # 6 % of 6 steps of 24 windows would be 9
+    rows_of_val = torch.stack([val[w * T : w * T + T + 1] for w in chosen])
+    assert yaml.safe_load((run / "config.yaml").read_text())["eval"]["tokens"] == 16 * T
+    matrices = sum(value.numel() for name, value in weights[0].items() if name != "wpe.weight")
+    flops = 6 * matrices + 12 * 2 * 32 * T  # layers, width
+
+    for step, row in rows.items():
+        line = shown[step]
+        if step % 6 == 0:
+            nll = losses(weights[step], rows_of_val).double().sum().item()
+            bits = nll / math.log(2) / spelled(corpus, rows_of_val[:, 1:].flatten())
+            assert row["val_loss"] == pytest.approx(nll / (16 * T), rel=1e-5)
+            assert row["val_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+            assert (line["val_loss"], line["bits/byte"]) == pytest.approx((nll / (16 * T), bits), abs=1e-4)
+        else:
+            assert not {"val_loss", "val_bits_per_byte"} & row.keys()
+        if step == 0:
+            continue
+        mean = sum(by_step[step - 2 : step + 1]) / 3
+        assert row["loss"] == pytest.approx(by_step[step], rel=1e-5)
+        assert row["loss_mean"] == pytest.approx(mean, rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(norms[step], rel=1e-4)
+        assert row["lr"] == pytest.approx(lr_of(step), rel=1e-9)
+        speed = G * T / STEP_SECONDS
+        assert row["tokens_per_second"] == speed
+        assert row["mfu"] == pytest.approx(speed * flops / (2 * PEAK), rel=1e-9)
+        assert line["loss_mean"] == pytest.approx(mean, abs=1e-4)
+        assert (line["lr"], line["norm"]) == pytest.approx((lr_of(step), norms[step]), rel=6e-3)  # three digits
+        assert line["tokens/s"] == speed
+        assert line["mfu"] == pytest.approx(100 * speed * flops / (2 * PEAK), abs=0.06)
+        assert line.get("s left", 0) == (12 - step) * STEP_SECONDS
+
+    line = numbers(run_ranks(evaluate_again, 1, run)[0])
+    tail = len(val) - 1 - n_windows * T
+    whole = torch.stack([val[w * T : w * T + T + 1] for w in range(n_windows)])
+    nll = losses(weights[12], whole).double().sum() + losses(weights[12], val[None, -tail - 1 :]).double().sum()
+    loss = nll.item() / (len(val) - 1)
+    assert tail > 0
+    assert line["val loss"] == pytest.approx(loss, rel=1e-5)
+    assert line["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert line["bits per byte"] == pytest.approx(nll.item() / math.log(2) / spelled(corpus, val[1:]), rel=1e-5)
+    assert (line["tokens"], line["bytes"]) == (len(val) - 1, spelled(corpus, val[1:]))

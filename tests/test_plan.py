@@ -1,0 +1,386 @@
+"""The plan of a training: what it refuses is what training refuses, word for word, and it leaves nothing behind."""
+
+import contextlib
+import hashlib
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from conftest import edit_manifest, training_config
+from golden_runs import CORPUS, GOLDEN
+from ranks import run_ranks
+from test_wrong_input import run_script
+
+from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.plan import PlanConfig
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model import compiled as compiling
+from gpt2_ddp.model.memory import Setting, estimate, moments
+from gpt2_ddp.plan import plan as planning
+from gpt2_ddp.plan.cost import START, Rate, count, divides, seconds
+from gpt2_ddp.plan.machine import find_machine
+from gpt2_ddp.plan.plan import _rate, make_plan
+from gpt2_ddp.plan.refusals import Seen
+from gpt2_ddp.run.peaks import PEAKS
+
+HOLD = """import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()"""
+
+
+def everything(folder: Path) -> dict[str, str]:
+    """Every file and folder, hidden ones too, with its content."""
+    return {
+        str(file): hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+        for file in sorted(folder.rglob("*"))
+    }
+
+
+def with_a_run(place: Path) -> None:
+    shutil.copytree(GOLDEN / "gpt2_run", place / "runs/run")
+    shutil.rmtree(place / "data")
+    shutil.copytree(CORPUS, place / "data")
+    config = yaml.safe_load((place / "runs/run/config.yaml").read_text())
+    config |= {"output_dir": str(place / "runs"), "run_name": "run"}
+    config["data"]["path"] = str(place / "data")
+    config["train"]["steps"] = 20
+    (place / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+
+
+def no_validation(place: Path) -> None:
+    manifest = json.loads((place / "data/manifest.json").read_text())
+    edit_manifest(place / "data", splits={"train": manifest["splits"]["train"]})
+
+
+def with_other_data(place: Path) -> None:
+    with_a_run(place)
+    file = place / "data/manifest.json"  # of version 1, which has no hash of its own
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | {"splits": {"train": manifest["splits"]["train"]}}))
+
+
+def no_intact_checkpoint(place: Path) -> None:
+    with_a_run(place)
+    for file in place.glob("runs/run/checkpoints/*/model.safetensors"):
+        file.write_bytes(b"")
+
+
+REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
+    "a mistake in the configuration": (lambda place: None, ["--model.n_head", "3"], "model.n_embd = 32"),
+    "an unknown flag": (lambda place: None, ["--optim.learning_rate", "1"], "no such flag"),
+    "no such device": (lambda place: None, ["--train.device", "cuda"], "train.device = cuda"),
+    "a precision that CPUs lack": (lambda place: None, ["--train.mixed_precision", "fp16"], "fp16"),
+    "no data": (lambda place: shutil.rmtree(place / "data"), [], "is not a folder"),
+    "a recipe for another folder": (
+        lambda place: shutil.rmtree(place / "data"),
+        ["--data.prepare", "configs/data_stdlib.yaml"],
+        "writes to data/stdlib",
+    ),
+    "a shard with a flipped bit": (lambda place: flip(place / "data/train_000001.bin"), [], "SHA-256 differs"),
+    "a shard that is cut short": (
+        lambda place: (place / "data/train_000001.bin").write_bytes(bytes(100)),
+        [],
+        "train_000001.bin",
+    ),
+    "another tokenizer": (
+        lambda place: shutil.copy(CORPUS / "tokenizer.json", place / "data"),
+        [],
+        "is not the tokenizer",
+    ),
+    "patience without a validation split": (no_validation, ["--eval.patience", "2"], "eval.patience = 2"),
+    "a window longer than the data": (
+        lambda place: None,
+        ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"],
+        "a window needs 100000 tokens",
+    ),
+    "a file for an output folder": (lambda place: None, ["--output_dir", "/dev/null"], "Not a directory"),
+    "init_from nowhere": (lambda place: None, ["--train.init_from", "/no/such/place"], "no intact checkpoint"),
+    "init_from another model": (
+        lambda place: None,
+        ["--train.init_from", str(GOLDEN / "gpt2_run")],
+        "its tokens are of another tokenizer",
+    ),
+    "resuming with other fields": (with_a_run, ["--seed", "5", "--optim.lr", "0.01"], "seed = 5"),
+    "resuming on other data": (with_other_data, [], "not the ones"),
+    "fresh in a folder in use": (with_a_run, ["--fresh"], "nothing is overwritten"),
+    "no intact checkpoint": (no_intact_checkpoint, [], "none is intact"),
+}
+
+
+def refusals(place: Path, script: str, arguments: list[str]) -> tuple[int, list[str], str]:
+    """Exit code, the `error:` lines, and standard output."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code, errors = run_script(script, ["--config", str(place / "config.yaml"), *arguments])
+    assert "Traceback" not in errors
+    return code, [line for line in errors.splitlines() if line.startswith("error:")], said.getvalue()
+
+
+def both(corpus: Path, folder: Path) -> dict[str, tuple[Any, Any, bool]]:
+    """Of each case, what plan and train refuse, and whether plan has left everything as it was."""
+    found = {}
+    for number, (case, (damage, arguments, _)) in enumerate(REFUSALS.items()):
+        place = folder / str(number)
+        shutil.copytree(corpus, place / "data")
+        (place / "config.yaml").write_text(dump(training_config(place / "data", place / "runs")))
+        damage(place)
+        before = everything(place)
+        plan = refusals(place, "plan", arguments)
+        untouched = everything(place) == before
+        found[case] = (plan, refusals(place, "train_gpt2", arguments), untouched)
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(corpus, tmp_path_factory):
+    return run_ranks(both, 1, corpus, tmp_path_factory.mktemp("places"), timeout=600)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSALS)
+def test_plan_refuses_what_train_refuses_word_for_word(answers, case):
+    plan, train, untouched = answers[case]
+    assert plan[:2] == train[:2]
+    assert plan[0] == 2
+    assert REFUSALS[case][2] in plan[1][0]
+    assert untouched
+
+
+@pytest.mark.slow
+def test_a_folder_that_another_trainer_holds(corpus, tmp_path):
+    """Neither taken nor changed; and processes that do not divide the batch."""
+    (tmp_path / "config.yaml").write_text(dump(training_config(corpus, tmp_path / "runs")))
+    (tmp_path / "runs/run").mkdir(parents=True)
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "runs/run/.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == "held\n"
+        before = everything(tmp_path)
+        plan = run_ranks(refusals, 1, tmp_path, "plan", [])[0]
+        assert everything(tmp_path) == before
+        assert plan[:2] == run_ranks(refusals, 1, tmp_path, "train_gpt2", [])[0][:2]
+        assert "another trainer is running" in plan[1][0]
+        assert holder.stdin
+        holder.stdin.close()
+    three = run_ranks(refusals, 1, tmp_path, "plan", ["--gpus", "5"])[0]
+    assert three[:2] == run_ranks(refusals, 5, tmp_path, "train_gpt2", [])[0][:2]
+
+
+def peak_of_a_run(arguments: list[str], script: str) -> tuple[int, float, str]:
+    """Exit code, the most memory of the process, which is fresh, and what it printed. Not `ru_maxrss`: a child's begins
+    with what its parent had."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parents[1] / f"scripts/{script}.py"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    most = 0
+    while process.poll() is None:
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
+        most = int(found[1]) * 1024 if found else most
+        time.sleep(0.02)
+    assert process.stdout
+    return process.returncode, most, process.stdout.read()
+
+
+MEMORY = {
+    "logits": ["--model.n_embd", "192", "--model.block_size", "128", "--eval.batch_size", "16"],
+    "activations": ["--model.n_layer", "6", "--model.n_embd", "256", "--model.block_size", "256"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEMORY)
+def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
+    edited = {"train.micro_batch_size": 16, "train.global_batch_tokens": 4096, "train.steps": 1, "eval.tokens": 256}
+    (tmp_path / "config.yaml").write_text(dump(training_config(corpus, tmp_path / "runs", edited)))
+    arguments = ["--config", str(tmp_path / "config.yaml"), *MEMORY[case]]
+    code, _, said = peak_of_a_run([*arguments, "--json"], "plan")
+    assert code == 0
+    code, measured, _ = peak_of_a_run(arguments, "train_gpt2")
+    assert code == 0
+    assert json.loads(said)["memory"]["peak"] == pytest.approx(measured, rel=0.1)
+
+
+def setting(**changes: Any) -> Setting:
+    values: dict[str, Any] = {
+        "kind": "cuda",
+        "model": ModelConfig(),
+        "parameters": 124_475_904,
+        "matrices": 124_354_560,
+        "state": 2 * 124_475_904,
+        "vocab_size": 50_304,
+        "micro_batch": 16,
+        "eval_batch": 16,
+        "precision": "bf16",
+        "checkpointing": False,
+        "processes": 8,
+        "keeps_start": True,
+        "background": True,
+        "base": 0.0,
+    }
+    return Setting(**(values | changes))
+
+
+def test_memory_by_part():
+    memory = estimate(setting())
+    n = 16 * 1024
+    assert sum(memory.parts.values()) == pytest.approx(memory.peak)
+    assert memory.moment == "training"
+    assert memory.parts["weights"] + memory.parts["gradients"] + memory.parts["moments"] == pytest.approx(
+        16 * 124_475_904
+    )
+    assert memory.parts["logits"] == 12 * n * 50_304
+    per_layer = 36 * n * 768  # bytes, half of them in bf16: docs/plan.md has the sum
+    assert memory.parts["activations"] == pytest.approx(12 * per_layer + 12 * n * 768 + 24 * n * 768)
+    chunked = estimate(setting(loss_chunk=8192)).parts["logits"]
+    assert chunked == 12 * 8192 * 50_304 + 4 * 50_304 * 768, "and the head's gradient"
+    assert estimate(setting(checkpointing=True)).parts["activations"] < memory.parts["activations"] / 4
+
+
+def test_a_checkpoint_behind_the_training_takes_its_copy():
+    """12 bytes a parameter, all the time: of the process on a CPU, of the host beside a GPU. Otherwise nothing on a
+    CPU, and beside a GPU the largest tensor."""
+    parameters = setting().parameters
+    for kind in ("cpu", "cuda"):
+        behind, still = (estimate(setting(kind=kind, keeps_start=False, background=it)) for it in (True, False))
+        assert behind.peak - still.peak == pytest.approx(12 * parameters if kind == "cpu" else 0)
+        assert (behind.host, still.host) == ((0, 0) if kind == "cpu" else (12 * parameters, 4 * 50_304 * 768))
+
+
+def test_muon_keeps_one_moment_of_the_blocks_matrices():
+    muon = setting(state=2 * 124_475_904 - 84_934_656)
+    fewer = {part: size - estimate(muon).parts[part] for part, size in estimate(setting()).parts.items()}
+    assert {part: size for part, size in fewer.items() if size} == {"moments": pytest.approx(4 * 84_934_656)}
+    assert estimate(setting()).host - estimate(muon).host == 4 * 84_934_656
+    cpu = [setting(kind="cpu", background=True, state=2 * 124_475_904 - less) for less in (0, 84_934_656)]
+    saving, fewer = (sum(block.total for block in moments(one)["saving"]) for one in cpu)
+    assert saving - fewer == pytest.approx(8 * 84_934_656), "it and its copy"
+
+
+def test_what_training_saves_is_what_autograd_saves():
+    """Bytes per token and channel of a block, as autograd counts them: with and without dropout, in fp32 and bf16."""
+    import torch
+
+    from gpt2_ddp.model.gpt import GPT
+    from gpt2_ddp.model.memory import _activations
+
+    def saved(layers: int, dropout: float, half: bool) -> tuple[int, float]:
+        config = ModelConfig(n_layer=layers, n_head=4, n_embd=64, block_size=64, dropout=dropout)
+        model, storages = GPT(config, 128), {}
+        own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+        def pack(tensor: Any) -> Any:
+            storage = tensor.untyped_storage()
+            is_weight = half and tensor.dim() == 2 and 128 not in tensor.shape  # in half, which is not told here
+            if storage.data_ptr() not in own and not is_weight:
+                storages[storage.data_ptr()] = tensor, storage.nbytes()
+            return tensor
+
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with torch.autocast("cpu", torch.bfloat16, enabled=half):
+                loss = model(tokens, tokens)
+            kept = sum(size for _, size in storages.values())
+            del loss
+        told = setting(kind="cpu", model=config, precision="bf16" if half else "no")
+        return kept, sum(block.total for block in _activations(told, 128))
+
+    for dropout, half in ((0.0, False), (0.1, False), (0.0, True)):
+        (one, told_one), (three, told_three) = (saved(layers, dropout, half) for layers in (1, 3))
+        assert three - one == pytest.approx(told_three - told_one, rel=0.03)
+
+
+def plan_config(**changes: Any) -> PlanConfig:
+    return PlanConfig.model_validate({"train": {"steps": 100}, **changes})
+
+
+def test_machines():
+    machine = find_machine(plan_config(gpu="H100 80GB HBM3", gpus=8, nodes=2), 1)
+    assert (machine.processes, machine.memory, machine.peak) == (16, 80e9, 989.5e12)
+    for name in PEAKS:  # each has a memory, by its name or by the table
+        assert 16e9 <= find_machine(plan_config(gpu=name), 1).memory <= 300e9
+    assert find_machine(plan_config(gpu="NVIDIA A100-SXM4-40GB"), 1).memory == 40e9
+    with pytest.raises(UserError, match="NVIDIA H100 80GB HBM3"):
+        find_machine(plan_config(gpu="H100 80GB"), 1)
+    assert find_machine(plan_config(gpu="H100 80GB", gpu_memory=80), 1).peak is None
+
+
+def test_what_is_done_and_how_long_it_takes():
+    config = TrainingConfig.model_validate({"train": {"steps": 1050}})  # evaluations every 250, checkpoints every 1000
+    counted = count(config, 0, 1050, True)
+    assert (counted.steps, counted.evaluations, counted.saves) == (1050, 1 + 4 + 1, 2)
+    assert count(config, 1000, 1050, True).evaluations == 1
+    assert count(config, 0, 1000, False).evaluations == 0
+    spent = seconds(counted, Rate(524_288.0, "", 2.0, 3.0, start=10), 524_288)
+    assert spent == {"start": 10, "steps": 1050, "evaluations": 12, "checkpoints": 6, "samples": 0, "end": 0}
+    assert divides(config) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
+    config = plan_config(gpu="H100 80GB HBM3", eval={"tokens": 10**9})
+    machine = find_machine(config, 1)
+    assert (
+        _rate(config, machine, None, 10**9, 10**6, config.training, Seen(), "no", False) is None
+    )  # the peak is bf16's
+    for task, scored in ((None, 10**9), (SimpleNamespace(validation_tokens=300), 300)):
+        rate = _rate(config, machine, None, 10**9, 10**6, config.training, Seen(task=task), "bf16", False)
+        assert rate.tokens_per_second == 0.4 * 989.5e12 / 10**9
+        assert rate.evaluation == scored / (3 * rate.tokens_per_second)
+
+
+def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
+    """A run that goes on has its own micro-batch, on as many devices of the kind; compiling makes a start slow on
+    every device on which it pays."""
+    changes = {"train.micro_batch_size": "auto", "train.compile": "auto", "train.mixed_precision": "bf16"}
+    training = training_config(corpus, tmp_path, {**changes, "tracking.peak_flops": 1e12})
+    config = PlanConfig.model_validate(training.model_dump(mode="json"))
+    state = {"processes": 1, "device": "cpu", "micro_batch": 2, "compile": "model"}
+    monkeypatch.setattr(planning, "base_memory", lambda config: 0.0)
+
+    def planned(**state: Any) -> tuple[int, bool]:
+        monkeypatch.setattr(planning, "look", lambda *_: Seen(state=state))
+        plan = make_plan(config)
+        assert plan.rate is not None
+        return plan.micro_batch, plan.rate.start > START
+
+    fresh = planned()
+    assert fresh[0] > 2
+    assert not fresh[1], "so few steps are over before a graph pays"
+    assert planned(**state) == (2, True)
+    assert planned(**state | {"processes": 2}) == fresh
+    assert planned(**state | {"device": "NVIDIA H200"}) == fresh
+    monkeypatch.setattr(compiling, "WORTH_IT", 1.0)
+    assert planned() == (fresh[0], True)
+
+
+def test_the_questions_that_make_no_sense():
+    with pytest.raises(UserError, match="leave gpu, gpus and nodes away"):
+        plan_config(gpu="NVIDIA A10", measure=True)
+    with pytest.raises(UserError, match="leave one of the two away"):
+        plan_config(gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
+
+
+def test_the_configuration_that_is_printed_is_training_s():
+    config = plan_config(gpu="NVIDIA A10", price=2.5)
+    assert dump(config) == dump(config.training)

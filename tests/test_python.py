@@ -1,0 +1,203 @@
+"""The functions that are imported from gpt2_ddp, and docs/python.md, block by block."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import training_config
+from ranks import run_ranks
+
+import gpt2_ddp
+from gpt2_ddp import TrainingConfig, UserError, load_config, prepare, read_metrics
+from gpt2_ddp.config.training import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/python.md"
+
+
+def in_fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_importing_the_package_imports_nothing_heavy(tmp_path):
+    code = "import sys, gpt2_ddp; print(dir(gpt2_ddp)); from gpt2_ddp import UserError, train, prepare, load_config;"
+    heavy = "('torch', 'accelerate', 'pandas', 'datasets', 'matplotlib')"
+    found = in_fresh_python(f"{code} print([name for name in {heavy} if name in sys.modules])", tmp_path)
+    names, loaded = found.stdout.splitlines()
+    assert loaded == "[]"
+    assert set(gpt2_ddp.__all__) <= set(re.findall(r"'(\w+)'", names))
+
+
+def test_every_public_name_is_there_and_says_what_it_is():
+    assert set(gpt2_ddp._HOMES) == set(gpt2_ddp.__all__)
+    for name in gpt2_ddp.__all__:
+        assert getattr(gpt2_ddp, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        gpt2_ddp.trian  # noqa: B018
+
+
+def test_a_configuration_is_files_and_then_changes(tmp_path):
+    assert load_config(train={"steps": 7}).run_name == "stdlib"
+    assert load_config(data={"path": "elsewhere"}).model == load_config("configs/gpt2_small_corpus.yaml").model
+    file = tmp_path / "own.yaml"
+    file.write_text("optim: {lr: 0.5}\ntrain: {steps: 3}\n")
+    config = load_config("configs/gpt2_stdlib.yaml", str(file), train={"micro_batch_size": 2}, **{"eval.every": 9})
+    assert (config.optim.lr, config.train.steps, config.train.micro_batch_size, config.eval.every) == (0.5, 3, 2, 9)
+    assert (config.run_name, config.model.n_embd) == ("stdlib", 192), "the rest of the first file"
+    assert load_config(data={"path": [Path("a"), "b"]}).data.path == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "told"),
+    [
+        (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1: should be greater"),
+        (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5: there is no such key"),
+        (lambda: load_config(train={"steps": {"x": 3}}), "train.steps.x = 3: train.steps takes a value"),
+        (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml: cannot be read"),
+        (lambda: prepare("nowhere.txt"), "source = nowhere.txt: there is no such file"),
+        (lambda: prepare(vocab_sise=512), "did you mean vocab_size?"),
+        (lambda: read_metrics("nowhere"), "there is no such folder"),
+        (lambda: gpt2_ddp.load_model("nowhere"), "holds no intact checkpoint"),
+        (lambda: gpt2_ddp.load_model("nowhere", "best"), "no checkpoint with a val_loss"),
+        (lambda: gpt2_ddp.load_model("nowhere", "latest"), "checkpoint = latest: should be newest, best, or"),
+        (lambda: gpt2_ddp.load_model("nowhere", device="nix"), "device = nix: is not available"),
+        (lambda: gpt2_ddp.generate(None, None, temperature=-1), "temperature = -1"),
+        (lambda: gpt2_ddp.evaluate(None, None, "nowhere", batch_size=-1), "batch_size = -1"),
+        (lambda: gpt2_ddp.train(load_config(), processes=0), "processes = 0: should be at least 1"),
+    ],
+)
+def test_a_mistake_is_a_user_error_with_field_value_and_cure(mistaken, told, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        mistaken()
+    assert told in str(caught.value)
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def train_again_and_again(corpus: Path, place: Path) -> dict:
+    """What one process comes to that trains: in another precision, in a thread, stopped, beside an Accelerator."""
+    from accelerate import Accelerator
+    from accelerate.state import PartialState
+
+    from gpt2_ddp.run import loop
+
+    def run(name: str, **changes):
+        return gpt2_ddp.train(training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes}))
+
+    found: dict = {"first": run("one"), "second": run("two", **{"train.mixed_precision": "bf16"})}
+    in_thread: list = []
+    thread = threading.Thread(target=lambda: in_thread.append(run("three")))
+    thread.start()
+    thread.join()
+    found["thread"], train_step = in_thread[0], loop.train_step
+
+    def interrupted(run):
+        if run.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return train_step(run)
+
+    handler, loop.train_step = signal.getsignal(signal.SIGINT), interrupted
+    found["stopped"], found["handler"] = run("four"), signal.getsignal(signal.SIGINT) == handler
+    loop.train_step = train_step
+    found["after"] = run("four")
+
+    def beside(run):
+        try:
+            gpt2_ddp.train(training_config(corpus, place, {"run_name": "five"}))
+        except UserError as error:
+            found["beside"] = str(error)
+        return train_step(run)
+
+    loop.train_step = beside
+    run("six")
+    loop.train_step = train_step
+    found["clean"] = not PartialState._shared_state
+    Accelerator(cpu=True)
+    try:
+        run("seven")
+    except UserError as error:
+        found["accelerate"] = str(error)
+    return found
+
+
+def test_training_again_in_one_process(corpus, tmp_path):
+    (found,) = run_ranks(train_again_and_again, 1, corpus, tmp_path)
+    assert [found[name].outcome for name in ("first", "second", "thread", "after")] == ["completed"] * 4
+    assert found["first"].metrics == found["thread"].metrics != found["second"].metrics
+    assert (found["stopped"].outcome, found["stopped"].step) == ("stopped", 3)
+    assert found["after"].metrics == found["first"].metrics, "it went on bitwise"
+    assert found["handler"], "signals are again whose they were"
+    assert found["clean"], "Accelerate's state is gone"
+    assert found["beside"].startswith("train = Accelerate is in use in this process: by another training")
+    assert found["accelerate"] == found["beside"]
+
+    rows = read_metrics(tmp_path / "one")
+    assert list(rows["step"]) == list(range(7))
+    assert (rows["val_loss"].notna() == [True, *[False] * 5, True]).all()
+    assert not {"chain", "event"} & set(rows)
+    assert gpt2_ddp.load_model(tmp_path / "one", 5)[0].training is False
+    best, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "best", "cpu")
+    assert gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=2000).loss == pytest.approx(rows["val_loss"].min())
+    one, two = gpt2_ddp.generate(best, tokenizer, ["def ", "import "], 5)
+    assert (one[:4], two[:7]) == ("def ", "import ")
+    assert gpt2_ddp.generate(best, tokenizer, "def ", 5) == [one]
+
+
+def train_twice(corpus: Path, place: Path) -> tuple[str, str]:
+    config = lambda name: training_config(corpus, place, {"run_name": name, "train.steps": 3})  # noqa: E731
+    outcome = gpt2_ddp.train(config("one")).outcome
+    with pytest.raises(UserError) as caught:
+        gpt2_ddp.train(config("two"))
+    return outcome, str(caught.value)
+
+
+@pytest.mark.slow
+def test_ranks_of_a_launcher_train_once(corpus, tmp_path):
+    for outcome, told in run_ranks(train_twice, 2, corpus, tmp_path):
+        assert outcome == "completed"
+        assert told.startswith("train = the ranks have trained already")
+
+
+SCRIPT = """
+from gpt2_ddp import prepare
+print(prepare("texts/*.txt", "data", vocab_size=300, workers=2).vocab_size, "ids")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_not_run_again_by_its_helpers(tmp_path):
+    write_texts(tmp_path)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command, environment = [sys.executable, "script.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("300 ids") == 1
+
+
+def write_texts(folder: Path) -> None:
+    """Texts of one's own, for the pages: some of the standard library's."""
+    (folder / "texts").mkdir()
+    for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
+        (folder / f"texts/{name}.txt").write_bytes((Path(os.__file__).parent / f"{name}.py").read_bytes())
+
+
+@pytest.mark.slow
+def test_the_page_runs_block_by_block(tmp_path):
+    """As a notebook runs it, and nothing on the page is left out."""
+    write_texts(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == PAGE.read_text(encoding="utf-8").count("```python")
+    found = in_fresh_python("".join(blocks), tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "completed 10" in found.stdout
+    assert found.stdout.rstrip().endswith("completed")
+    assert "did you mean train.steps?" in found.stdout
+    assert {place.name for place in (tmp_path / "runs").iterdir()} == {"first", "lr-0.001", "lr-0.01", "two"}

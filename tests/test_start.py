@@ -1,0 +1,135 @@
+"""Starting a training: what it imports, which weights it makes, and what a complete run does not do again."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import training_config
+
+from gpt2_ddp.benchmark.start import _lengths
+from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.training import ModelConfig, OptimConfig
+from gpt2_ddp.files import is_newer
+from gpt2_ddp.model.gpt import GPT, without_init
+from gpt2_ddp.model.optim import build_optimizer, light
+
+ROOT = Path(__file__).parents[1]
+HEAVY = (
+    "datasets",
+    "huggingface_hub",
+    "matplotlib",
+    "pandas",
+    "pyarrow",
+    "scipy",
+    "sympy",
+    "tensorboard",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "tokenizers",
+    "trackio",
+    "transformers",
+    "wandb",
+)
+"""What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
+
+
+def loaded(corpus: Path, folder: Path, steps: int) -> tuple[list[str], str]:
+    """The heavy modules that a command has imported, and what it has printed; matplotlib's at the very end aside."""
+    config = folder / "config.yaml"
+    config.write_text(dump(training_config(corpus, folder, {"train.steps": steps})))
+    code = (
+        "import sys, runpy; from gpt2_ddp.files import is_newer\n"
+        "import gpt2_ddp.run.loop as loop\n"
+        "train = loop.train\n"
+        "def noted(*args):\n"
+        "    result = train(*args)\n"
+        f"    print('after train', [name for name in {HEAVY} if name in sys.modules])\n"
+        "    return result\n"
+        "loop.train = noted\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        f"finally: print('at the end', [name for name in {HEAVY} if name in sys.modules])\n"
+    )
+    code = code.replace("import sys, runpy", "import sys, runpy; sys.argv = sys.argv[1:]", 1)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", code, str(ROOT / "scripts/train_gpt2.py"), "--config", str(config)]
+    done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith(("after train", "at the end"))], done.stdout
+
+
+@pytest.mark.slow
+def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
+    heavy, _ = loaded(corpus, tmp_path, 2)
+    assert heavy == ["after train []", "at the end ['matplotlib']"], "the report is drawn"
+    heavy, printed = loaded(corpus, tmp_path, 2)
+    assert heavy == ["after train []", "at the end []"], "it was complete, and its report is there"
+    assert "is complete at step 2" in printed
+    assert "report: " in printed
+    os.utime(tmp_path / "run/metrics.jsonl")  # a kill came before the report
+    assert loaded(corpus, tmp_path, 2)[0][1] == "at the end ['matplotlib']"
+    assert is_newer(tmp_path / "run/report.html", tmp_path / "run/metrics.jsonl")
+    heavy, _ = loaded(corpus, tmp_path, 3)
+    assert heavy[0] == "after train []", "resumed"
+
+
+def test_a_file_is_newer_than_one_that_was_written_before_it(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert not is_newer(first, second)
+    first.write_text("")
+    assert not is_newer(first, second)
+    second.write_text("")
+    os.utime(first, ns=(1, 1))
+    os.utime(second, ns=(2, 2))
+    assert is_newer(second, first)
+    assert not is_newer(first, second)
+    assert not is_newer(first, first)
+
+
+def test_a_model_without_init_is_the_same_but_for_its_weights():
+    config = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=8)
+    torch.manual_seed(0)
+    whole, drawn = GPT(config, 100), torch.get_rng_state()
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    with without_init():
+        bare = GPT(config, 100)
+    assert torch.equal(torch.get_rng_state(), before), "nothing was drawn"
+    assert not torch.equal(drawn, before)
+    assert {name: tensor.shape for name, tensor in bare.state_dict().items()} == {
+        name: tensor.shape for name, tensor in whole.state_dict().items()
+    }
+    bare.load_state_dict(whole.state_dict())
+    tokens = torch.arange(8)[None]
+    assert torch.equal(bare(tokens), whole(tokens)), "what is no parameter is there: the padding's mask"
+
+
+def test_a_light_optimizer_computes_the_same():
+    config, results = OptimConfig(lr=0.1, warmup_steps=1), []
+    for lightly in (True, False):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        optimizer = build_optimizer(layer, config)
+        if not lightly:
+            optimizer = torch.optim.AdamW(optimizer.param_groups, fused=True)
+        called = []
+        optimizer.register_step_pre_hook(lambda *_: called.append("before"))  # noqa: B023
+        optimizer.register_step_post_hook(lambda *_: called.append("after"))  # noqa: B023
+        for _ in range(3):
+            layer(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert called == ["before", "after"] * 3
+        again = type(optimizer)(layer.parameters())
+        again.load_state_dict(optimizer.state_dict() | {"param_groups": again.state_dict()["param_groups"]})
+        results.append([layer.weight.detach().clone(), *(value["exp_avg"] for value in again.state.values())])
+    assert all(map(torch.equal, *results))
+    assert light(torch.optim.SGD).__name__ == "SGD"
+
+
+def test_stages_are_summed_up():
+    marks = [("a", 1.0, 0.5), ("b", 3.0, 1.0), ("a", 4.0, 1.5)]
+    assert _lengths(marks) == {"a": (2.0, 1.0), "b": (2.0, 0.5)}

@@ -1,0 +1,222 @@
+"""The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import training_config
+from ranks import RankError, run_ranks
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model import compiled as compiling
+from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, missing_compiler, settle_compile
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.memory import pick_micro_batch
+from gpt2_ddp.tasks import micro_batch as trying
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def gpt(vocab_size: int = 301, **changes) -> GPT:
+    torch.manual_seed(0)
+    return GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, **changes), vocab_size)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(301, (6, 17), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, :5] = -100
+    return inputs, targets
+
+
+def loss_and_gradients(model: GPT, chunk: int | None, reduction: str, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss, and all gradients of 0.3 times it, of two micro-batches that are summed."""
+    model.loss_chunk = chunk
+    model.zero_grad()
+    loss = torch.empty(0)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = model(*batch(), reduction=reduction)
+        (0.3 * loss.sum()).backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_a_loss_in_chunks_is_the_whole_one(reduction: str, half: bool):
+    model = gpt()
+    loss, gradients = loss_and_gradients(model, None, reduction, half)
+    for chunk in (1, 20, 95):
+        own, its = loss_and_gradients(model, chunk, reduction, half)
+        assert own.dtype == loss.dtype == torch.float32
+        torch.testing.assert_close(own, loss, rtol=1e-2 if half and reduction == "none" else 1e-5, atol=1e-5)
+        assert (its - gradients).norm() < (1e-2 if half else 2e-6) * gradients.norm()
+        assert not its.isnan().any()
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that any operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_logits_are_never_whole(trains: bool):
+    model, sizes = gpt(), []
+    for chunk in (None, 8):
+        model.loss_chunk = chunk
+        with Largest() as largest, torch.set_grad_enabled(trains):
+            loss = model(*batch(), reduction="sum" if trains else "none")
+            if trains:
+                loss.backward()
+        sizes.append(largest.bytes)
+    assert sizes[0] == 4 * 6 * 16 * 384
+    assert sizes[1] == max(4 * 384 * 32, 6 * 16 * 128 * 4), "the head's gradient, or an activation"
+
+
+def on(device: torch.device, processes: int = 1, precision: str = "no") -> Any:
+    return SimpleNamespace(device=device, num_processes=processes, mixed_precision=precision)
+
+
+def test_what_is_compiled(monkeypatch):
+    """auto: a GPT on GPUs, by blocks where there are several; on CPUs a long training in bf16; never a small job."""
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: None)
+    job, masked = torch.nn.Linear(1, 1), gpt(document_mask=True)
+    for how, model, place, flops, found in [
+        ("auto", gpt(), on(CUDA), 1.0, "model"),
+        ("auto", gpt(), on(CUDA, 2), 1.0, "blocks"),
+        ("auto", masked, on(CUDA, 2), 1.0, "model"),
+        ("auto", job, on(CUDA), 0.0, "off"),
+        ("auto", gpt(), on(CPU), 9 * WORTH_IT, "off"),
+        ("auto", gpt(), on(CPU, 1, "bf16"), 0.9 * WORTH_IT, "off"),
+        ("auto", gpt(), on(CPU, 1, "bf16"), WORTH_IT, "model"),
+        ("auto", job, on(CPU, 1, "bf16"), 0.0, "off"),
+        ("blocks", gpt(), on(CPU), 1.0, "blocks"),
+        ("off", gpt(), on(CUDA), 1.0, "off"),
+    ]:
+        assert settle_compile(how, None, model, place, flops) == (found, None)
+    assert settle_compile("auto", "blocks", gpt(), on(CPU), 1.0) == ("blocks", None), "a run keeps what it had"
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: "Triton")
+    assert settle_compile("auto", None, gpt(), on(CUDA), 1.0) == ("off", "Triton")
+    assert settle_compile("auto", None, gpt(), on(CPU), 1.0) == ("off", None)
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for how in ("model", "blocks"):
+        assert missing_compiler(CPU) == "a compiler, which is no-such-compiler"
+        with pytest.raises(UserError, match=rf"train.compile = {how}: needs a compiler, which is no-such-compiler"):
+            check_compiler(how, CPU)
+    check_compiler("auto", CPU)
+    check_compiler("off", CPU)
+
+
+def test_an_explicit_graph_is_refused_before_any_work(tmp_path: Path):
+    config = training_config(tmp_path / "no data", tmp_path / "runs", {"train.compile": "blocks"})
+    with pytest.raises(RankError, match=r"train\.compile = blocks: needs a compiler"):
+        run_ranks(_train_without_compiler, 1, config)
+    assert not (tmp_path / "runs/run").exists()
+
+
+def _train_without_compiler(config: TrainingConfig) -> None:
+    os.environ["CXX"] = "no-such-compiler"
+    _train(config)
+
+
+def _train(config: TrainingConfig) -> None:
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    train(config, Pretraining)
+
+
+def test_a_micro_batch_by_estimate():
+    sizes = [pick_micro_batch(12, "cuda", 1024, lambda size: 10.0 * size, room) for room in (1e9, 70, 30, 5)]
+    assert sizes == [12, 6, 2, 1], "a tenth of the memory is left"
+    assert [pick_micro_batch(24, "cpu", size, lambda size: 0.0, 0.0) for size in (16, 128, 512, 2048)] == [24, 4, 1, 1]
+
+
+def test_a_micro_batch_is_tried(monkeypatch):
+    """On running out of memory the next divisor is tried, and gradients are gone when it is found."""
+    model, tried = gpt(), []
+    forward = model.forward
+
+    def limited(tokens, targets, reduction):
+        tried.append(len(tokens))
+        if len(tokens) > 3:
+            raise torch.OutOfMemoryError
+        return forward(tokens, targets, reduction)
+
+    monkeypatch.setattr(model, "forward", limited)
+    from accelerate import Accelerator
+
+    assert trying.tried_micro_batch(model, Accelerator(cpu=True), 12, 6) == 3
+    assert tried == [6, 4, 3]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_chunks_and_a_chosen_micro_batch_in_a_run(corpus: Path, tmp_path: Path):
+    """On two ranks, accumulating: the losses of whole logits to rounding; and a stopped run keeps its micro-batch, so
+    that it goes on bitwise, on as many ranks."""
+    changes = {"train.micro_batch_size": "auto", "train.steps": 6, "optim.decay_steps": 6, "checkpoint.every": 3}
+
+    def config(name: str, **more) -> TrainingConfig:
+        chosen = {f"train.{field}": value for field, value in more.items()}
+        return training_config(corpus, tmp_path / name, changes | chosen)
+
+    run_ranks(_train, 2, config("whole", micro_batch_size=2))
+    run_ranks(_train, 2, config("chunks", micro_batch_size=2, loss_chunk=20))
+    run_ranks(_train, 2, config("auto", loss_chunk=20, steps=3))
+    state = json.loads((tmp_path / "auto/run/checkpoints/step-00000003/state.json").read_text())
+    assert state["micro_batch"] == 12, "its share of 24 windows of 32 tokens"
+    run_ranks(_train, 2, config("auto", loss_chunk=20))
+    run_ranks(_train, 2, config("once", loss_chunk=20))
+    weights = {
+        name: load_file(tmp_path / name / "run/checkpoints/step-00000006/model.safetensors")
+        for name in ("whole", "chunks", "auto", "once")
+    }
+    for name, tensor in weights["whole"].items():
+        torch.testing.assert_close(weights["chunks"][name], tensor, rtol=1e-3, atol=1e-4)
+        assert torch.equal(weights["auto"][name], weights["once"][name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["bf16", "chunked", "compiled"])
+def test_the_first_steps_are_those_of_fp32(how: str):
+    """200 steps on a text that can be learned: the losses of each choice within 0.5% of fp32's, whole and eager."""
+    losses = []
+    for choice in (None, how):
+        model = gpt(301)
+        run = torch.compile(model, dynamic=False, backend="aot_eager") if choice == "compiled" else model
+        model.loss_chunk = 40 if choice == "chunked" else None
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        generator, found = torch.Generator().manual_seed(2), []
+        for _ in range(200):
+            start = torch.randint(301, (8, 1), generator=generator)
+            tokens = (start + 7 * torch.arange(17)) % 301
+            with torch.autocast("cpu", torch.bfloat16, enabled=choice == "bf16"):
+                loss = run(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(torch.tensor(found))
+    assert losses[0][-1] < 0.8 * losses[0][0], "it learns"
+    assert all(a != b for a, b in pairwise(losses[0].tolist()))
+    assert ((losses[1] - losses[0]).abs() / losses[0]).max() < 5e-3

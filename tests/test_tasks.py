@@ -1,0 +1,153 @@
+"""Evaluation tasks in evaluate.py and during a training."""
+
+import contextlib
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import training_config
+from golden_runs import CORPUS, GOLDEN
+from hellaswag import made_items, write
+from ranks import RankError, run_ranks
+from small_jobs import rows
+
+from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.scoring.items import read_items
+
+SETTINGS = {"device": "cpu", "mixed_precision": "no", "data": str(CORPUS)}
+
+
+def evaluate(configs: list[dict]) -> list[tuple[str, str]]:
+    """What evaluate.py says on this rank, on stdout and stderr, or its refusal."""
+    from gpt2_ddp.errors import UserError
+    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+
+    said = []
+    for config in configs:
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                assert evaluate_checkpoint(EvaluateConfig(**config)) == 0
+            except UserError as error:
+                print(error, file=err)
+        said.append((out.getvalue(), err.getvalue()))
+    return said
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run folder of the first release."""
+    return shutil.copytree(GOLDEN / "gpt2_run", tmp_path_factory.mktemp("runs") / "gpt2_run")
+
+
+def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
+    """At first on two ranks; the run's model sees 16 tokens."""
+    short = [
+        {"context": f"{row['ctx_a']} {row['ctx_b']}", "choices": ["a", "b c", "d"], "label": 2} for row in made_items(7)
+    ]
+    items = write(tmp_path / "my items.jsonl", short)
+    broken = write(tmp_path / "broken.jsonl", [*short, {**short[0], "label": 3}])
+    longer = write(tmp_path / "longer.jsonl", made_items(9))
+    base = SETTINGS | {"checkpoint": str(run)}
+    regression = str(shutil.copytree(GOLDEN / "regression_run", tmp_path / "regression_run"))
+    configs = [
+        base | {"tasks": ["cloze", str(items)]},
+        base | {"tasks": str(items), "task_items": 3, "output": str(tmp_path / "other")},
+        base | {"tasks": ["cloze", str(broken)]},
+        base | {"tasks": str(longer)},
+        base | {"tasks": "cloze", "split": "test"},
+        base | {"tasks": "cloze", "output": str(items)},
+        {**SETTINGS, "data": None, "checkpoint": regression, "tasks": "cloze"},
+    ]
+    said, elsewhere = run_ranks(evaluate, 2, configs[:1])
+    assert elsewhere == [("", "")]
+    said += run_ranks(evaluate, 1, configs[1:])[0]
+    found = run / "evaluations/step-00000010"
+    out, notes = said[0]
+    told = {name: json.loads((found / f"{name}.json").read_text()) for name in ("cloze", "my_items")}
+    lines = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
+    for name, summary in told.items():
+        kept = read_items(found / f"{name}.jsonl")
+        scores = [json.loads(line) for line in (found / f"{name}.jsonl").read_text().splitlines()]
+        assert len(kept) == summary["items"] == int(lines[name][1])
+        assert all(len(row["log_likelihoods"]) == len(row["choices"]) for row in scores)
+        right = [row["pick"] == row["label"] for row in scores]
+        assert summary["acc"] == pytest.approx(sum(right) / len(right))
+        assert lines[name][2:5] == [f"{summary['acc']:.4f}", "±", f"{summary['acc_stderr']:.4f}"]
+        assert lines[name][-1] == f"{summary['chance']:.4f}"
+        assert summary["step"] == 10
+    assert [told[name]["chance"] for name in told] == [0.25, pytest.approx(1 / 3)]
+    assert re.search(r"my_items: \d+ of 21 texts are longer than the model's 16 tokens", notes)
+    assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["my_items.json", "my_items.jsonl"]
+    assert [item.context for item in read_items(tmp_path / "other/my_items.jsonl")] == [
+        item.context for item in (read_items(items)[place] for place in (0, 2, 4))
+    ]
+    assert not (found / "broken.json").exists()
+    refusals = [notes for _, notes in said[2:]]
+    for refusal, words in zip(
+        refusals,
+        (
+            "broken.jsonl, line 8: its label is 3, and its 3 choices are 0 to 2",
+            "tokens behind its context, of model.block_size 16",
+            "split = test: is not in",
+            "my items.jsonl: cannot be written",
+            "tasks = cloze: is for others; this regression run",
+        ),
+        strict=True,
+    ):
+        assert words in refusal
+
+
+def train(config) -> str:
+    """Trains; what was said."""
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        train(config, Pretraining)
+    return said.getvalue()
+
+
+def verify_again(run: Path) -> tuple[int, str]:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = verify_run(VerifyConfig(run=str(run), replay="10:11"))
+    return code, said.getvalue()
+
+
+def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
+    """The last row's scores are those that evaluate.py gives the last checkpoint; a file that changed is told of."""
+    items = tmp_path / "items.jsonl"
+    write(items, [{"context": f"def {word}", "choices": ["(self):", "import"], "label": 0} for word in "abcde"])
+    tasks = {"eval.tasks": ["cloze", str(items)], "eval.task_items": 9}
+    (said,) = run_ranks(train, 1, training_config(corpus, tmp_path, tasks | {"train.steps": 10}))
+    assert "note: cloze is scored on 9 items, of which guessing gets 25.0%" in said
+    run = tmp_path / "run"
+    scored = {row["step"]: row for row in rows(run) if "val_loss" in row}
+    names = {"cloze_acc", "cloze_acc_norm", "items_acc", "items_acc_norm"}
+    assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names}
+    state = json.loads((run / "checkpoints/step-00000010/state.json").read_text())
+    own = {"checkpoint": str(run), "tasks": ["cloze", str(items)], "task_items": 9, "batch_size": 5}
+    run_ranks(evaluate, 1, [SETTINGS | own | {"data": str(corpus)}])
+    for name in ("cloze", "items"):
+        told = json.loads((run / f"evaluations/step-00000010/{name}.json").read_text())
+        assert {metric: scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")} == {
+            metric: told[metric] for metric in ("acc", "acc_norm")
+        }
+        assert state["tasks"][name] == told["items_sha256"]
+    assert verify_run(VerifyConfig(run=str(run))) == 0
+
+    items.write_text(items.read_text().replace("def a", "class a"))
+    (said,) = run_ranks(train, 1, training_config(corpus, tmp_path, tasks | {"train.steps": 11}))
+    assert "note: the items of items are others than before" in said
+    assert "the items of cloze" not in said
+    items.write_text("{")
+    with pytest.raises(RankError, match=r"eval.tasks = .*items.jsonl, line 1: is not JSON"):
+        run_ranks(train, 1, training_config(corpus, tmp_path, tasks | {"train.steps": 12}))
+    assert max(row["step"] for row in rows(run)) == 11
+    code, said = run_ranks(verify_again, 1, run)[0]
+    assert code == 0, "training does not depend on the items"
+    assert "bit for bit" in said
+    assert "not what its tasks scored" in said

@@ -1,0 +1,52 @@
+"""Lines of the terminal: short, and without what a row does not have."""
+
+import pytest
+
+from gpt2_ddp.run.terminal import describe, duration, time_left
+
+ROW = {
+    "step": 350,
+    "epoch": 0.1234,
+    "tokens": 350 * 524_288,
+    "loss": 3.9,
+    "loss_mean": 3.20114,
+    "lr": 5.4321e-4,
+    "grad_norm": 0.2345,
+    "skipped": 0,
+    "tokens_per_second": 412_345.6,
+    "mfu": 0.412,
+    "data_share": 0.0,
+    "order_digest": "0" * 64,
+}
+
+
+def test_a_row_fits_into_a_line():
+    assert describe(ROW) == "loss_mean 3.2011  lr 0.000543  norm 0.234  mfu 41.2%  412,346 tokens/s"
+    scores = {"val_loss": 3.1, "val_tokens": 4096, "val_bits_per_byte": 1.23456}
+    assert describe({"step": 0} | scores) == "val_loss 3.1000  bits/byte 1.2346"
+    scores |= {"cloze_acc": 0.3125, "cloze_acc_norm": 0.5, "lambada_perplexity": 9.0, "swag_acc": None}
+    assert describe({"step": 0} | scores) == "val_loss 3.1000  bits/byte 1.2346  cloze_acc 31.2%"
+    assert describe({"step": 3, "loss_mean": None, "grad_norm": None, "mfu": None, "letters_per_second": 7}) == (
+        "7 letters/s"
+    )
+
+
+def test_the_time_left_is_that_of_the_steps_left_at_the_row_s_speed():
+    assert time_left(ROW, 1350) == pytest.approx(1000 * 524_288 / 412_345.6)
+    assert time_left(ROW, 350) == 0
+    assert time_left({"step": 0, "tokens": 0, "val_loss": 3.0}, 10) is None
+    assert time_left({"step": 1, "samples": 4, "samples_per_second": 0.0}, 10) is None, "slower than can be written"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (3905, "1 h 05 min"),
+        (86400 * 12 + 3600 * 3 + 59, "12 d 03 h"),
+    ],
+)
+def test_durations(seconds, words):
+    assert duration(seconds) == words

@@ -1,0 +1,179 @@
+"""Units per second and MFU, by hand; what a device can do, by its exact name."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.processes.launch import build_accelerator
+from gpt2_ddp.run import peaks
+from gpt2_ddp.run.peaks import PEAKS, peak_flops, peak_of_ranks
+from gpt2_ddp.run.throughput import Throughput
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """In the place of time.perf_counter; it moves when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def fake_task(unit: str = "tokens", flops_per_unit: int = 100) -> SimpleNamespace:
+    return SimpleNamespace(unit=unit, flops_per_unit=flops_per_unit, feed=SimpleNamespace(waited=3.0))
+
+
+def test_throughput_counts_training_alone(monkeypatch):
+    clock, task = Clock(monkeypatch), fake_task()
+    throughput = Throughput(task, CPU)
+    clock.now += 1
+    task.feed.waited += 0.25
+    with throughput.paused():
+        clock.now += 30
+    throughput.add(600)
+    clock.now += 1
+    throughput.add(400)
+    assert throughput.read() == {"tokens_per_second": 500.0, "mfu": None, "data_share": 0.125}
+    clock.now += 4  # a reading begins where the last one ended
+    throughput.add(10)
+    assert throughput.read() == {"tokens_per_second": 2.5, "mfu": None, "data_share": 0.0}
+
+
+def test_throughput_begins_with_a_restart(monkeypatch):
+    """What happened before it is in no reading."""
+    clock, task = Clock(monkeypatch), fake_task("samples", 0)
+    throughput = Throughput(task, CPU)
+    clock.now += 50
+    task.feed.waited += 50
+    throughput.add(7)
+    throughput.restart()
+    clock.now += 2
+    throughput.add(8)
+    assert throughput.read() == {"samples_per_second": 4.0, "data_share": 0.0}
+
+
+def test_mfu_is_flops_by_hand(monkeypatch):
+    """3,000 tokens a second of a model with 2 layers of 3 heads of 8, T = 16, on a device of 2 GFLOP/s, by hand:
+    6·N + 12·L·H·Q·T FLOPs a token, N of the padded vocabulary and without positions."""
+    model = GPT(ModelConfig(n_layer=2, n_head=3, n_embd=24, block_size=16, bias=False), 100)
+    block = 24 * 72 + 24 * 24 + 2 * 24 * 96 + 2 * 24  # qkv, projection, feed-forward, two LayerNorms
+    weights = model.wte.weight.size(0) * 24 + 2 * block + 24
+    clock = Clock(monkeypatch)
+    throughput = Throughput(fake_task(flops_per_unit=model.flops_per_token()), CPU, 2e9)
+    clock.now += 2
+    throughput.add(6000)
+    row = throughput.read()
+    assert row["tokens_per_second"] == 3000
+    assert row["mfu"] == pytest.approx(3000 * (6 * weights + 12 * 2 * 3 * 8 * 16) / 2e9, rel=1e-12)
+    assert throughput.why_no_mfu() == ""
+
+
+def unlike_devices() -> tuple[float | None, float | None, list[str]]:
+    """On each rank the peaks of two devices that differ, and of two of which one is not known."""
+    accelerator = build_accelerator("cpu")
+    peaks.PEAKS["cpu"] = peaks.Peak(1.0 + accelerator.process_index, "", "")
+    both, _ = peak_of_ranks(accelerator.device)
+    if accelerator.process_index:
+        del peaks.PEAKS["cpu"]
+    none, names = peak_of_ranks(accelerator.device)
+    return both, none, names
+
+
+def test_the_peak_is_the_sum_of_the_ranks():
+    assert run_ranks(unlike_devices, 2) == [(3e12, None, ["cpu"])] * 2
+
+
+@pytest.mark.parametrize(("flops", "own", "said"), [(100, None, True), (0, None, False), (100, 1e12, False)])
+def test_why_there_is_no_mfu(monkeypatch, flops, own, said):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    line = Throughput(fake_task(flops_per_unit=flops), torch.device("cuda"), own).why_no_mfu()
+    assert ("the peak of NVIDIA A100-SXM4-40GB MIG 1g.5gb is not known" in line) is said
+    assert ("--tracking.peak_flops" in line) is said
+    assert Throughput(fake_task(), CPU).why_no_mfu() == ""
+
+
+KNOWN = {  # what the data sheet says, in dense bf16 TFLOP/s
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA A800-SXM4-80GB": 312,
+    "NVIDIA A800 80GB PCIe": 312,
+    "NVIDIA A10": 250 / 2,
+    "NVIDIA A10G": 140 / 2,
+    "NVIDIA A30": 330 / 2,
+    "NVIDIA A40": 299.4 / 2,
+    "NVIDIA L4": 242 / 2,
+    "NVIDIA L40": 362.1 / 2,
+    "NVIDIA L40S": 362.05,
+    "NVIDIA H100 80GB HBM3": 1979 / 2,
+    "NVIDIA H100 PCIe": 1513 / 2,
+    "NVIDIA H100 NVL": 1671 / 2,
+    "NVIDIA H200": 1979 / 2,
+    "NVIDIA H200 NVL": 1671 / 2,
+    "NVIDIA H800": 1979 / 2,
+    "NVIDIA H800 PCIe": 1513 / 2,
+    "NVIDIA H20": 148,
+    "NVIDIA GH200 480GB": 1979 / 2,
+    "NVIDIA GH200 144G HBM3e": 1979 / 2,
+    "NVIDIA B200": 36_000 / 8 / 2,
+    "NVIDIA B300 SXM6 AC": 36_000 / 8 / 2,
+    "NVIDIA GB200": 360_000 / 72 / 2,
+    "NVIDIA GB300": 360_000 / 72 / 2,
+    "NVIDIA RTX A6000": 309.7 / 2,
+    "NVIDIA RTX A5000": 222.2 / 2,
+    "NVIDIA RTX A4000": 153.4 / 2,
+    "NVIDIA RTX 6000 Ada Generation": 1457.0 / 4,
+    "NVIDIA RTX 5000 Ada Generation": 1044.4 / 4,
+    "NVIDIA GeForce RTX 3090": 71,
+    "NVIDIA GeForce RTX 3090 Ti": 80,
+    "NVIDIA GeForce RTX 4080": 97.5,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5080": 112.6,
+    "NVIDIA GeForce RTX 5090": 209.5,
+}
+UNKNOWN = (
+    "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+    "NVIDIA H200 MIG 1g.18gb",
+    "NVIDIA A100-SXM-64GB",
+    "NVIDIA A10-24Q",
+    "NVIDIA A2",
+    "NVIDIA A16",
+    "NVIDIA L20",
+    "NVIDIA H100 80GB HBM2e",
+    "NVIDIA GeForce RTX 3080",  # two cards have this name
+    "NVIDIA GeForce RTX 3080 Ti",
+    "NVIDIA GeForce RTX 3080 Laptop GPU",
+    "NVIDIA GeForce RTX 4080 SUPER",
+    "NVIDIA GeForce RTX 4090 D",
+    "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 5090 D",
+    "NVIDIA GeForce RTX 5090 Laptop GPU",
+    "NVIDIA GeForce RTX 2080 Ti",
+    "NVIDIA GeForce GTX 1080 Ti",
+    "NVIDIA RTX A2000 12GB",
+    "NVIDIA RTX A5000 Laptop GPU",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    "Tesla V100-SXM2-32GB",
+    "Tesla T4",
+    "AMD Instinct MI300X",
+    "Quadro RTX 8000",
+    "nvidia h200",
+    "",
+)
+
+
+def test_the_peak_of_a_device_is_its_data_sheets_or_unknown():
+    assert {name: peak_flops(name) for name in KNOWN} == {
+        name: pytest.approx(tera * 1e12, rel=1e-3) for name, tera in KNOWN.items()
+    }
+    assert {name: peak_flops(name) for name in UNKNOWN} == dict.fromkeys(UNKNOWN)
+    assert set(PEAKS) == set(KNOWN)
+    assert all(peak.form and peak.source for peak in PEAKS.values())

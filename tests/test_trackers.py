@@ -1,0 +1,226 @@
+"""Trackers: each row of metrics.jsonl once, whatever was killed in between."""
+
+import json
+import os
+import random
+import signal
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from conftest import training_config
+from ranks import RankError, run_ranks
+
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.run.folder import METRICS, RunFolder
+from gpt2_ddp.run.rows import standing
+from gpt2_ddp.run.trackers import Trackers, WandB, last_step_offline
+
+Points = dict[str, list[tuple[int, float]]]
+"""By the name of a number: steps and values, in the order in which a reader sees them."""
+
+
+def train(config: TrainingConfig, home: Path, kill_at: int | None = None) -> str:
+    """Trains. At a step, once its row is in metrics.jsonl and before a tracker has it, the process is killed, and what
+    it started."""
+    os.environ.update(HOME=str(home), TRACKIO_DIR=str(home / "trackio"))
+    from gpt2_ddp.run.loop import train
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    append = RunFolder.append
+
+    def killing(self: RunFolder, name: str, row: dict[str, Any]) -> None:
+        append(self, name, row)
+        if name == METRICS and row["step"] == kill_at:
+            for child in psutil.Process().children(recursive=True):
+                child.kill()  # wandb writes its files in another process
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    RunFolder.append = killing
+    return train(config, Pretraining).outcome
+
+
+def train_with_kills(config: TrainingConfig, home: Path, kills: list[int]) -> None:
+    for step in kills:
+        with pytest.raises(RankError, match="died"):
+            run_ranks(train, 1, config, home, step)
+    assert run_ranks(train, 1, config, home) == ["completed"]
+
+
+def in_metrics(run: Path) -> Points:
+    points: Points = {}
+    for row in standing(json.loads(line) for line in (run / METRICS).read_text().splitlines()):
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "step":
+                points.setdefault(name, []).append((row["step"], value))
+    return points
+
+
+def in_tensorboard(run: Path) -> Points:
+    """As tensorboard itself reads them, and as one does that just takes every point of every file."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    events = EventAccumulator(str(run / "gpt2_ddp"), size_guidance={"scalars": 0}).Reload()
+    shown = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    points: Points = {}
+    for file in (run / "gpt2_ddp").glob("events*"):
+        for event in LegacyEventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                if value.HasField("simple_value"):
+                    points.setdefault(value.tag, []).append((event.step, value.simple_value))
+    assert {tag: sorted(values) for tag, values in points.items()} == shown
+    return shown
+
+
+def in_wandb(run: Path) -> Points:
+    """Of the run's id: all of its files, the oldest first."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from gpt2_ddp.run.trackers import _messages
+
+    points: Points = {}
+    for file in sorted(run.glob(f"wandb/offline-run-*-{run_id(run)}/*.wandb")):
+        for record in map(Record.FromString, _messages(file.read_bytes())):
+            for item in record.history.item:
+                name = item.key or "/".join(item.nested_key)
+                if not name.startswith("_"):
+                    points.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
+    return points
+
+
+def in_trackio(home: Path, run: Path) -> Points:
+    points: Points = {}
+    (file,) = (home / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        question = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id"
+        for step, numbers in database.execute(question, (f"run-{run_id(run)}",)):
+            for name, value in json.loads(numbers).items():
+                points.setdefault(name, []).append((step, value))
+    return points
+
+
+def run_id(run: Path) -> str:
+    return json.loads(max(run.glob("checkpoints/step-*/state.json")).read_text())["run_id"]
+
+
+TIMES = {"tokens_per_second", "data_share", "mfu"}
+"""What differs where a step is trained twice."""
+
+
+def computed(points: Points) -> Points:
+    return {name: values for name, values in points.items() if name not in TIMES}
+
+
+def steps(points: Points) -> dict[str, list[int]]:
+    return {name: [step for step, _ in values] for name, values in points.items()}
+
+
+def in_float32(points: Points) -> dict[str, list[tuple[int, Any]]]:
+    return {name: [(step, pytest.approx(value, rel=1e-6)) for step, value in values] for name, values in points.items()}
+
+
+def numbers(step: int, loss: float) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "order_digest": "no number", "mfu": None}
+
+
+def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
+    """After a start that is killed, one from a checkpoint before what it wrote, and a rollback."""
+    config = training_config(corpus, tmp_path, {"tracking.log_with": "tensorboard"})
+    run = RunFolder(config)
+
+    def start(cut_to: int, *log: int, loss: float) -> Trackers:
+        run.cut_metrics(cut_to)
+        trackers = Trackers(lambda _, action: action())
+        trackers.start(config, "id", run.path)
+        for step in log:
+            run.append(METRICS, numbers(step, loss + step))
+            trackers.log(numbers(step, loss + step))
+        return trackers
+
+    start(-1, 0, 10, 20, loss=0.5)
+    start(-1, 0, 10, 20, 30, 40, loss=0.25)
+    start(25, 30, 60, loss=0.125)  # log_every was 10 and is 30: 40 is not trained to a row again
+    assert in_tensorboard(run.path) == {"loss": [(0, 0.25), (10, 10.25), (20, 20.25), (30, 30.125), (60, 60.125)]}
+    trackers = start(60, 70, 80, loss=0)
+    run.append(METRICS, {"event": "rollback", "step": 65})
+    trackers.go_back(65)
+    trackers.log(numbers(70, 1.0))
+    run.append(METRICS, numbers(70, 1.0))
+    assert in_tensorboard(run.path) == in_metrics(run.path)
+    assert steps(in_tensorboard(run.path)) == {"loss": [0, 10, 20, 30, 60, 70]}
+
+
+def test_a_tracker_that_comes_later_gets_the_rows_before(corpus, tmp_path):
+    config = training_config(corpus, tmp_path, {"tracking.log_with": "tensorboard"})
+    run = RunFolder(config)
+    for row in (numbers(0, 1.0), numbers(5, 2.0), {"event": "other", "step": 7, "at": 3}):
+        run.append(METRICS, row)
+    Trackers(lambda _, action: action()).start(config, "id", run.path)
+    assert in_tensorboard(run.path) == {"loss": [(0, 1.0), (5, 2.0)]}
+
+
+def test_one_tracker_that_fails_leaves_the_others(corpus, tmp_path, monkeypatch):
+    said = []
+
+    def attempt(what, action):
+        try:
+            return action()
+        except ConnectionError as error:
+            said.append(f"{what}: {error}")
+
+    def fail(*_):
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(WandB, "__init__", fail)
+    monkeypatch.setitem(__import__("sys").modules, "trackio", None)  # cannot be imported
+    config = training_config(corpus, tmp_path, {"tracking.log_with": ["wandb", "tensorboard"]})
+    trackers = Trackers(attempt)
+    run = RunFolder(config)
+    trackers.start(config, "id", run.path)
+    trackers.log(numbers(1, 0.5))
+    trackers.finish()
+    assert said == ["wandb tracker: gone"]
+    assert in_tensorboard(run.path) == {"loss": [(1, 0.5)]}
+
+
+def test_tensorboard_gets_the_rows(corpus, tmp_path):
+    changes = {"tracking.log_with": "tensorboard", "train.steps": 6, "eval.every": 3, "checkpoint.every": 4}
+    config = training_config(corpus, tmp_path, changes)
+    train_with_kills(config, tmp_path, [5])
+    assert in_tensorboard(tmp_path / "run") == in_float32(in_metrics(tmp_path / "run"))
+    assert steps(in_tensorboard(tmp_path / "run"))["val_loss"] == [0, 3, 6]
+
+
+def check_after_kills(corpus: Path, home: Path, kills: list[int], changes: dict[str, Any]) -> None:
+    """Trains with all three trackers, and compares what each of them then holds with metrics.jsonl."""
+    trackers = ["tensorboard", "wandb", "trackio"]
+    tracking = {"tracking.log_with": trackers, "tracking.tags": ["a", "b"], "tracking.group": "g"}
+    config, run = training_config(corpus, home, tracking | changes), home / "run"
+    train_with_kills(config, home, kills)
+    wanted = in_metrics(run)
+    assert steps(wanted)["tokens"][-1] == config.train.steps
+    assert in_tensorboard(run) == in_float32(wanted)
+    for found in (in_wandb(run), in_trackio(home, run)):
+        assert steps(found) == steps(wanted)
+        assert computed(found) == computed(wanted)
+    assert last_step_offline(run, run_id(run)) == config.train.steps
+
+
+@pytest.mark.slow
+def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypatch):
+    """One before the first checkpoint and one after: trackers that write late lack rows from before it."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    check_after_kills(corpus, tmp_path, [3, 9], {"train.steps": 12, "checkpoint.every": 7, "eval.every": 4})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2))
+def test_no_row_is_missing_or_there_twice_after_many_kills(corpus, tmp_path, monkeypatch, seed):
+    """Two before the first checkpoint, ten anywhere, with fewer checkpoints than rows."""
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    changes = {"train.steps": 60, "checkpoint.every": 13, "eval.every": 6, "tracking.log_every": 3}
+    kills = [6, 12, *sorted(3 * random.Random(seed).randint(1, 19) for _ in range(10))]
+    check_after_kills(corpus, tmp_path, kills, changes)

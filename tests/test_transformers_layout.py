@@ -1,0 +1,84 @@
+"""The layout of transformers' GPT-2: what it computes is the same, and there and back is bitwise."""
+
+import pytest
+import torch
+from test_model import random_tokens, tiny
+
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import from_transformers, to_transformers, transformers_config
+
+EOT = 64
+
+
+def exported(model: GPT) -> dict[str, torch.Tensor]:
+    return to_transformers(model.state_dict(), model.vocab_size)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_their_class_computes_the_same_with_these_tensors(bias: bool):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = tiny(bias=bias, dropout=0.1).eval()
+    fields = transformers_config(model.config, model.vocab_size, EOT)
+    theirs = GPT2LMHeadModel(GPT2Config.from_dict(fields)).eval()
+    missing, unexpected = theirs.load_state_dict(exported(model), strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # which is tied
+    tokens = random_tokens(model.vocab_size)
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+    assert theirs.config.attn_pdrop == theirs.config.resid_pdrop == theirs.config.embd_pdrop == 0.1
+    assert (fields["n_ctx"], theirs.config.n_positions, theirs.config.eos_token_id) == (16, 16, EOT)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_there_and_back_is_bitwise_and_the_padding_stays_ones_own(bias: bool):
+    model, other = tiny(bias=bias), GPT(tiny(bias=bias).config, 65)
+    padding = other.wte.weight[65:].clone()
+    back = from_transformers(exported(model), other.state_dict())
+    other.load_state_dict(back)
+    for name, weight in model.state_dict().items():
+        if name == "wte.weight":
+            assert torch.equal(back[name][:65], weight[:65])
+            assert torch.equal(back[name][65:], padding)
+            assert not torch.equal(padding, weight[65:])
+        else:
+            assert torch.equal(back[name], weight), name
+    other.load_state_dict(back)
+    assert torch.equal(other(random_tokens(65)), model(random_tokens(65)))
+    assert all(torch.equal(a, b) for a, b in zip(exported(model).values(), exported(other).values(), strict=True))
+
+
+def test_what_other_writers_do_is_read():
+    """No prefix, the causal mask among the tensors, the tied head written out, half precision, a longer context."""
+    model = tiny()
+    tensors = {name.removeprefix("transformer."): value for name, value in exported(model).items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    tensors |= {**masks, "lm_head.weight": tensors["wte.weight"].clone()}
+    like = tiny(block_size=8).state_dict()
+    back = from_transformers({name: value.bfloat16() for name, value in tensors.items()}, like)
+    assert {value.dtype for value in back.values()} == {torch.float32}
+    assert torch.equal(back["wpe.weight"], model.wpe.weight[:8].bfloat16().float())
+    assert torch.equal(back["h.1.mlp.c_fc.weight"], model.h[1].mlp.c_fc.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("change", "bias", "words"),
+    [
+        (lambda tensors: tensors.pop("transformer.h.1.ln_2.bias"), True, "h.1.ln_2.bias is missing"),
+        (lambda tensors: tensors.update({"transformer.h.7.ln_2.bias": torch.zeros(32)}), True, "one too many"),
+        (lambda tensors: tensors["transformer.h.1.ln_2.bias"].fill_(1e-30), False, "h.1.ln_2.bias is not zero"),
+        (lambda tensors: tensors.update({"lm_head.weight": torch.zeros(65, 32)}), True, "lm_head.weight is not the"),
+        (
+            lambda tensors: tensors.update({"transformer.h.0.mlp.c_fc.weight": torch.zeros(128, 32)}),
+            True,
+            r"h.0.mlp.c_fc.weight has the shape \[128, 32\]",
+        ),
+        (lambda tensors: tensors.update({"transformer.wte.weight": torch.zeros(129, 32)}), True, "wte.weight has"),
+        (lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(15, 32)}), True, "wpe.weight has"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, bias, words):
+    model = tiny(bias=bias)
+    tensors = exported(model)
+    change(tensors)
+    with pytest.raises(ValueError, match=words):
+        from_transformers(tensors, model.state_dict())
