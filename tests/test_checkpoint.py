@@ -272,7 +272,7 @@ def save_in(background: bool, checkpoints: CheckpointFolder, what: Snapshot) -> 
         checkpoints.save(what)
         return
     behind = Background()
-    behind.start(lambda: checkpoints.save(what.copied()), limit=60)
+    behind.start(lambda: checkpoints.save(what.copied({})), limit=60)
     behind.wait()
 
 

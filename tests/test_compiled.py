@@ -43,7 +43,7 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
         for _ in range(2):
             train_step(run)
             snapshot = run.capture()
-            run.restore(snapshot.copied() if snapshot else None)
+            run.restore(snapshot.copied({}) if snapshot else None)
         train_step(run)
     return found
 

@@ -66,7 +66,7 @@ def there_and_back(config: RunConfig) -> list[Any]:
         for _ in range(4):
             train_step(run)
         present = run.capture()
-        snapshot = present.copied() if present else None
+        snapshot = present.copied({}) if present else None
         for _ in range(3):
             losses = [train_step(run) for _ in range(4)]
             norms = torch.stack([torch.stack([step.loss_sum, step.grad_norm]) for step in losses]).tolist()

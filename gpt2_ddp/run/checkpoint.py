@@ -11,8 +11,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -223,6 +225,24 @@ def write(snapshot: Snapshot, folder: Path) -> None:
             files[name] = {"bytes": size, "sha256": sha256}
     manifest = {"version": 2, "files": files}
     write_atomically(folder / MANIFEST, json.dumps({**manifest, "sha256": seal(manifest)}, indent=1))
+
+
+def set_aside(snapshot: Snapshot, folder: Path) -> Snapshot:
+    """The same from files in `folder` that have no name, so that they are gone with it, or with the process, however
+    that ends. Its tensors take memory only once they are read.
+
+    Raises:
+        UserError: as `writing`.
+    """
+
+    def written(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        with writing(folder), TemporaryFile(dir=folder) as file:
+            file.writelines(as_safetensors(tensors))
+            file.flush()
+            return load_file(f"/dev/fd/{file.fileno()}")  # mapped, which holds the file when it is closed
+
+    model, optimizer = written(snapshot.model), written(snapshot.optimizer)
+    return replace(snapshot, state=deepcopy(snapshot.state), model=model, optimizer=optimizer)
 
 
 def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:

@@ -5,18 +5,25 @@ from typing import Any
 
 from gpt2_ddp.processes.ranks import on_main
 from gpt2_ddp.processes.watch import FIRST_TIME
-from gpt2_ddp.run.checkpoint import verify
-from gpt2_ddp.run.run import Run
+from gpt2_ddp.run.checkpoint import set_aside, verify
+from gpt2_ddp.run.run import SLOW_DISK, Run
 from gpt2_ddp.run.session import Session
 from gpt2_ddp.run.snapshot import Snapshot
 from gpt2_ddp.run.stop import StopRequest
 
 
 def keep_start(run: Run) -> None:
-    """Keeps what a run begins with, until there is a good checkpoint to go back to. Collective."""
+    """Keeps what a run begins with on its disk, until there is a good checkpoint to go back to. Collective. Raises:
+    UserError, on every rank, where the disk refuses it."""
     if run.config.rollbacks and run.step == run.first_step:
         snapshot = run.capture()
-        run.start = snapshot.copied() if snapshot else None
+
+        def keep() -> None:
+            if snapshot and run.folder:
+                run.start = set_aside(snapshot, run.folder.checkpoints.folder)
+
+        run.watch.at("save", allowance=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
+        on_main(run.accelerator, keep)
 
 
 def save(run: Run, running: Session) -> None:

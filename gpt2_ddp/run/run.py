@@ -56,7 +56,7 @@ class Run(Progress):
         watch: is told where this rank is.
         skipped: steps that changed nothing, fp32 on the device.
         epoch: losses since an epoch ended, without skipped steps. since_row: since the last row, as far as finite.
-        start: what the run began with, to go back to until there is a good checkpoint; on the main process.
+        start: what the run began with, to go back to until there is a good checkpoint; on the main process's disk.
         background: writes checkpoints there, while training goes on.
         guard: which steps were good. step_guard: leaves bad ones out.
         model, optimizer: as Accelerate prepared them; the plain model is the task's.
@@ -328,6 +328,7 @@ class Run(Progress):
         """Lets other trainers into the folder, once nothing is written to it any more, and ends the watch, which may
         have to wait for the other ranks."""
         self.background.join()
+        self.start = None
         if self.folder:
             self.folder.release()
         self.watch.close()

@@ -39,13 +39,12 @@ class Snapshot:
         """Of its tensors: nearly all that it takes on a disk."""
         return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
 
-    def copied(self, memory: dict[str, Tensor] | None = None) -> "Snapshot":
+    def copied(self, memory: dict[str, Tensor]) -> "Snapshot":
         """The same on the host, where training does not change it.
 
         Args:
-            memory: taken again for every copy, and filled by the first one; None: of its own.
+            memory: taken again for every copy, and filled by the first one.
         """
-        memory = {} if memory is None else memory
         copies = [
             {name: _copy(tensor, memory, name) for name, tensor in part.items()}
             for part in (self.model, self.optimizer)
