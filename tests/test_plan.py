@@ -235,7 +235,6 @@ def setting(**changes: Any) -> Setting:
         "precision": "bf16",
         "checkpointing": False,
         "processes": 8,
-        "keeps_start": True,
         "background": True,
         "base": 0.0,
     }
@@ -263,7 +262,7 @@ def test_a_checkpoint_behind_the_training_takes_its_copy():
     CPU, and beside a GPU the largest tensor."""
     parameters = setting().parameters
     for kind in ("cpu", "cuda"):
-        behind, still = (estimate(setting(kind=kind, keeps_start=False, background=it)) for it in (True, False))
+        behind, still = (estimate(setting(kind=kind, background=it)) for it in (True, False))
         assert behind.peak - still.peak == pytest.approx(12 * parameters if kind == "cpu" else 0)
         assert (behind.host, still.host) == ((0, 0) if kind == "cpu" else (12 * parameters, 4 * 50_304 * 768))
 

@@ -38,7 +38,6 @@ class Setting:
         precision: no, bf16 or fp16. checkpointing: of activations.
         processes: of the whole training.
         background: checkpoints are written behind the training, from a copy in the host's memory.
-        keeps_start: what the run begins with is kept until there is a checkpoint (`guard.rollbacks`).
         base: bytes of a process that has all libraries loaded, and no model.
         loss_chunk: tokens whose logits are there at a time; None: all.
     """
@@ -54,7 +53,6 @@ class Setting:
     precision: str
     checkpointing: bool
     processes: int
-    keeps_start: bool
     background: bool
     base: float
     loss_chunk: int | None = None
@@ -69,13 +67,12 @@ def setting_of(
     micro_batch: int,
     base: float,
     validates: bool = True,
-    is_new: bool = True,
     background: bool = False,
 ) -> Setting:
     """That of a training, of a model that may be on the meta device.
 
     Args:
-        validates: it is evaluated. is_new: there is no checkpoint yet. background: as in `Setting`.
+        validates: it is evaluated. background: as in `Setting`.
     """
     sizes = [(parameter.numel(), parameter.dim()) for parameter in model.parameters()]
     return Setting(
@@ -90,7 +87,6 @@ def setting_of(
         precision,
         config.train.activation_checkpointing,
         processes,
-        config.rollbacks > 0 and is_new,
         background,
         base,
         settle_chunk(config.train.loss_chunk, kind),
@@ -136,8 +132,6 @@ def moments(setting: Setting) -> dict[str, Moment]:
 
     moments = (4 * setting.state - 2 * embedding) / (4 * setting.parameters - embedding)  # Muon has one for matrices
     lasting = [*kept("weights", 1, True), *kept("moments", 2, True, moments)]
-    if setting.keeps_start and setting.kind == "cpu":
-        lasting += kept("copy of the start", 1, True)
     if setting.background and setting.kind == "cpu":
         lasting += kept("checkpoint's copy", 3, True, of_others=1 + moments)
     # alone, gradients are None between the steps; otherwise they are views of DDP's buckets, which stay
@@ -239,5 +233,4 @@ def estimate(setting: Setting) -> Memory:
     if highest > heap[moment]:
         parts["freed, and kept by the allocator"] = highest - heap[moment]
     copied = setting.parameters + setting.state if setting.background else setting.vocab_size * setting.model.n_embd
-    held = 4.0 * (setting.keeps_start * setting.parameters + copied)
-    return Memory(peaks[moment], moment, peaks, parts, 0.0 if setting.kind == "cpu" else held)
+    return Memory(peaks[moment], moment, peaks, parts, 0.0 if setting.kind == "cpu" else 4.0 * copied)

@@ -134,7 +134,7 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
     background = pays(wish, checkpoint, machine.kind, config.data.workers) if machine.is_here else wish is not False
 
     def memory_of(size: int) -> Memory:
-        of_run = (validates, not seen.step, background)
+        of_run = (validates, background)
         return estimate(setting_of(config, model, machine.kind, machine.processes, precision, size, base, *of_run))
 
     def batch_of(share: int) -> int:
