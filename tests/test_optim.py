@@ -141,6 +141,25 @@ def test_an_orthogonal_matrix(shape, dtype):
     assert not orthogonal(torch.zeros(shape), dtype).any()
 
 
+@pytest.mark.parametrize("decades", [0, 3, 6])
+@pytest.mark.parametrize("shape", [(48, 48), (144, 48), (48, 192)])
+def test_the_fp32_iteration_rounds_less_than_sending_in_bf16_does(shape, decades):
+    """Also where singular values span many decades, and squares of the least are lost."""
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+    matrix = u @ torch.logspace(0, -decades, 48, dtype=torch.float64).diag() @ v
+    a, b, c = muon.COEFFICIENTS
+    exact = matrix / matrix.norm()
+    for _ in range(muon.STEPS):
+        gram = exact @ exact.T
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+
+    def error(found: torch.Tensor) -> float:
+        return ((found.double() - exact).norm() / exact.norm()).item()
+
+    assert error(orthogonal(matrix.float(), torch.float32)) < 5e-4 < error(exact.bfloat16())
+
+
 @pytest.mark.parametrize("has", [True, False])
 def test_muon_iterates_in_bf16_where_the_device_has_instructions_for_it(has, monkeypatch):
     """As `train.mixed_precision: fast` has it."""

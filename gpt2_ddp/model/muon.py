@@ -56,11 +56,36 @@ class Muon(AdamW):
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U·Vᵀ of a matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [A, B] -> [A, B]."""
+    """About U·Vᵀ of a matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [A, B] -> [A, B].
+
+    Each step multiplies X by a polynomial of X·Xᵀ. For an oblong X in fp32, these polynomials are multiplied with each
+    other and at last with X, which takes about half of the arithmetic. bf16 has not the digits for that: singular
+    values are squared before they are made larger.
+    """
     a, b, c = COEFFICIENTS
     x = (matrix.T if matrix.size(0) > matrix.size(1) else matrix).to(dtype)
     x = x / x.norm().clamp(min=1e-7)
-    for _ in range(STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if dtype == torch.float32 and x.size(1) > 1.5 * x.size(0):  # nearer to a square, it takes more arithmetic
+        x = _product_of_polynomials(x @ x.T) @ x
+    else:
+        for _ in range(STEPS):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+def _product_of_polynomials(gram: Tensor) -> Tensor:
+    """All that the iteration multiplies X by, of G = X·Xᵀ: a step by P = a + b·G + c·G² makes P·G·P of G."""
+    polynomial = product = _polynomial(gram)
+    for _ in range(STEPS - 1):
+        gram = polynomial @ gram @ polynomial
+        polynomial = _polynomial(gram)
+        product = polynomial @ product
+    return product
+
+
+def _polynomial(gram: Tensor) -> Tensor:
+    a, b, c = COEFFICIENTS
+    result = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+    result.diagonal().add_(a)
+    return result
