@@ -1,6 +1,7 @@
 """Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -23,9 +25,18 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.run import checkpoint as checkpoint_file
 from gpt2_ddp.run import checkpoint_folder as checkpoint
 from gpt2_ddp.run.background import Background
-from gpt2_ddp.run.checkpoint import DTYPES, Damaged, as_safetensors, find_checkpoint, list_checkpoints, verify
+from gpt2_ddp.run.checkpoint import (
+    DTYPES,
+    Damaged,
+    as_safetensors,
+    find_checkpoint,
+    list_checkpoints,
+    set_aside,
+    verify,
+)
 from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
 from gpt2_ddp.run.snapshot import Snapshot, moments_of, put_moments, put_weights, weights_of
 from gpt2_ddp.tasks.pretraining import load_weights
@@ -130,6 +141,35 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     assert not torch.equal(live.model["wte.weight"], before["wte.weight"])
     places = {name: tensor.data_ptr() for name, tensor in memory.items()}
     assert {name: t.data_ptr() for name, t in (live.copied(memory).model | copy.optimizer).items()} == places
+
+
+def test_what_is_set_aside_takes_no_memory_and_leaves_no_file(tmp_path):
+    """And is what it was, whatever becomes of the tensors that it was taken of."""
+    large = torch.arange(16 * 2**20, dtype=torch.float32)
+    what = snapshot({"step": 0})
+    what = dataclasses.replace(what, model={**what.model, "large": large, "odd": torch.ones(3, dtype=torch.uint8)})
+    expected = {name: tensor.clone() for name, tensor in (what.model | what.optimizer).items() if name != "large"}
+    before = psutil.Process().memory_full_info().uss
+    aside = set_aside(what, tmp_path)
+    assert psutil.Process().memory_full_info().uss - before < large.nbytes / 8
+    assert not list(tmp_path.iterdir())
+    for tensor in (*what.model.values(), *what.optimizer.values()):
+        tensor.zero_()
+    what.state["step"] = 5
+    found = aside.model | aside.optimizer
+    assert torch.equal(found.pop("large"), torch.arange(16 * 2**20, dtype=torch.float32))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert aside.state == {"step": 0}
+
+
+def test_what_cannot_be_set_aside_is_said(tmp_path, monkeypatch):
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_file, "TemporaryFile", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        set_aside(snapshot({"step": 0}), tmp_path)
 
 
 def test_moments_that_are_not_in_the_snapshot_go(tmp_path):
