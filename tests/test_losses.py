@@ -45,7 +45,7 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
         rng.shuffle(losses)
         sums = LossSum(ALONE)
         for number, loss in enumerate(losses):
-            sums.add(loss, 3, loss.isfinite())
+            sums.add(loss, 3)
             if number == rng.randrange(1000):
                 state, sums = sums.state(), LossSum(ALONE)
                 sums.load_state(state)
@@ -56,7 +56,7 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
 def test_what_does_not_count_is_counted_and_not_summed():
     sums = LossSum(ALONE)
     for loss in (6.0, math.nan, math.inf, 3.0):
-        sums.add(torch.tensor(loss), 2, torch.tensor(math.isfinite(loss)))
+        sums.add(torch.tensor(loss), 2, torch.tensor(float(not math.isfinite(loss))))
     assert sums.take() == (9 / 4, 4)
     mean, left_out = sums.take()
     assert math.isnan(mean)

@@ -11,7 +11,7 @@ from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
-from gpt2_ddp.model.optim import RunningStatistics, StepGuard, build_optimizer, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.model.optim import NormStatistics, StepGuard, build_optimizer, lr_at, muon_matrices, schedule_note
 from gpt2_ddp.processes.launch import multiplies_bf16
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 
@@ -264,7 +264,7 @@ def test_the_search_for_a_scale_is_not_bad():
     """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm always is."""
     layer = torch.nn.Linear(2, 2)
     guard = StepGuard(torch.optim.AdamW(layer.parameters(), fused=True), norm_sigmas=3.0)
-    norms = RunningStatistics(torch.device("cpu"), [50.0, 1.0, 0.01])
+    norms = NormStatistics(torch.device("cpu"), [50.0, 1.0, 0.01])
     for norm, scale, skipped, bad in (
         (math.inf, 2.0**16, 1, 0),
         (math.inf, 1.0, 1, 1),
@@ -273,4 +273,4 @@ def test_the_search_for_a_scale_is_not_bad():
     ):
         assert guard.judge(torch.tensor(norm), norms, torch.tensor(scale)).item() == skipped
         assert guard.bad.item() == bad
-    assert norms.values[0] == 51
+    assert norms.read()[0] == 51

@@ -165,3 +165,24 @@ def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
     for _ in range(100):
         feed.next_step()
     assert feed.order_digest == digest
+
+
+@pytest.mark.parametrize("n_items", [7, 300, 2048, 5000])
+def test_a_few_positions_are_those_of_all_at_once(n_items):
+    """Whatever was asked for before, within an epoch and over its end."""
+    total = 3 * n_items + 600
+    expected = Order(1, n_items).at(np.arange(total))  # in one piece
+    order, rng = Order(1, n_items), np.random.default_rng(0)
+    for start in [*range(0, 64, 4), *rng.integers(0, total - 64, 200), n_items - 2, 2 * n_items - 1]:
+        positions = start + np.sort(rng.choice(64, 8, replace=False))
+        assert order.at(positions).tolist() == expected[positions].tolist()
+
+
+def test_positions_of_steps_in_turn_are_evaluated_once(monkeypatch):
+    calls, feistel = [], Order._feistel
+    monkeypatch.setattr(Order, "_feistel", lambda self, *rest: calls.append(1) or feistel(self, *rest))
+    order = Order(1, 10**6)
+    for start in range(0, 2048, 4):
+        for _ in ("of the feed", "of the loader"):
+            order.at(np.arange(start, start + 4))
+    assert len(calls) <= 4  # with those that fell outside and went through again

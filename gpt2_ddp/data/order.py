@@ -14,6 +14,9 @@ FIRST_DIGEST = "0" * 64
 """The order digest before the first step."""
 
 ROUNDS = 8
+FEW, AHEAD = 256, 2048
+"""Positions that are few: arrays of 4 and of 400 take the network as long, so the items of so many are made at once,
+and kept for the loader, and for the steps to come."""
 SOURCE_BITS = 48
 """An item of a mixture is source · 2^48 + window: a window of source 0 is the item that it is alone."""
 
@@ -34,12 +37,23 @@ class Order:
         self.n_items = n_items
         self.stream = stream
         self.base = np.uint64(math.isqrt(n_items - 1) + 1)
+        self._first, self._kept = 0, np.empty(0, np.uint64)  # the items at so many positions from the first on
 
     def __len__(self) -> int:
         return self.n_items
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """The items at ascending positions int [n] of the order: uint64 [n]."""
+        if not len(positions) or positions[-1] - positions[0] >= FEW:
+            return self._made(positions)
+        first, stop = int(positions[0]), int(positions[-1]) + 1
+        if first < self._first or stop > self._first + len(self._kept):
+            epoch_ends = (first // self.n_items + 1) * self.n_items  # each has a key of its own
+            self._first, stop = first, max(stop, min(first + AHEAD, epoch_ends))
+            self._kept = self._made(np.arange(first, stop))
+        return self._kept[positions - self._first]
+
+    def _made(self, positions: np.ndarray) -> np.ndarray:
         parts = []
         while len(positions):
             epoch = int(positions[0]) // self.n_items

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,29 +108,48 @@ class RunningStatistics:
     """Mean and variance of the last values: exponentially weighted, all alike as long as they are fewer than `WINDOW`.
 
     Args:
-        device: where they are kept; no call waits for it.
         values: count, mean and variance to go on from.
     """
 
-    def __init__(self, device: torch.device, values: list[float] | None = None):
-        exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
-        self.values = torch.tensor(values or [0.0, 0.0, 0.0], dtype=exact, device=device)
+    def __init__(self, values: Sequence[float] | None = None):
+        self.values = tuple(values or (0.0, 0.0, 0.0))
 
-    def add(self, value: Tensor, counts: Tensor) -> None:
-        """Takes a scalar, unless `counts` is 0."""
+    def add(self, value: float) -> None:
+        """Takes one."""
         count, mean, variance = self.values
-        rate = counts / torch.clamp(count + 1, max=WINDOW)
-        change = torch.where(counts.bool(), value, mean) - mean
-        self.values = torch.stack([count + counts, mean + rate * change, (1 - rate) * (variance + rate * change**2)])
+        rate, change = 1 / min(count + 1, WINDOW), value - mean
+        part = rate * change
+        self.values = count + 1, mean + part, (1 - rate) * (variance + part * change)
 
-    def limit(self, sigmas: float | None) -> Tensor:
+    def limit(self, sigmas: float) -> float:
         """What a value may be: so many standard deviations above the mean, and these at least a thousandth of it.
-        Infinite without `sigmas`, and while too few values are known."""
-        if sigmas is None:
-            return torch.full_like(self.values[0], math.inf)
+        Infinite while too few values are known."""
         count, mean, variance = self.values
-        sigma = torch.maximum(variance.sqrt(), mean.abs() / 1000)
-        return torch.where(count < WARM_UP, math.inf, mean + sigmas * sigma)
+        return math.inf if count < WARM_UP else mean + sigmas * max(math.sqrt(variance), abs(mean) / 1000)
+
+
+class NormStatistics:
+    """The same of norms, in the same arithmetic on their device; no call waits for it."""
+
+    def __init__(self, device: torch.device, values: Sequence[float] | None = None):
+        exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
+        self._values = torch.tensor(values or (0.0, 0.0, 0.0), dtype=exact, device=device).unbind()
+
+    def add(self, norm: Tensor, counts: Tensor) -> None:
+        """Takes a scalar, where the bool scalar `counts` says so."""
+        count, mean, variance = self._values
+        rate, change = counts / (count + 1).clamp_(max=WINDOW), torch.where(counts, norm, mean) - mean
+        part = rate * change
+        self._values = count + counts, mean + part, (1 - rate) * (variance + part * change)
+
+    def limit(self, sigmas: float) -> Tensor:
+        """What a norm may be, as above."""
+        count, mean, variance = self._values
+        return torch.where(count < WARM_UP, math.inf, mean + sigmas * torch.maximum(variance.sqrt(), mean / 1000))
+
+    def read(self) -> list[float]:
+        """Count, mean and variance. Waits for the device."""
+        return torch.stack(self._values).tolist()
 
 
 class StepGuard:
@@ -157,19 +176,20 @@ class StepGuard:
         optimizer.register_step_pre_hook(self._ahead_of_step)
         optimizer.register_step_post_hook(self._after_step)
 
-    def judge(self, grad_norm: Tensor, norms: RunningStatistics | None = None, scale: Tensor | None = None) -> Tensor:
+    def judge(self, grad_norm: Tensor, norms: NormStatistics | None = None, scale: Tensor | None = None) -> Tensor:
         """Decides about the step to come; fp32 scalar on the device: 1 where it is skipped.
 
         Args:
             norms: of the good steps before it, which it joins if it is one.
             scale: the fp16 loss scaler's, which is lowered until no gradient overflows.
         """
-        bad = overflows = (~torch.isfinite(grad_norm)).float()
+        good = finite = grad_norm < math.inf  # not where it is NaN; and a norm is never below 0
         if norms is not None and self._norm_sigmas is not None:
-            bad = torch.maximum(bad, (grad_norm > norms.limit(self._norm_sigmas)).float())
-            norms.add(grad_norm, 1 - bad)
+            good = finite & (grad_norm <= norms.limit(self._norm_sigmas))
+            norms.add(grad_norm, good)
+        bad = (~good).float()
         self._flag = bad if self._skip else torch.zeros_like(bad)
-        self.bad = bad if scale is None else bad - overflows * (scale > 1)
+        self.bad = bad if scale is None else bad * (finite | (scale <= 1))
         return self._flag
 
     def _ahead_of_step(self, optimizer: Any, args: object, kwargs: object) -> None:

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.model.optim import RunningStatistics
+from gpt2_ddp.model.optim import NormStatistics, RunningStatistics
 from gpt2_ddp.processes.ranks import sum_over_ranks
 from gpt2_ddp.run.stop import CARRIED, StopRequest
 
@@ -76,7 +76,7 @@ class Guard:
     def _judge(self, step: int, loss: float, bad_gradient: bool) -> bool:
         self.judged = step
         sigmas = self.config.loss_sigmas
-        limit = self.losses.limit(sigmas).item() if sigmas else math.inf
+        limit = self.losses.limit(sigmas) if sigmas else math.inf
         if bad_gradient:
             self.wrong = "its gradient is not finite, or its norm is out of the ordinary"
         elif not math.isfinite(loss):
@@ -85,7 +85,7 @@ class Guard:
             self.wrong = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
         else:
             if sigmas:
-                self.losses.add(torch.tensor(loss), torch.ones(()))
+                self.losses.add(loss)
             self.first_bad, self.diverged = None, False
             return False
         self.bad_steps += 1
@@ -100,8 +100,8 @@ class Guard:
         return {
             "judged": self.judged,
             "first_bad": self.first_bad,
-            "norms": self.norms.values.tolist(),
-            "losses": self.losses.values.tolist(),
+            "norms": self.norms.read(),
+            "losses": list(self.losses.values),
             "noted": sum_over_ranks(self._accelerator, noted).tolist(),
         }
 
@@ -111,8 +111,8 @@ class Guard:
         self.judged: int = state.get("judged", 0)
         self.first_bad: int | None = state.get("first_bad")
         self.diverged = False
-        self.norms = RunningStatistics(device, state.get("norms"))
-        self.losses = RunningStatistics(torch.device("cpu"), state.get("losses"))
+        self.norms = NormStatistics(device, state.get("norms"))
+        self.losses = RunningStatistics(state.get("losses"))
         sums = state.get("noted", []) if self._accelerator.is_main_process else []
         noted = [_Numbers(sums=numbers) for numbers in sums] or [_Numbers() for _ in range(LATE)]
         self._noted = deque(noted, maxlen=LATE)

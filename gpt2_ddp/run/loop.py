@@ -181,7 +181,9 @@ def train_step(run: Run) -> StepResult:
     all-reduced once, in the last micro-batch's backward.
     """
     accelerator, task, model, optimizer = run.accelerator, run.task, run.model, run.optimizer
-    number = run.step + 1
+    # Accelerate's own backward, clip_grad_norm_, step and zero_grad would do the same, and in every step divide by 1,
+    # look for DTensors, for an optional package and at signatures
+    scaler, plain, number = accelerator.scaler, optimizer.optimizer, run.step + 1
     seed_step(run.config.seed, number, accelerator.process_index)
     run.watch.at("data", number)
     step = task.feed.next_step()
@@ -191,16 +193,14 @@ def train_step(run: Run) -> StepResult:
         run.watch.at("forward/backward")
         with nullcontext() if batch.last else accelerator.no_sync(model):
             loss = task.loss(model, batch)
-            accelerator.backward(loss * (accelerator.num_processes / units))
+            part = loss * (accelerator.num_processes / units)
+            (scaler.scale(part) if scaler else part).backward()
         loss_sum += loss.detach()
         own += batch.own * task.units_per_item
         run.watch.at("step" if batch.last else "data")
-    # Accelerate's own clip_grad_norm_, step and zero_grad would do the same, and look for DTensors, for an optional
-    # package and at signatures in every step
-    scaler, plain = accelerator.scaler, optimizer.optimizer
     if scaler:
         accelerator.unscale_gradients(optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.optim.grad_clip or math.inf)
+    grad_norm = nn.utils.clip_grad_norm_(run.parameters, run.config.optim.grad_clip or math.inf)
     lr = task.lr_at(number)
     for group in plain.param_groups:
         group["lr"] = lr * group.get("relative_lr", 1.0)
@@ -210,8 +210,8 @@ def train_step(run: Run) -> StepResult:
     plain.zero_grad(set_to_none=accelerator.num_processes == 1)
     run.step = number
     run.skipped += skipped
-    run.epoch.add(loss_sum, own, skipped == 0)  # of what was trained on
-    run.since_row.add(loss_sum, own, loss_sum.isfinite())
+    run.epoch.add(loss_sum, own, skipped)  # of what was trained on
+    run.since_row.add(loss_sum, own)
     return StepResult(loss_sum, grad_norm, lr, units)
 
 

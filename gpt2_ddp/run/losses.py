@@ -11,6 +11,9 @@ from torch import Tensor
 from gpt2_ddp.processes.ranks import sum_over_ranks
 from gpt2_ddp.run.task import Scores
 
+WAITING = 64
+"""Steps whose losses wait to be summed up at once, which takes as long as a single one."""
+
 
 class LossSum:
     """Losses of several steps, summed on the device, and the units that they are of; adding waits for nothing.
@@ -25,16 +28,28 @@ class LossSum:
         self._loss = torch.zeros((), dtype=exact, device=device)
         self._counted = torch.zeros_like(self._loss)
         self._units = 0
+        self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
 
-    def add(self, loss: Tensor, units: int, counts: Tensor) -> None:
+    def add(self, loss: Tensor, units: int, left_out: Tensor | None = None) -> None:
         """Takes this rank's part of a step.
 
         Args:
-            loss: sum over its units, scalar. counts: whether it counts, bool scalar on the device.
+            loss: sum over its units, scalar.
+            left_out: whether it does not count, fp32 scalar on the device; None: only what is finite counts.
         """
-        self._loss += torch.where(counts, loss, 0)
-        self._counted += units * counts
+        self._waiting.append((units, loss, left_out))
         self._units += units
+        if len(self._waiting) == WAITING:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        for units in {units for units, _, _ in self._waiting}:  # a tensor of them would have to be sent to the device
+            _, losses, left_out = zip(*(one for one in self._waiting if one[0] == units), strict=True)
+            losses = torch.stack(losses)
+            counts = losses.isfinite() if left_out[0] is None else torch.stack(left_out) == 0
+            self._loss += torch.where(counts, losses, 0).sum(dtype=self._loss.dtype)
+            self._counted += units * counts.sum()
+        self._waiting.clear()
 
     def take(self) -> tuple[float, int]:
         """The mean loss of the units that count, NaN for none, and how many did not; begins anew. Collective; waits for
@@ -45,6 +60,7 @@ class LossSum:
 
     def state(self) -> tuple[float, int, int]:
         """Of all ranks: the sum, the units that count, and all units. Collective; waits for the device."""
+        self._sum_up()
         own = torch.stack([self._loss, self._counted, torch.full_like(self._loss, self._units)])
         loss, counted, units = sum_over_ranks(self._accelerator, own).tolist()
         return loss, round(counted), round(units)
@@ -55,6 +71,7 @@ class LossSum:
         self._loss.fill_(loss)
         self._counted.fill_(counted)
         self._units = int(units)
+        self._waiting.clear()
 
 
 class Best(NamedTuple):

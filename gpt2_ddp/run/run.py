@@ -60,6 +60,7 @@ class Run(Progress):
         background: writes checkpoints there, while training goes on.
         guard: which steps were good. step_guard: leaves bad ones out.
         model, optimizer: as Accelerate prepared them; the plain model is the task's.
+        parameters: the model's, as asking it walks through all of its modules.
 
     Raises:
         UserError: for whatever the user has to mend, on every rank alike.
@@ -148,6 +149,7 @@ class Run(Progress):
         self.guard = Guard(self.config.guard, accelerator)
         # both are on their device; looking would import torch.distributed.tensor and sympy, for half a second
         self.model, self.optimizer = accelerator.prepare(module, plain_optimizer, device_placement=[False, False])
+        self.parameters = list(self.model.parameters())
         self.skipped = torch.zeros((), device=accelerator.device)
         self.epoch, self.since_row = LossSum(accelerator), LossSum(accelerator)
         if newest:

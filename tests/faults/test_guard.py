@@ -243,13 +243,16 @@ def test_the_presets_set_limits():
 @pytest.mark.parametrize("values", [[5.0, 6.0, 4.0, 5.5], list(range(300))])
 def test_running_statistics(values):
     """Mean and variance of all values while they are few, of about the last hundred later; skips do not count."""
-    from gpt2_ddp.model.optim import RunningStatistics
+    from gpt2_ddp.model.optim import NormStatistics, RunningStatistics
 
-    statistics = RunningStatistics(torch.device("cpu"))
+    statistics, on_host = NormStatistics(torch.device("cpu")), RunningStatistics()
     for value in values:
-        statistics.add(torch.tensor(float(value)), torch.ones(()))
-        statistics.add(torch.tensor(math.nan), torch.zeros(()))
-    count, mean, variance = statistics.values.tolist()
+        statistics.add(torch.tensor(float(value)), torch.tensor(True))
+        statistics.add(torch.tensor(math.nan), torch.tensor(False))
+        on_host.add(float(value))
+    count, mean, variance = statistics.read()
+    assert list(on_host.values) == [count, mean, variance]
+    assert on_host.limit(3.0) == statistics.limit(3.0).item()
     assert count == len(values)
     if len(values) < 100:
         exact = torch.tensor(values, dtype=torch.float64)
@@ -259,4 +262,3 @@ def test_running_statistics(values):
     else:
         assert 190 < mean < 215
         assert statistics.limit(2.0).item() == pytest.approx(mean + 2 * math.sqrt(variance))
-    assert statistics.limit(None).item() == math.inf
