@@ -48,6 +48,14 @@ DOES_NOT_LISTEN = """
     except BaseException:
         time.sleep(60)
 """
+FAILS_OVER_IT = """
+    try:
+        ready()
+        time.sleep(60)
+    except BaseException:
+        pass
+    raise ValueError("half imported")
+"""
 TRAINS = """
     heard = []
     give_back = signals.heard_by(lambda number, frame: heard.append(signal.Signals(number).name))
@@ -124,6 +132,11 @@ def test_it_ends_with_75_and_one_line(tmp_path, name):
 def test_it_ends_though_python_does_not_come_to_run(tmp_path, body):
     code, output, errors = signalled(start(tmp_path, body, "SIGTERM"), signal.SIGTERM)
     assert (code, output, errors) == (75, "", "SIGTERM heard: stopping\n" + last_words("SIGTERM"))
+
+
+def test_what_fails_over_a_swallowed_stop_is_the_stop(tmp_path):
+    """As numpy's lazy submodules do, where the stop comes between their import and their name."""
+    assert signalled(start(tmp_path, FAILS_OVER_IT), signal.SIGTERM) == (75, "", last_words("SIGTERM"))
 
 
 def test_one_of_several_ranks_fails_for_its_launcher(tmp_path):

@@ -88,6 +88,12 @@ def listening(say: Callable[[str], None]) -> Iterator[None]:
     except KeyboardInterrupt:
         say("ended at once by SIGINT")
         _exit(INTERRUPTED)
+    except Exception:
+        if not _hearing.asked or _hearing.answered:
+            raise
+        # a library has swallowed Stopped, as some do while they are imported, and failed over what it left half done
+        say(_last_words(_hearing.asked))
+        _exit(stop_code())
     finally:
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
