@@ -20,7 +20,7 @@ from ranks import free_port
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.launch import pick_precision
+from gpt2_ddp.processes.launch import pick_precision, spell_precision
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -211,6 +211,8 @@ def test_fast_is_bf16_where_the_device_has_instructions_for_it(monkeypatch):
     for has, precision in ((True, "bf16"), (False, "no")):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
         assert pick_precision("fast", torch.device("cpu"), "train.") == precision
+        on = SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu"))
+        assert ("has no instructions for" in spell_precision(on)) != has  # pyright: ignore[reportArgumentType]
     assert pick_precision("fast", torch.device("mps"), "train.") == "no"
 
 

@@ -189,6 +189,14 @@ def multiplies_bf16(target: torch.device) -> bool:
     return target.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
 
 
+def spell_precision(accelerator: Accelerator) -> str:
+    """That of a training, and what would be faster."""
+    precision, target = accelerator.mixed_precision, accelerator.device
+    if precision != "bf16" or target.type == "mps" or multiplies_bf16(target):
+        return precision
+    return f"bf16, which this {target.type} has no instructions for (train.mixed_precision: fast would take fp32)"
+
+
 def _check_plugins() -> None:
     for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":

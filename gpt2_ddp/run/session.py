@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.launch import spell_precision
 from gpt2_ddp.processes.watch import FIRST_TIME
 from gpt2_ddp.run.run import Run
 from gpt2_ddp.run.stop import StopRequest
@@ -77,6 +78,6 @@ def _opening_words(run: Run) -> str:
     units = max(len(ranks[accelerator.process_index]) for ranks in shares) * task.units_per_item
     return (
         f"{run.config.run_name} {begins}: {parameters:,} parameters, {accelerator.num_processes} x "
-        f"{accelerator.device.type}, precision {accelerator.mixed_precision}; a step is {len(shares)} x {units:,} "
+        f"{accelerator.device.type}, precision {spell_precision(accelerator)}; a step is {len(shares)} x {units:,} "
         f"{task.unit} per process"
     )
