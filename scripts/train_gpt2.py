@@ -7,6 +7,8 @@
 The same command given again goes on where the run stopped.
 """
 
+from importlib.util import find_spec
+
 from gpt2_ddp.config.cli import is_main_process, run_command
 from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.training import TrainingConfig
@@ -26,7 +28,9 @@ def main(config: TrainingConfig) -> int:
     result = train(config, Pretraining)
     if result.outcome == "completed" and is_main_process():
         report = result.run / "report.html"
-        if not is_newer(report, result.run / "metrics.jsonl"):
+        if not find_spec("matplotlib"):
+            report = "none, as matplotlib is not installed"
+        elif not is_newer(report, result.run / "metrics.jsonl"):
             from gpt2_ddp.reports.report import write_report  # matplotlib: not before there is something to draw
 
             write_report([result.run], result.run)

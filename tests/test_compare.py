@@ -16,9 +16,10 @@ from ranks import free_port, run_ranks
 from small_jobs import job_config
 from test_launch import ROOT, environment
 
+from gpt2_ddp.compare.bars import draw
 from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_machine, find_notes, read_job, with_data
 from gpt2_ddp.compare.run import WARM_UP, Reading, Share, communication_share, measure, peak_memory
-from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown, draw
+from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown
 from gpt2_ddp.config.jobs import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError

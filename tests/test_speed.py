@@ -19,15 +19,19 @@ from gpt2_ddp.benchmark.sides import Reading
 from gpt2_ddp.benchmark.table import OURS
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.processes.launch import multiplies_bf16
 
 ROOT = Path(__file__).parents[1]
+IN_HARDWARE = pytest.mark.skipif(
+    not multiplies_bf16(torch.device("cpu")), reason="without instructions for bf16 a step of this model takes minutes"
+)
 
 
 def measured(tmp_path: Path, **changes: object) -> dict[str, list[Reading]]:
     """Readings of ours and of the bare loop, of a tiny model or of the preset, in turn."""
     config = BenchmarkConfig(device="cpu", repeats=5, **changes)  # pyright: ignore[reportArgumentType]
     tiny = changes.get("preset") is None
-    precision = config.precision[0]
+    precision = step.precisions(config)[0]
     run = step.short_run(config, str(tmp_path), 4 if tiny else 2, precision, "off", step.TINY if tiny else None)
     readings, _ = step.compare(config, run, "bytes" if tiny else "gpt2", torch.device("cpu"), (OURS, step.BARE))
     return readings
@@ -45,7 +49,7 @@ def test_a_tiny_step_costs_little_more_than_in_plain_pytorch(tmp_path):
 
 @pytest.mark.timed
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=IN_HARDWARE)])
 def test_gpt2_124m_is_as_fast_as_a_loop_written_by_hand(tmp_path, precision):
     """B = 2, T = 256, one thread: CPU seconds per step, through the whole loop."""
     readings = measured(tmp_path, preset=str(ROOT / step.PRESET), precision=(precision,))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2_ddp.benchmark.sides import NotHere
-from gpt2_ddp.benchmark.step import block_size, micro_batches, preset
+from gpt2_ddp.benchmark.step import block_size, micro_batches, precisions, preset
 from gpt2_ddp.benchmark.table import Case, Table, in_turn
 from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
@@ -45,7 +45,7 @@ def measure(config: BenchmarkConfig) -> Table:
         "mlp.c_proj": (4 * width, width),
         "head": (width, 50304),
     }
-    for precision, batch in product(config.precision, micro_batches(config)):
+    for precision, batch in product(precisions(config), micro_batches(config)):
         make = {"device": device, "dtype": DTYPES[precision]}
         rows, name = batch * size, "fp32" if precision == "no" else precision
         for what, (n_in, n_out) in shapes.items():

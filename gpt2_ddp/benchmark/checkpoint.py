@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 
-from gpt2_ddp.benchmark.step import PRESET, preset
+from gpt2_ddp.benchmark.step import GPT2_IDS, PRESET, preset
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.files import fsync_file, fsync_folder
@@ -29,7 +29,6 @@ from gpt2_ddp.run.checkpoint import verify
 from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
 from gpt2_ddp.run.snapshot import Snapshot, fit_weights, moments_of, put_moments, weights_of
 
-VOCABULARY = 50_257
 BEHIND, TORCH, ACCELERATE = "ours, in the background", "torch.save + fsync", "accelerator.save_state + fsync"
 FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")
 
@@ -49,9 +48,9 @@ def measure(config: BenchmarkConfig) -> Table:
     training = preset(config)
     accelerator = build_accelerator(config.device)
     torch.manual_seed(0)
-    model = GPT(training.model, VOCABULARY).to(accelerator.device)
+    model = GPT(training.model, GPT2_IDS).to(accelerator.device)
     optimizer = build_optimizer(model, training.optim)
-    tokens = torch.randint(VOCABULARY, (1, 65), device=accelerator.device)
+    tokens = torch.randint(GPT2_IDS, (1, 65), device=accelerator.device)
 
     def step() -> float:
         begun = time.perf_counter()

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from gpt2_ddp.benchmark.sides import Side, Turns, started
-from gpt2_ddp.benchmark.step import random_tokens
+from gpt2_ddp.benchmark.step import GPT2_IDS, random_tokens
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.data.feed import Feed, interleaved
@@ -27,7 +27,7 @@ def measure(config: BenchmarkConfig) -> Table:
     cases, notes = [], [f"{BATCH} x {BLOCK_SIZE} of {TOKENS:,} tokens, int64 on the CPU"]
     with TemporaryDirectory(prefix="benchmark-") as folder:
         data = Path(folder, "data")
-        random_tokens(data, "gpt2", TOKENS)
+        random_tokens(data, GPT2_IDS, TOKENS)
         for workers in (0, 1):
             sides: dict[str, Side] = {
                 OURS: (ours, (data, workers)),

@@ -1,4 +1,5 @@
-"""What to run first on a GPU: commands in parts of at most ten minutes, which a second call goes on from."""
+"""What to run first on a GPU: commands in parts of less than ten minutes, in the order of their worth. A second call
+goes on with those that have not ended well."""
 
 import json
 import os
@@ -14,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from gpt2_ddp.benchmark.step import CHECKOUTS, random_tokens
+from gpt2_ddp.benchmark.step import CHECKOUTS, GPT2_IDS, random_tokens
 from gpt2_ddp.benchmark.table import OURS, Case, Table
 from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.run.rows import is_event
 
-MOST = 600
-"""Seconds of a part."""
+MOST, USUAL = 540, 120
+"""Seconds that a part may take: at most, and where `LIMITS` does not say."""
 TINY = (
     " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
     " --optim.warmup_steps 2 --eval.tokens 512"
@@ -37,7 +38,7 @@ LARGE = (
 )
 """GPT-2 (124M), bf16, 64 windows a step, random tokens."""
 CURVE = f"{SMALL} --tracking.log_every 1 --train.steps 200"
-STEP = "scripts/benchmark.py step --precision bf16 --device {device}{short} --output {out}/"
+STEP = "scripts/benchmark.py step --precision bf16 --device {device} --output {out}/"
 JOB = "scripts/train_classifier.py --output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
 JOB += " --train.device {device} --tracking.log_every 1"
 PARTS = {
@@ -56,8 +57,12 @@ PARTS = {
     "evaluate": "scripts/evaluate.py {out}/resumed --device {device}",
     "torchrun": f"-m torch.distributed.run --nproc_per_node 1 {SMALL} --run_name torchrun --train.steps 20",
     # the step
-    "step": f"{STEP}step{{sizes}}{{checkouts}}",
+    "step": f"{STEP}step --repeats 3 --compile model --micro_batch 32{{checkouts}}{{short}}",
+    "step of 64": f"{STEP}step_64 --repeats 3 --compile model --micro_batch 64",
+    "step eager": f"{STEP}step_eager --repeats 3 --compile off --micro_batch 32{{checkouts}}",
     "ceiling": "scripts/benchmark.py ceiling --precision bf16 --device {device} --output {out}/ceiling{short}",
+    "step in blocks": f"{STEP}step_blocks --repeats 3 --compile blocks --micro_batch 32",
+    "step of 16": f"{STEP}step_16 --repeats 3 --compile model --micro_batch 16",
     "124M": f"{LARGE} --run_name 124M",
     "cuDNN": f"{LARGE} --run_name cuDNN",
     "flash": f"{LARGE} --run_name flash",
@@ -94,9 +99,19 @@ ENVIRONMENT = {
     "flash": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"},
 }
 """How PyTorch is told which attention comes first."""
+LIMITS = {
+    **dict.fromkeys(("step", "step of 64", "step eager", "step in blocks", "step of 16"), 420),
+    **dict.fromkeys(("350M", "774M", "1558M", "1558M recomputed", "a run", "compare"), 300),
+    "ceiling": 180,
+    "checkpoint": 180,
+}
+"""Seconds of the parts that may take longer than others, or no call that is given few would have time for them."""
 CODES = {"a stop": 75}
 """With which a part ends well."""
-GPU_ALONE = ("350M", "774M", "1558M", "1558M recomputed", "compare")
+OUT_OF_TIME = (124, 137, -9)
+"""With which `timeout` ends, the last two where a part had to be killed."""
+GPU_ALONE = ("step of 64", "step eager", "step in blocks", "step of 16")
+GPU_ALONE += ("350M", "774M", "1558M", "1558M recomputed", "compare")
 RATES = {
     "attention by flash": ("cuDNN", "flash"),
     "logits whole": ("124M", "whole_logits"),
@@ -108,35 +123,50 @@ RATES = {
 
 
 def measure(config: BenchmarkConfig) -> Table:
-    """Runs each part that has not ended well before, its log in `config.output`; a failure ends it alone."""
-    device, out = find_machine(config.device).device, Path(config.output)
+    """Runs each part that has not ended well before, its log in `config.output`, those that were never begun first. A
+    failure ends its part alone; a part whose limit exceeds what is left of `config.within` waits for another call."""
+    begun, device, out = time.monotonic(), find_machine(config.device).device, Path(config.output)
     small, words = device == "cpu", _words(config, device)
     (out / "tiny.yaml").write_text(TINY_PRESET)
-    took, notes = {}, []
-    try:
-        random_tokens(out / "random", "gpt2", 10_000_000)
-    except Exception as error:  # the parts that need no tokens of GPT-2's run all the same
-        notes.append(f"no random tokens: {error}")
+    random_tokens(out / "random", GPT2_IDS, 10_000_000)
     _pictures(out / "images")
-    for name, part in PARTS.items():
-        if small and name in GPU_ALONE:
+    names = [name for name in PARTS if not (small and name in GPU_ALONE)]
+    names.sort(key=lambda name: _log(out, name).exists())
+    cases, notes, waiting = [], [], []
+    for name in names:
+        done, log = _log(out, name).with_suffix(".done"), _log(out, name)
+        limit = MOST if small else LIMITS.get(name, USUAL)
+        if done.exists():
+            seconds, unit = float(done.read_text()), "s"
+        elif config.within and time.monotonic() - begun + limit > config.within:
+            waiting.append(name)
             continue
-        done = out / f"{name.replace(' ', '_')}.done"
-        if not done.exists():
-            begun, log = time.monotonic(), done.with_suffix(".log")
+        else:
             print(f"{name} ...", file=sys.stderr, flush=True)
-            with log.open("w") as file:
-                command = ["timeout", str(MOST), sys.executable, *part.format(**words).split()]
-                environment = os.environ | ENVIRONMENT.get(name, {})
-                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
-            if code != CODES.get(name, 0):
-                last = [*log.read_text(errors="replace").split("\n"), "-"]
-                notes.append(f"FAILED: {name} ended with {code}: {next(filter(None, last[-2::-1]), '')[:200]} ({log})")
-                continue
-            write_atomically(done, f"{time.monotonic() - begun:.1f}")
-        took[name] = float(done.read_text())
-    cases = [Case(name, "s", {device: [seconds]}, False) for name, seconds in took.items()]
+            code, seconds = _run(PARTS[name].format(**words), ENVIRONMENT.get(name, {}), limit, log)
+            if code == CODES.get(name, 0):
+                unit = "s"
+                write_atomically(done, f"{seconds:.1f}")
+            else:
+                unit = "s, out of time" if code in OUT_OF_TIME else "s, FAILED"
+                last = next(filter(None, reversed(log.read_text(errors="replace").splitlines())), "-")
+                notes.append(f"{name}: ended with {code}: {last[:200]} ({log})")
+        cases.append(Case(name, unit, {device: [seconds]}, False))
+    if waiting:
+        notes.append(f"not begun, for want of time; the same command again goes on with {', '.join(waiting)}")
     return Table("gpu", [*cases, *_rates(out)], config.model_dump(mode="json"), [*notes, *_findings(out)])
+
+
+def _log(out: Path, name: str) -> Path:
+    return out / f"{name.replace(' ', '_')}.log"
+
+
+def _run(part: str, environment: dict[str, str], limit: float, log: Path) -> tuple[int, float]:
+    """The exit code of a part, with which all that it has started is ended, and how many seconds it took."""
+    begun, command = time.monotonic(), ["timeout", "-k", "10", str(limit), sys.executable, *part.split()]
+    with log.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment)
+    return done.returncode, time.monotonic() - begun
 
 
 def _words(config: BenchmarkConfig, device: str) -> dict[str, str]:
@@ -149,13 +179,13 @@ def _words(config: BenchmarkConfig, device: str) -> dict[str, str]:
         "out": str(out),
         "fp16": "no" if small else "fp16",
         "compile": "off" if small else "model",
-        "sizes": "" if small else " --repeats 3 --compile off model blocks --micro_batch 16 32 64",
         "preset": f" --preset {out}/tiny.yaml" * small,
         "checkouts": "".join(checkouts),
         "tiny": TINY * small,
         "large": TINY if small else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
         "steps": " --train.steps 20" * small,
-        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --seconds 0.01 --preset {out}/tiny.yaml" * small,
+        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --seconds 0.01 --compile off --preset {out}/tiny.yaml"
+        * small,
     }
 
 

@@ -7,7 +7,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from gpt2_ddp.benchmark.sides import NotHere
-from gpt2_ddp.benchmark.step import random_tokens
+from gpt2_ddp.benchmark.step import GPT2_IDS, precisions, random_tokens
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
 from gpt2_ddp.compare.compare import find_machine, read_job, run_way, steps_for
 from gpt2_ddp.compare.run import Reading
@@ -31,7 +31,7 @@ def measure(config: BenchmarkConfig) -> Table:
     cases, notes = [], []
     with TemporaryDirectory(prefix="benchmark-") as folder:
         name, job, chosen = _job(config, Path(folder))
-        random_tokens(Path(job.data.paths[0]), "gpt2")
+        random_tokens(Path(job.data.paths[0]), GPT2_IDS)
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
         steps = steps_for(name, job, chosen, Way("single", 1, 1), Path(folder))
         for n in _processes(config):
@@ -67,7 +67,7 @@ def _processes(config: BenchmarkConfig) -> list[int]:
 
 
 def _job(config: BenchmarkConfig, folder: Path) -> tuple[str, TrainingConfig, CompareConfig]:
-    precision = config.precision[0]
+    precision = precisions(config)[0]
     machine = find_machine(config.device)
     processes = tuple(_processes(config))
     chosen = CompareConfig(

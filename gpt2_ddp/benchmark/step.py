@@ -1,13 +1,14 @@
 """A training step: ours through the whole loop, the same model in a bare one, and its peers'."""
 
 import io
+import json
 from collections.abc import Iterator
 from contextlib import redirect_stderr
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,9 +22,10 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, write_manifest
 from gpt2_ddp.data.shards import ShardWriter
-from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.processes.launch import multiplies_bf16, pick_device
 from gpt2_ddp.run.loop import train_steps
 from gpt2_ddp.run.peaks import device_name, peak_flops
 from gpt2_ddp.run.run import Run
@@ -35,6 +37,8 @@ BARE = "bare PyTorch loop"
 PRESET = "configs/gpt2_124m.yaml"
 TINY = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32}
 """A model whose step is nearly all bookkeeping."""
+GPT2_IDS = 50_257
+"""Of its tokenizer."""
 FOR_EVER = 10**9
 """Steps."""
 CHECKOUTS = {"nanogpt": ("nanoGPT", "model.py"), "build_nanogpt": ("build-nanogpt", "train_gpt2.py")}
@@ -62,11 +66,11 @@ def measure(config: BenchmarkConfig) -> Table:
             what = (
                 f"{Path(config.preset or PRESET).stem}, {batch} x {run.model.block_size}, {_words(precision, compiled)}"
             )
-            readings, reasons = compare(config, run, "gpt2", device)
+            readings, reasons = compare(config, run, GPT2_IDS, device)
             notes += [f"{what}: {reason}" for reason in reasons]
             cases += as_cases(what, readings, run, device)
         tiny = short_run(config, folder, 4, "no", "off", TINY)
-        readings, _ = compare(config, tiny, "bytes", device, (OURS, BARE))
+        readings, _ = compare(config, tiny, 257, device, (OURS, BARE))
     cases.append(
         Case("a tiny step", "ms", {side: [1e3 * one.seconds for one in of] for side, of in readings.items()}, False)
     )
@@ -75,11 +79,11 @@ def measure(config: BenchmarkConfig) -> Table:
 
 
 def compare(
-    config: BenchmarkConfig, run: TrainingConfig, tokenizer: str, device: torch.device, only: tuple[str, ...] = ()
+    config: BenchmarkConfig, run: TrainingConfig, ids: int, device: torch.device, only: tuple[str, ...] = ()
 ) -> tuple[dict[str, list[Reading]], list[str]]:
     """All sides' readings of `config.repeats` turns; and why others have none."""
-    vocab_size = random_tokens(Path(run.data.paths[0]), tokenizer)
-    common = (run, vocab_size, device)
+    random_tokens(Path(run.data.paths[0]), ids)
+    common = (run, ids, device)
     sides: dict[str, Side] = {
         OURS: (ours, (run,)),
         BARE: (peers.bare, common),
@@ -156,17 +160,31 @@ def micro_batches(config: BenchmarkConfig) -> tuple[int, ...]:
     return config.micro_batch or ((2,) if find_machine(config.device).device == "cpu" else (16, 32, 64))
 
 
-def random_tokens(folder: Path, name: str, count: int = 1_000_000) -> int:
-    """Shards of random tokens, where there are none yet; returns how many ids the tokenizer has."""
-    tokenizer = load_tokenizer(name)
-    if not folder.exists():
-        folder.mkdir()
-        writer = ShardWriter(folder, "train", count, tokenizer.vocab_size)
-        writer.add(np.random.default_rng(0).integers(0, tokenizer.vocab_size, count))
-        shards = {"train": writer.close()}
-        size = tokenizer.vocab_size
-        write_manifest(folder, Manifest(2, name, tokenizer.sha256, size, tokenizer.eot, "random", shards))
-    return tokenizer.vocab_size
+def precisions(config: BenchmarkConfig) -> tuple[Literal["no", "bf16"], ...]:
+    """fp32 (`no`) first, where nothing else was asked for."""
+    return config.precision or (("no", "bf16") if multiplies_bf16(pick_device(config.device)) else ("no",))
+
+
+def random_tokens(folder: Path, ids: int, count: int = 1_000_000) -> None:
+    """Shards of random tokens, where there are none yet, with a tokenizer of so many ids that needs no package and no
+    network: bytes, pairs of them, end-of-text."""
+    if folder.exists():
+        return
+    folder.mkdir()
+    letters = list(BYTE_OF_CHARACTER)
+    merges = [f"{first} {second}" for first, second in islice(product(letters, letters), ids - len(letters) - 1)]
+    vocabulary = {token: rank for rank, token in enumerate([*letters, *(pair.replace(" ", "") for pair in merges)])}
+    definition = {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False},
+        "normalizer": None,
+        "added_tokens": [{"id": ids - 1, "content": END_OF_TEXT}],
+    }
+    (folder / TOKENIZER_FILE).write_text(json.dumps(definition))
+    tokenizer, writer = load_tokenizer(str(folder)), ShardWriter(folder, "train", count, ids)
+    writer.add(np.random.default_rng(0).integers(0, ids, count))
+    shards = {"train": writer.close()}
+    write_manifest(folder, Manifest(2, TOKENIZER_FILE, tokenizer.sha256, ids, tokenizer.eot, "random", shards))
 
 
 def as_cases(
@@ -178,7 +196,7 @@ def as_cases(
     yield Case(what, "tokens/s" if device.type == "cuda" else "tokens/CPU s", rates)
     if peak := peak_flops(device_name(device)):
         with torch.device("meta"):
-            flops = GPT(run.model, 50257).flops_per_token()
+            flops = GPT(run.model, GPT2_IDS).flops_per_token()
         yield Case(what, "MFU", {side: [rate * flops / peak for rate in of] for side, of in rates.items()})
     memory = {side: [max(reading.memory for reading in of) / 2**20] for side, of in readings.items()}
     yield Case(what, "peak MiB", memory, more_is_better=False)
@@ -195,7 +213,7 @@ def bookkeeping(readings: dict[str, list[Reading]]) -> str:
 
 
 def _settings(config: BenchmarkConfig) -> Iterator[tuple[int, str, str]]:
-    return product(micro_batches(config), config.precision, config.compile)
+    return product(micro_batches(config), precisions(config), config.compile)
 
 
 def _words(precision: str, compiled: str) -> str:

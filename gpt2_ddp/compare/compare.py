@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2_ddp.compare.run import Reading, measure
-from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown, draw
+from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import (
     ClassifierConfig,
@@ -106,6 +106,8 @@ def compare(config: CompareConfig) -> list[Row]:
     }
     write_atomically(output / "compare.md", table + "\n")
     write_atomically(output / "compare.json", json.dumps(found, indent=1) + "\n")
+    from gpt2_ddp.compare.bars import draw  # matplotlib: not before there is something to draw
+
     write_atomically(output / "compare.png", draw(rows))
     print(table)
     return rows

@@ -31,8 +31,8 @@ class BenchmarkConfig(Command):
     """step, ceiling: tokens of a window; none: the preset's on a GPU, 256 on a CPU"""
     micro_batch: tuple[int, ...] = ()
     """step, ceiling: windows of a step, one after the other; none: 16, 32 and 64 on a GPU, 2 on a CPU"""
-    precision: tuple[Literal["no", "bf16"], ...] = ("no", "bf16")
-    """step: one after the other; no is fp32"""
+    precision: tuple[Literal["no", "bf16"], ...] = ()
+    """step, ceiling: one after the other; no is fp32; none: fp32, and bf16 where the device has instructions for it"""
     compile: tuple[Literal["off", "blocks", "model"], ...] = ("off",)
     """step: train.compile of ours, one after the other; the others compile the whole model, but for off"""
     nanogpt: str | None = None
@@ -41,6 +41,8 @@ class BenchmarkConfig(Command):
     """step: a checkout of build-nanogpt, the same"""
     seconds: float = Field(default=1, gt=0)
     """step, ceiling: about how long a turn lasts, of at least one step"""
+    within: float | None = Field(default=None, gt=0)
+    """gpu: seconds of this call, which leaves what does not fit to the next one; none: all parts"""
     text: str | None = None
     """prepare: a jsonl file with a column `text`; none: 40 MB of the standard library's source"""
     output: str = "runs/benchmarks"
