@@ -33,7 +33,9 @@ def measured(tmp_path: Path, **changes: object) -> dict[str, list[Reading]]:
     tiny = changes.get("preset") is None
     precision = step.precisions(config)[0]
     run = step.short_run(config, str(tmp_path), 4 if tiny else 2, precision, "off", step.TINY if tiny else None)
-    readings, _ = step.compare(config, run, "bytes" if tiny else "gpt2", torch.device("cpu"), (OURS, step.BARE))
+    readings, _ = step.compare(
+        config, run, step.TINY_IDS if tiny else step.GPT2_IDS, torch.device("cpu"), (OURS, step.BARE)
+    )
     return readings
 
 
