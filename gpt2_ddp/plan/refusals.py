@@ -15,7 +15,8 @@ from gpt2_ddp.data.windows import split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.run.run import Run
-from gpt2_ddp.tasks.pretraining import Pretraining, missing_data
+from gpt2_ddp.tasks.corpus import missing_data
+from gpt2_ddp.tasks.pretraining import Pretraining
 
 
 @dataclass

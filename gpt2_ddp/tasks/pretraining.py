@@ -15,17 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.config.cli import complete, load
-from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.config.cli import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved
 from gpt2_ddp.data.hashes import verify_shards
-from gpt2_ddp.data.manifest import MANIFEST, Manifest
-from gpt2_ddp.data.mixture import check_goes_on, identity, order_of, phases_of, read_manifests, source_weights
-from gpt2_ddp.data.prepare import default_output, prepare
-from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from gpt2_ddp.data.windows import MixedWindows, Windows, split_batch
+from gpt2_ddp.data.mixture import check_goes_on, identity, order_of, phases_of
+from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.data.windows import MixedWindows, split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.chunked_loss import settle_chunk
 from gpt2_ddp.model.compiled import is_compiled
@@ -43,6 +39,7 @@ from gpt2_ddp.scoring.items import ItemSet
 from gpt2_ddp.scoring.result import as_row
 from gpt2_ddp.scoring.score import answer
 from gpt2_ddp.scoring.sources import load_sets
+from gpt2_ddp.tasks.corpus import open_corpus, prepare_missing_data
 from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
 from gpt2_ddp.tasks.micro_batch import estimated_micro_batch, tried_micro_batch
 
@@ -81,7 +78,7 @@ class Pretraining:
         """Opens the shards, which are prepared first where there are none and `data.prepare` says how; checks them."""
         config, accelerator = self.config, self.accelerator
         watch.at("preparing data", allowance=PREPARATION.total_seconds())
-        on_every_rank(accelerator, lambda: _prepare_missing_data(accelerator, config), patience=PREPARATION)
+        on_every_rank(accelerator, lambda: prepare_missing_data(accelerator, config), patience=PREPARATION)
         self.open_data()
         watch.at("reading tasks", allowance=FIRST_TIME)
         self.load_tasks()
@@ -94,8 +91,8 @@ class Pretraining:
     def open_data(self) -> None:
         """Looks at the data by their small files; `feed`, steps and schedule are settled then. Raises: UserError."""
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
-        opened = on_every_rank(accelerator, lambda: _open_data(config))
-        self.manifests, self.tokenizer, windows, self._validation = opened
+        corpus = on_every_rank(accelerator, lambda: open_corpus(config))
+        self.manifests, self.tokenizer, windows, self._validation = corpus
         self.manifest = self.manifests[0]
         places = [f" ({number})" * (len(paths) > 1) for number in range(len(paths))]
         both = list(zip(places, self.manifests, strict=True))
@@ -341,52 +338,3 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copies a checkpoint's weights into the plain module. Raises: UserError when names or shapes differ."""
     fit_weights(load_file(checkpoint.path / MODEL), model, checkpoint.path)
-
-
-def missing_data(config: TrainingConfig) -> PrepareConfig | None:
-    """How the shards are to be made, where there are none yet and `data.prepare` says so. Raises: UserError."""
-    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
-    if not config.data.prepare or not missing:
-        return None
-    recipe = load(PrepareConfig, ["--config", config.data.prepare])
-    output = Path(recipe.output or default_output(recipe))
-    for folder in missing:
-        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not become another corpus
-            cure = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}; prepare it first"
-            raise UserError("data.path", folder, cure)
-    return recipe
-
-
-def _prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Makes the shards where there are none yet: one process per node, and on a shared disk one of all."""
-    if (recipe := missing_data(config)) and accelerator.is_local_main_process:
-        prepare(recipe)
-
-
-def _open_data(
-    config: TrainingConfig,
-) -> tuple[list[Manifest], Tokenizer, list[Windows], dict[str, tuple[float, TokenStream]]]:
-    """The manifests of all sources, their tokenizer, the windows of each, and what is validated on: by its name, how
-    much it counts, and its split. By small files: nothing is hashed but the tokenizer."""
-    manifests = read_manifests(config.data.paths)
-    both = [(Path(path), manifest) for path, manifest in zip(config.data.paths, manifests, strict=True)]
-    for folder, manifest in both:
-        if not manifest.tokens("train"):
-            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
-    file = both[0][0] / manifests[0].tokenizer
-    tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
-    if tokenizer.sha256 != manifests[0].tokenizer_sha256:
-        cure = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
-        raise UserError("tokenizer", file, cure)
-    for folder, manifest in both:
-        check_tokenizer(tokenizer, manifest, folder)
-    for prompt in config.tracking.sample_prompt:
-        tokenizer.encode(prompt, "tracking.sample_prompt")  # it may lack a character
-    windows = [Windows(TokenStream(*one, "train"), config.model.block_size) for one in both]
-    for (folder, _), source in zip(both, windows, strict=True):
-        if not len(source):
-            cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(source.stream)}"
-            raise UserError("data.path", folder, f"{cure}; use more text or a smaller model.block_size")
-    names, weights = config.data.names, source_weights(config, manifests)
-    validation = {names[number]: (weight, TokenStream(*both[number], "val")) for number, weight in weights.items()}
-    return manifests, tokenizer, windows, validation

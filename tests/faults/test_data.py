@@ -28,9 +28,9 @@ SHARDS = ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
 
 def open_data(folder: Path) -> str:
     """What a training does with its data before the first step; the identity that it finds."""
-    from gpt2_ddp.tasks.pretraining import _open_data
+    from gpt2_ddp.tasks.corpus import open_corpus
 
-    (manifest,), *_ = _open_data(training_config(folder, folder / "runs"))
+    (manifest,), *_ = open_corpus(training_config(folder, folder / "runs"))
     verify_shards(folder, manifest, remember=True)
     return manifest.hash
 
