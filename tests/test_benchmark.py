@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 import torch
 
-from gpt2_ddp.benchmark import benchmark, ceiling, gpu, step
+from gpt2_ddp.benchmark import benchmark, ceiling, checkpoint, gpu, step
 from gpt2_ddp.benchmark.peers import definitions
 from gpt2_ddp.benchmark.sides import NotHere, Turns
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
@@ -20,8 +20,10 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
+from ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
+TINY = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
 
 
 def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
@@ -145,10 +147,43 @@ def test_the_commands_for_a_gpu_are_such_that_a_script_takes_them(device):
             load(kind, command[script + 1 :], "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None)
 
 
+def checkpoints(folder: Path) -> None:
+    """Every side of `checkpoint`: what it takes from its file is what it saved, whatever was trained since."""
+    training = checkpoint.Training(BenchmarkConfig(device="cpu", preset=str(folder / "tiny.yaml")))
+
+    def state() -> dict[str, torch.Tensor]:
+        snapshot = training.snapshot()
+        return {name: value.clone() for name, value in (snapshot.model | snapshot.optimizer).items()}
+
+    sides = {"ours": "ours", "behind": "ours", "torch": "torch", "accelerate": "accelerate"}
+    for save, resume in sides.items():
+        training.place = folder / save
+        training.step()
+        found = {}
+
+        def trained_on(save=save, found=found):
+            found.update(state())
+            getattr(training, f"save_{save}")()
+
+        def resumed(resume=resume, found=found):
+            training.step()
+            assert not any(torch.equal(value, found[name]) for name, value in state().items())
+            getattr(training, f"resume_{resume}")()
+
+        took = training.turn(trained_on, resumed)
+        assert all(torch.equal(value, found[name]) for name, value in state().items()), save
+        assert took.durable >= took.still and (save == "behind") == (took.durable > took.still), took
+
+
+def test_what_a_side_resumes_is_what_it_saved(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    run_ranks(checkpoints, 1, tmp_path)
+
+
 @pytest.mark.slow
 def test_a_tiny_step_and_a_tiny_ceiling_on_every_side(tmp_path):
     preset = tmp_path / "tiny.yaml"
-    preset.write_text("train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n")
+    preset.write_text(TINY)
     config = BenchmarkConfig(
         only=("step", "ceiling"),
         device="cpu",

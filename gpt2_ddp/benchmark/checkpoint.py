@@ -10,12 +10,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
 
 from gpt2_ddp.benchmark.step import GPT2_IDS, PRESET, preset
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
@@ -43,116 +43,124 @@ class Took(NamedTuple):
 
 
 def measure(config: BenchmarkConfig) -> Table:
-    """The benchmark. Steps are of one window of 64 tokens; time that is lost is standing still, and what the steps
-    until the checkpoint is on disk take longer than the median of those before it."""
-    training = preset(config)
-    accelerator = build_accelerator(config.device)
-    torch.manual_seed(0)
-    model = GPT(training.model, GPT2_IDS).to(accelerator.device)
-    optimizer = build_optimizer(model, training.optim)
-    tokens = torch.randint(GPT2_IDS, (1, 65), device=accelerator.device)
+    """The benchmark: all figures of all sides."""
+    training = Training(config)
+    sides = {
+        OURS: (training.save_ours, training.resume_ours),
+        BEHIND: (training.save_behind, training.resume_ours),
+        TORCH: (training.save_torch, training.resume_torch),
+        ACCELERATE: (training.save_accelerate, training.resume_accelerate),
+    }
+    took: dict[str, list[Took]] = {side: [] for side in sides}
 
-    def step() -> float:
-        begun = time.perf_counter()
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        _synchronize(accelerator)
-        return time.perf_counter() - begun
+    def turn(side: str) -> float:
+        took[side].append(training.turn(*sides[side]))
+        return took[side][-1].still
 
-    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
     Path(config.output).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=config.output) as folder:
-        place = Path(folder) / "save"
-        background, memory = Background(), {}
-
-        def snapshot() -> Snapshot:
-            return Snapshot({"step": 1}, "seed: 1\n", weights_of(model), moments_of(model, optimizer))
-
-        def save_ours() -> None:
-            CheckpointFolder(place).save(snapshot())
-
-        def save_behind() -> None:
-            copy = snapshot().copied(memory)
-            background.start(lambda: CheckpointFolder(place).save(copy), limit=3600)
-
-        def resume_ours() -> None:
-            read = verify(place / "step-00000001").read()
-            fit_weights(read.model, model, place)
-            put_moments(accelerator, read.optimizer, model, optimizer)
-
-        def save_torch() -> None:
-            place.mkdir(parents=True)
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, place / "all.pt")
-            _fsync(place)
-
-        def resume_torch() -> None:
-            read = torch.load(place / "all.pt", map_location=accelerator.device)
-            model.load_state_dict(read["model"])
-            optimizer.load_state_dict(read["optimizer"])
-
-        def save_accelerate() -> None:
-            accelerator.save_state(str(place))
-            _fsync(place)
-
-        def resume_accelerate() -> None:
-            accelerator.load_state(str(place))
-
-        sides: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-            OURS: (save_ours, resume_ours),
-            BEHIND: (save_behind, resume_ours),
-            TORCH: (save_torch, resume_torch),
-            ACCELERATE: (save_accelerate, resume_accelerate),
-        }
-        took: dict[str, list[Took]] = {side: [] for side in sides}
-
-        def turn(side: str) -> float:
-            save, resume = sides[side]
-            shutil.rmtree(place, ignore_errors=True)
-            os.sync()
-            usual = median(step() for _ in range(3))
-            begun = time.perf_counter()
-            save()
-            still = lost = time.perf_counter() - begun
-            while background.is_working:
-                lost += step() - usual
-            background.wait()
-            durable = background.seconds + still if side == BEHIND else still
-            begun = time.perf_counter()
-            resume()
-            _synchronize(accelerator)
-            took[side].append(Took(still, durable, lost, time.perf_counter() - begun))
-            return still
-
-        step()
-        in_turn({side: lambda side=side: turn(side) for side in sides}, config.repeats)
-        size = snapshot().bytes
-        del prepared, prepared_optimizer
+        training.place = Path(folder) / "save"
+        training.step()
+        in_turn({side: partial(turn, side) for side in sides}, config.repeats)
     cases = [
         Case(what, "s", {side: [figures[n] for figures in all[1:]] for side, all in took.items()}, more_is_better=False)
         for n, what in enumerate(FIGURES)
     ]
+    device, size = training.accelerator.device, training.snapshot().bytes
     settings = {
         "preset": config.preset or PRESET,
         "bytes": size,
         "threads": torch.get_num_threads(),
-        "device": str(accelerator.device),
+        "device": str(device),
         "load": os.getloadavg(),
     }
-    return Table("checkpoint", cases, settings, (_note(size, accelerator),))
+    threads = f"{torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+    note = f"{size / 1e9:.2f} GB, {threads}; ours are hashed on the way and verified in a resume, the others are not."
+    return Table("checkpoint", cases, settings, (note,))
 
 
-def _note(size: int, accelerator: Accelerator) -> str:
-    threads = f"{torch.get_num_threads()} threads" if accelerator.device.type == "cpu" else accelerator.device.type
-    return f"{size / 1e9:.2f} GB, {threads}; ours are hashed on the way and verified in a resume, the others are not."
+class Training:
+    """A model with its moments, and the ways to save it in `place` and to take it from there again. Its steps are of one
+    window of 64 tokens."""
+
+    place: Path
+    background: Background
+
+    def __init__(self, config: BenchmarkConfig):
+        training = preset(config)
+        self.accelerator = build_accelerator(config.device)
+        torch.manual_seed(0)
+        self.model = GPT(training.model, GPT2_IDS).to(self.accelerator.device)
+        self.optimizer = build_optimizer(self.model, training.optim)
+        self.prepared = self.accelerator.prepare(self.model, self.optimizer)  # which is what `save_state` saves
+        self.tokens = torch.randint(GPT2_IDS, (1, 65), device=self.accelerator.device)
+        self.memory = {}
+
+    def step(self) -> float:
+        """Seconds."""
+        begun = time.perf_counter()
+        self.model(self.tokens[:, :-1], self.tokens[:, 1:]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self._since(begun)
+
+    def turn(self, save: Callable[[], None], resume: Callable[[], None]) -> Took:
+        """Saves while training goes on, and resumes. Time that is lost is standing still, and what the steps until the
+        checkpoint is on disk take longer than the median of those before it."""
+        shutil.rmtree(self.place, ignore_errors=True)
+        os.sync()
+        self.background = Background()  # whose seconds are of this turn
+        usual = median(self.step() for _ in range(3))
+        begun = time.perf_counter()
+        save()
+        still = lost = time.perf_counter() - begun
+        while self.background.is_working:
+            lost += self.step() - usual
+        self.background.wait()
+        durable, begun = still + self.background.seconds, time.perf_counter()
+        resume()
+        return Took(still, durable, lost, self._since(begun))
+
+    def snapshot(self) -> Snapshot:
+        """Of the model and its moments, as a run takes it."""
+        return Snapshot({"step": 1}, "seed: 1\n", weights_of(self.model), moments_of(self.model, self.optimizer))
+
+    def save_ours(self) -> None:
+        CheckpointFolder(self.place).save(self.snapshot())
+
+    def save_behind(self) -> None:
+        copy = self.snapshot().copied(self.memory)
+        self.background.start(lambda: CheckpointFolder(self.place).save(copy), limit=3600)
+
+    def resume_ours(self) -> None:
+        read = verify(self.place / "step-00000001").read()
+        fit_weights(read.model, self.model, self.place)
+        put_moments(self.accelerator, read.optimizer, self.model, self.optimizer)
+
+    def save_torch(self) -> None:
+        self.place.mkdir(parents=True)
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, self.place / "all.pt")
+        _fsync(self.place)
+
+    def resume_torch(self) -> None:
+        read = torch.load(self.place / "all.pt", map_location=self.accelerator.device)
+        self.model.load_state_dict(read["model"])
+        self.optimizer.load_state_dict(read["optimizer"])
+
+    def save_accelerate(self) -> None:
+        self.accelerator.save_state(str(self.place))
+        _fsync(self.place)
+
+    def resume_accelerate(self) -> None:
+        self.accelerator.load_state(str(self.place))
+
+    def _since(self, begun: float) -> float:
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begun
 
 
 def _fsync(folder: Path) -> None:
     for file in folder.iterdir():
         fsync_file(file)
     fsync_folder(folder)
-
-
-def _synchronize(accelerator: Accelerator) -> None:
-    if accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
