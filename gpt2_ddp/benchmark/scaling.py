@@ -13,7 +13,9 @@ from gpt2_ddp.compare.compare import find_machine, read_job, run_way, steps_for
 from gpt2_ddp.compare.run import Reading
 from gpt2_ddp.compare.table import Way, share_words
 from gpt2_ddp.config.benchmark import BenchmarkConfig
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import CompareConfig
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 
 PRESET = "configs/gpt2_30m.yaml"
@@ -31,7 +33,7 @@ def measure(config: BenchmarkConfig) -> Table:
     cases, notes = [], []
     with TemporaryDirectory(prefix="benchmark-") as folder:
         name, job, chosen = _job(config, Path(folder))
-        random_tokens(Path(job.data.paths[0]), GPT2_IDS)
+        random_tokens(Path(job.data.paths[0]), _ids(config))
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
         steps = steps_for(name, job, chosen, Way("single", 1, 1), Path(folder))
         for n in _processes(config):
@@ -58,6 +60,12 @@ def _note(case: Case, n: int, readings: list[Reading]) -> str:
     noise = max(share.noise for share in shares)
     words = share_words(median(share.share for share in shares), noise)
     return f"{case.what}: efficiency {efficiency:.1%}; exposed communication {words} of a step"
+
+
+def _ids(config: BenchmarkConfig) -> int:
+    """Of the tokenizer that the preset trains, as a head for GPT-2's would be half of a small model; else GPT-2's."""
+    prepared = load(TrainingConfig, ["--config", config.preset or PRESET]).data.prepare
+    return (prepared and load(PrepareConfig, ["--config", prepared]).vocab_size) or GPT2_IDS
 
 
 def _processes(config: BenchmarkConfig) -> list[int]:
