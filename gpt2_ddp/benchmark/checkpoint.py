@@ -80,8 +80,8 @@ def measure(config: BenchmarkConfig) -> Table:
 
 
 class Training:
-    """A model with its moments, and the ways to save it in `place` and to take it from there again. Its steps are of one
-    window of 64 tokens."""
+    """A model with its moments, and the ways to save it in `place` and to take it from there again. A step is of 64
+    tokens."""
 
     place: Path
     background: Background
