@@ -18,7 +18,7 @@ from test_launch import environment
 from gpt2_ddp.config import cli
 
 COMMANDS = [command for page in PAGES for command in commands(page)]
-LONG = ("schedules.md",)
+LONG = ("schedules.md", "speedrun.md")
 """Pages with runs of hundreds of steps, which `make faults` runs."""
 RUN = [
     pytest.param(page, marks=pytest.mark.soak if page.name in LONG else (), id=page.name)

@@ -50,7 +50,7 @@ def test_the_transformer_learns_to_repeat(tmp_path, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.soak), "2"])
 def test_lenet_learns_and_repeats_itself(tmp_path, processes):
     """100 classes: 5 times chance is 5 %. Every one of the 1,003 test images is scored."""
     data = write_cifar(tmp_path / "cifar", 4000, 1003)
@@ -106,8 +106,10 @@ def test_an_epoch_of_full_cifar_on_two_processes(tmp_path, augment):
 
 
 @pytest.mark.slow
-def test_the_mlp_tells_the_clusters_apart(tmp_path):
-    run_script("train_classifier.py", "--output_dir", str(tmp_path), "--launch.processes", "2")
+@pytest.mark.parametrize("points", [4000, pytest.param(20_000, marks=pytest.mark.soak)])
+def test_the_mlp_tells_the_clusters_apart(tmp_path, points):
+    flags = ("--output_dir", str(tmp_path), "--launch.processes", "2", "--data.points", str(points))
+    run_script("train_classifier.py", *flags)
     last = rows(tmp_path / "mlp_clusters")[-1]
     assert last["val_accuracy"] >= 0.999
     assert last["val_samples"] == 5000
