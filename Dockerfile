@@ -1,31 +1,49 @@
-# CUDA runtime for cloud GPUs; the image trains by itself:
-#   docker build -t gpt2_ddp .
-#   docker run --gpus all --ipc host -v $PWD/data:/app/data -v $PWD/runs:/app/runs gpt2_ddp \
-#     --multi_gpu --num_processes 8 scripts/train_gpt2.py --config configs/gpt2_124m.yaml
-# torch's wheels bring CUDA, cuDNN and NCCL; the base image only has to bring the driver's interface.
-FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+# What trains, and nothing that only builds it: docs/container.md says how it is built, run and checked.
+# torch's wheels bring CUDA, cuDNN and NCCL; the driver comes from the host. Python 3.11 is what the lock was made for.
+ARG BASE=debian:bookworm-slim
 
+FROM ${BASE} AS system
 # gcc and the headers are for torch.compile, which builds its kernels' launchers when it first runs.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc g++ \
-    && rm -rf /var/lib/apt/lists/*
+    && apt-get install -y --no-install-recommends ca-certificates python3 python3-dev python3-venv gcc g++ libc6-dev \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log
 
-RUN useradd --create-home --uid 1001 trainer && mkdir /app && chown trainer /app
-USER trainer
+FROM system AS build
+RUN python3 -m venv /opt/venv
+# The dependencies change seldom: a layer of their own, without the project itself. pip's settings, where a machine has
+# some, are there while it runs and in no layer.
+COPY requirements.txt docker/requirements.lock /tmp/
+RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
+    grep -v '^-e' /tmp/requirements.txt > /tmp/dependencies.txt \
+    && PIP_CONFIG_FILE=/run/secrets/pip /opt/venv/bin/pip install --no-cache-dir \
+        --requirement /tmp/dependencies.txt --constraint /tmp/requirements.lock
+
+FROM system
+# HOME and compiled kernels are on /tmp, which may be the only place to write besides the volumes; what comes from the
+# Hub is too large for that. Any uid will do, with `--user`, too: nothing asks for its name.
+ENV PATH=/opt/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor HF_HOME=/app/data/huggingface
+RUN useradd --no-create-home --home-dir /tmp --uid 1001 trainer \
+    && install -d -o trainer -g trainer /app/data /app/runs
+COPY --from=build /opt/venv /opt/venv
 WORKDIR /app
-ENV PATH=/app/.venv/bin:$PATH PYTHONUNBUFFERED=1
-
-# The dependencies change seldom: a layer of their own, without the project itself.
-COPY --chown=trainer requirements.txt ./
-RUN python3 -m venv .venv \
-    && grep -v '^-e' requirements.txt > dependencies.txt \
-    && pip install --no-cache-dir -r dependencies.txt
-
-COPY --chown=trainer . .
-RUN pip install --no-cache-dir --no-deps -e . \
-    && mkdir -p data runs
+COPY LICENSE ./
+COPY docker/entrypoint.sh docker/health.sh docker/
+COPY configs configs
+COPY scripts scripts
+COPY gpt2_ddp gpt2_ddp
+RUN python -m compileall -q gpt2_ddp
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="gpt2_ddp" \
+    org.opencontainers.image.description="GPT-2 pretraining on HuggingFace Accelerate" \
+    org.opencontainers.image.licenses="MIT" \
+    org.opencontainers.image.version="0.1.0" \
+    org.opencontainers.image.revision="${REVISION}"
+USER 1001:1001
 VOLUME ["/app/data", "/app/runs"]
 
-# `accelerate launch`, with a PID 1 that lets the trainer save its checkpoint: docker stop -t 60
+# Looks, and trains nothing: a training that makes no progress is unhealthy; what has ended, or never began, is not.
+HEALTHCHECK --interval=2m --timeout=30s --start-period=5m \
+    CMD ! python scripts/status.py runs/* 2>/dev/null | grep ' stalled '
 ENTRYPOINT ["docker/entrypoint.sh"]
 CMD ["scripts/train_gpt2.py"]

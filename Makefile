@@ -37,6 +37,18 @@ DEVICE ?= cuda
 gpu: $(VENV)/.installed-dev  ## what to run first on a GPU; again, it goes on from there. DEVICE=cpu tries it, tiny
 	$(BIN)/python scripts/benchmark.py gpu --device $(DEVICE) --output runs/gpu $(ARGS)
 
+image:  ## build the container image, by docker or buildah; docs/container.md
+	docker/build.sh $(ARGS)
+
+test-image: $(VENV)/.installed-dev  ## what the built image does; RUN="podman --runtime runc run" runs it otherwise
+	$(BIN)/pytest -m image tests/test_container.py $(ARGS)
+
+lock: $(VENV)/.installed  ## pin what the image has, for x86_64 and its Python; ARGS=--upgrade takes newer releases
+	$(BIN)/pip install --quiet uv
+	grep -v '^-e' requirements.txt | $(BIN)/uv pip compile - --quiet --python-version 3.11 \
+	    --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate \
+	    --custom-compile-command "make lock" --output-file docker/requirements.lock $(ARGS)
+
 check: $(VENV)/.installed-dev  ## formatting, lint and types; edits nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -50,4 +62,4 @@ clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train test test-slow faults soak gpu check format clean
+.PHONY: help train test test-slow faults soak gpu image test-image lock check format clean

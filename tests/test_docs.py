@@ -68,9 +68,12 @@ def parse(command: PageCommand, folder: Path) -> None:
     text, words = command.text, command.words
     program = words[0] if words else "export"
     if program == "docker":
-        if "run" not in words:
+        words = words[words.index("gpt2_ddp") + 1 :] if words[1] == "run" else []
+        if words[:1] in ([], ["health"]):
             return
-        program, words = "accelerate", ["accelerate", "launch", *words[words.index("gpt2_ddp") + 1 :]]
+        if words[0].startswith("-") or words[0].endswith(".py"):  # as docker/entrypoint.sh has it
+            words = ["accelerate", "launch", *words]
+        program = words[0]
     assert program in PROGRAMS, f"{text}: what is {program}? Say in pages.py"
     if program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
