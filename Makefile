@@ -27,6 +27,9 @@ test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (un
 	$(BIN)/pytest $(WORKERS) -m 'slow and not soak and not timed' $(ARGS)
 	$(BIN)/pytest -m timed $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
 
+test-cluster: $(VENV)/.installed-dev  ## jobs of a real Slurm, on this machine; needs slurm-wlm, munge and root (some minutes)
+	$(BIN)/pytest -m cluster $(ARGS)
+
 faults: $(VENV)/.installed-dev  ## every fault of docs/reliability.md at every place, with real processes (an hour or more)
 	$(BIN)/pytest -m soak --deselect tests/faults/test_soak.py $(ARGS)
 
@@ -62,4 +65,4 @@ clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train test test-slow faults soak gpu image test-image lock check format clean
+.PHONY: help train test test-slow test-cluster faults soak gpu image test-image lock check format clean

@@ -38,6 +38,7 @@ CANNOT = {
     "--config configs/cifar100_lenet.yaml$": "the Hub; the same with --data.path FOLDER is run",
     "--nproc_per_node 8": "eight GPUs",
     "--machine_rank 0": "several machines; test_launch.py has two on this one",
+    "sbatch ": "Slurm; test_slurm.py submits such jobs to one",
     "export MASTER_ADDR": "several machines",
     "RANK=0 python": "several machines; test_cluster.py starts the ranks",
     "hf auth login": "the Hub",
@@ -95,8 +96,8 @@ class PageCommand(NamedTuple):
         return f"{self.text[: found.end()]} {flags}{self.text[found.end() :]}"
 
 
-PROGRAMS = ("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf")
-INLINE = r"python scripts/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
+PROGRAMS = ("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf", "sbatch")
+INLINE = r"python scripts/|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
 
 
 def commands(page: Path) -> list[PageCommand]:

@@ -81,6 +81,10 @@ def parse(command: PageCommand, folder: Path) -> None:
         assert "-r" not in words or (ROOT / words[words.index("-r") + 1]).is_file(), text
     elif program == "python" and words[1] != "-m":
         parse_script(words[1:], text, folder)
+    elif program == "sbatch":
+        batch = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
+        assert (ROOT / words[batch]).is_file(), f"{text}: no {words[batch]}"
+        parse_script(["scripts/train_gpt2.py", *words[batch + 1 :]], text, folder)
     elif program == "torchrun" or words[:2] == ["accelerate", "launch"]:
         parser = launch_command_parser() if program == "accelerate" else get_args_parser()
         found = parser.parse_args(words[2:] if program == "accelerate" else words[1:])

@@ -1,0 +1,188 @@
+"""slurm/train.sbatch under a real Slurm of two nodes: whatever happens to a job, the run ends as if nothing had."""
+
+import fcntl
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import training_config
+from slurm_here import SBATCH, TRAINER, WHY_NOT, Slurm, slurm_in
+from small_jobs import rows, same, weights
+
+from gpt2_ddp.config.cli import dump
+
+pytestmark = pytest.mark.cluster
+STEPS = 120
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    with slurm_in(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def alone(slurm: Slurm, corpus, tmp_path_factory) -> Path:
+    """The project folder of a job that was left alone."""
+    folder = tmp_path_factory.mktemp("alone")
+    changes = {"train.steps": STEPS, "train.global_batch_tokens": 8 * 32, "eval.every": 60, "checkpoint.every": 50}
+    (folder / "config.yaml").write_text(dump(training_config(corpus, Path("runs"), changes)))
+    (folder / "scripts").mkdir()
+    (folder / "scripts/train_gpt2.py").write_text(TRAINER)
+    hurry(folder)
+    assert slurm.ended(slurm.sbatch(folder)) == "COMPLETED", said(folder)
+    return folder
+
+
+@pytest.fixture
+def reference(alone) -> Path:
+    return alone / "runs/run"
+
+
+@pytest.fixture
+def project(slurm: Slurm, alone, tmp_path) -> Iterator[Path]:
+    """A folder to submit jobs from, whose steps are slow until `hurry`."""
+    (tmp_path / "config.yaml").symlink_to(alone / "config.yaml")
+    (tmp_path / "scripts").symlink_to(alone / "scripts")
+    (tmp_path / "pace").write_text("0.3")
+    yield tmp_path
+    slurm("scancel", "--user", "root")
+    slurm.wait("an empty queue", lambda: not slurm("squeue", "-h"))
+
+
+def status(run: Path) -> dict:
+    file = run / "status.json"
+    return json.loads(file.read_text()) if file.exists() else {"state": "none"}
+
+
+def trains(run: Path) -> bool:
+    """Whether it runs, and has made a step."""
+    return status(run)["state"] == "running" and '"loss":' in (run / "metrics.jsonl").read_text()
+
+
+def said(project: Path) -> str:
+    return "\n".join(file.read_text() for file in project.glob("*.out"))
+
+
+def hurry(project: Path) -> None:
+    (project / "pace").write_text("0")
+
+
+def equal(run: Path, reference: Path) -> bool:
+    """Whether every step had the same data and the same loss, and the final weights the same bits."""
+    mine, other = ([(row["step"], row["order_digest"], row["loss"]) for row in rows(folder) if "loss" in row]
+                   for folder in (run, reference))  # fmt: skip
+    return mine == other and len(mine) == STEPS and same(weights(run), weights(reference))
+
+
+def test_the_time_limit(slurm: Slurm, project, reference):
+    run = project / "runs/run"
+    # Slurm looks every 30 s, and warns of a limit that may come before it looks again: 25 to 55 s after the start
+    warning = re.search(r"--signal=(\S+)@", SBATCH.read_text())
+    assert warning
+    job = slurm.sbatch(project, "--time", "1", "--signal", f"{warning[1]}@5")
+    slurm.restarted(job)
+    assert status(run)["state"] == "stopped"
+    assert 0 < status(run)["step"] < STEPS
+    hurry(project)
+    assert slurm.ended(job) == "COMPLETED", said(project)
+    assert "the time limit is near: stopping" in said(project)
+    assert slurm.job(job)["Restarts"] == "1"
+    assert equal(run, reference)
+    logs = [file.parent for file in project.glob("logs/run-*/restart-*/node-*/*/attempt_0/0/stdout.log")]
+    assert len(logs) == 4, "one of each rank of each attempt"
+
+
+def test_a_preemption(slurm: Slurm, project, reference):
+    run = project / "runs/run"
+    job = slurm.sbatch(project)
+    slurm.wait("a step", lambda: trains(run))
+    slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1", cwd=project)
+    slurm.restarted(job)
+    assert status(run)["state"] == "stopped", said(project)
+    hurry(project)
+    assert slurm.ended(job) == "COMPLETED", said(project)
+    assert slurm.job(job)["Restarts"] == "1"
+    assert equal(run, reference)
+
+
+def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm: Slurm, project, reference):
+    run = project / "runs/run"
+    job = slurm.sbatch(project)
+    slurm.wait("a step", lambda: trains(run))
+    slurm("scontrol", "requeue", job)
+    slurm.wait("a stop", lambda: status(run)["state"] == "stopped")
+    with (run / ".lock").open("r+") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        slurm.restarted(job)
+        hurry(project)
+        slurm.wait("begun again", lambda: slurm.job(job)["JobState"] == "RUNNING")
+        time.sleep(8)  # longer than the trainer takes until it asks for the lock
+    assert slurm.ended(job) == "COMPLETED", said(project)
+    assert slurm.job(job)["Restarts"] == "1"
+    assert equal(run, reference)
+
+
+def test_a_lost_node(slurm: Slurm, project, reference):
+    run = project / "runs/run"
+    job = slurm.sbatch(project)
+    slurm.wait("a step", lambda: trains(run))
+    slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    slurm.wait("requeued", lambda: slurm.job(job)["Restarts"] == "1")
+    slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
+    hurry(project)
+    slurm.restarted(job)
+    assert slurm.ended(job) == "COMPLETED", said(project)
+    assert equal(run, reference)
+
+
+def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project, reference):
+    run = project / "runs/run"
+    job = slurm.sbatch(project)
+    slurm.wait("a step", lambda: trains(run))
+    slurm("scancel", job)
+    assert slurm.ended(job) == "CANCELLED"
+    slurm.wait("a stop", lambda: status(run)["state"] == "stopped")
+    assert slurm.job(job)["Restarts"] == "0"
+    again = slurm.sbatch(project)
+    slurm.wait("a step of srun", lambda: slurm("squeue", "-h", "--steps", f"{again}.0"))
+    slurm("scancel", "--batch", "--signal=USR1", again)
+    assert slurm.ended(again) == "FAILED", said(project)
+    assert "it was stopped before it saved anything" in said(project)
+    assert slurm.job(again)["Restarts"] == "0"
+    hurry(project)
+    assert slurm.ended(slurm.sbatch(project)) == "COMPLETED"
+    assert equal(run, reference)
+
+
+def test_a_failed_run_is_not_requeued(slurm: Slurm, project):
+    run = project / "runs/run"
+    job = slurm.sbatch(project)
+    slurm.wait("a checkpoint, so that there is something new", lambda: list(run.glob("checkpoints/step-*")))
+    ranks = [p for p in psutil.process_iter(["cwd", "environ"]) if p.info["cwd"] == str(project)]
+    next(p for p in ranks if p.info["environ"].get("RANK") == "1").kill()
+    assert slurm.ended(job) == "FAILED"
+    assert status(run)["state"] == "failed"
+    assert slurm.job(job)["Restarts"] == "0"
+
+
+def test_of_an_array_one_element_is_stopped_and_goes_on(slurm: Slurm, project, reference):
+    job = slurm.sbatch(project, "--array", "0-1")
+    for element in "01":
+        slurm.wait("a step", lambda run=project / f"runs/run-{element}": trains(run))
+    numbers = {element: slurm.job(f"{job}_{element}")["JobId"] for element in "01"}
+    master = next(element for element in "01" if numbers[element] == job)  # the one whose number is the array's
+    for _ in range(2):
+        slurm("scancel", "--signal=TERM", f"{job}_{master}")
+    hurry(project)
+    slurm.restarted(f"{job}_{master}")
+    for element in "01":
+        assert slurm.ended(f"{job}_{element}") == "COMPLETED", said(project)
+        assert slurm.job(f"{job}_{element}")["Restarts"] == str(int(element == master))
+        assert equal(project / f"runs/run-{element}", reference)
