@@ -24,10 +24,10 @@ test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minute
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 20 minutes more)
-	$(BIN)/pytest $(WORKERS) -m 'slow and not soak and not timed' $(ARGS)
+	$(BIN)/pytest $(WORKERS) -m 'slow and not soak and not timed and not cluster' $(ARGS)
 	$(BIN)/pytest -m timed $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
 
-test-cluster: $(VENV)/.installed-dev  ## jobs of a real Slurm, on this machine; needs slurm-wlm, munge and root (some minutes)
+test-cluster: $(VENV)/.installed-dev  ## a real Slurm, and machines made of network namespaces; some minutes; as root
 	$(BIN)/pytest -m cluster $(ARGS)
 
 faults: $(VENV)/.installed-dev  ## every fault of docs/reliability.md at every place, with real processes (an hour or more)

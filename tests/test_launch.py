@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +17,12 @@ import pytest
 import torch
 import yaml
 from conftest import training_config
-from ranks import free_port
+from ranks import RankError, free_port, run_ranks
 
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.launch import pick_precision, spell_precision
+from gpt2_ddp.processes.launch import COLLECTIVE, pick_precision, spell_precision, start_run
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -180,6 +182,24 @@ def test_unconnected_ranks_end_with_an_error(config_file, tmp_path):
     assert found.returncode == 2
     assert "error: processes = 2: only 1 started" in found.stderr
     assert "Traceback" not in found.stderr
+
+
+def connect(config: TrainingConfig, interface: str = "") -> timedelta:
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    start_run(config)
+    return torch.distributed.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_an_interface_that_is_not_there_is_named_by_each_rank(tiny_config):
+    why = r"processes = 2: rank \d on \S+ cannot connect to the others .*Unable to find address for: eth7"
+    with pytest.raises(RankError, match=why):
+        run_ranks(connect, 2, tiny_config(), "eth7")
+
+
+def test_once_connected_ranks_wait_as_long_as_ever(tiny_config):
+    """While they connect it is `train.patience_seconds`."""
+    assert run_ranks(connect, 2, tiny_config({"train.patience_seconds": 40})) == [COLLECTIVE] * 2
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import socket
+import sys
 import warnings
 from datetime import timedelta
 from importlib.util import find_spec
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import (
@@ -17,6 +20,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.errors import UserError
@@ -27,12 +31,22 @@ USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
 )
 
+COLLECTIVE = timedelta(minutes=30)
+"""How long a collective waits for the other ranks."""
+
+CONNECTING = 300.0
+"""Seconds that a training's ranks have for connecting to each other, once all launchers have met: a firewall that drops
+packets says nothing. `train.patience_seconds` is in its place where it is set."""
+
+LEAST_CONNECTING = 30.0
+"""The same at least: one rank may load libraries for longer than another."""
+
 
 def start_run(config: RunConfig) -> Accelerator:
     """The Accelerator of a training run, deterministic if asked for.
 
     Raises:
-        UserError: as `build_accelerator` does, and for a tracker that is not installed.
+        UserError: as `build_accelerator` does, for a tracker that is not installed, and for ranks that cannot connect.
     """
     for name in config.tracking.log_with:
         if find_spec(name) is None:
@@ -40,15 +54,38 @@ def start_run(config: RunConfig) -> Accelerator:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    accelerator = build_accelerator(
-        config.train.device,
-        config.train.mixed_precision,
-        section="train.",
-        backend=config.backend,
-    )
+    patience = max(config.train.patience_seconds or CONNECTING, LEAST_CONNECTING)
+    try:
+        accelerator = build_accelerator(
+            config.train.device,
+            config.train.mixed_precision,
+            section="train.",
+            backend=config.backend,
+            timeout=timedelta(seconds=patience),
+        )
+    except RuntimeError as error:  # gloo has no class of its own
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            raise _not_connected(error) from error
+        raise
+    if accelerator.num_processes > 1:  # from here on the watch sees who is late
+        _set_pg_timeout(COLLECTIVE)
     if accelerator.device.type == "cuda" and not config.train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return accelerator
+
+
+def _not_connected(error: RuntimeError) -> UserError:
+    """What to do about ranks that have met, and cannot reach each other. Every rank says so: it is in no group in which
+    one could speak for all."""
+    rank, why = os.environ.get("RANK", "?"), str(error).splitlines()[0].rpartition("] ")[2]
+    cure = (
+        f"rank {rank} on {socket.gethostname()} cannot connect to the others ({why[-100:]}); open all ports between "
+        "the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME for GPUs"
+    )
+    mistake = UserError("processes", os.environ["WORLD_SIZE"], cure)
+    if rank != "0":  # a command speaks for its main process alone
+        print(f"error: {mistake}", file=sys.stderr)
+    return mistake
 
 
 def build_accelerator(
@@ -57,7 +94,7 @@ def build_accelerator(
     *,
     section: str = "",
     backend: str = "auto",
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: timedelta = COLLECTIVE,
 ) -> Accelerator:
     """The Accelerator of every script, on as many processes as were asked for.
 
