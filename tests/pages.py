@@ -32,6 +32,9 @@ CANNOT = {
     "make image": "docker or buildah, and minutes; `make test-image` runs what it built",
     "make test-image": "an image",
     "make lock": "a package index",
+    "kubectl ": "a cluster; test_cloud.py holds the files against their schemas",
+    "sky jobs": "a cloud; the same",
+    "cloud/launch.sh": "GPUs, and the Hub; test_cloud.py runs it",
     "--source hub:": "the Hub",
     "--config configs/gpt2_124m.yaml": "GPUs, and the Hub",
     "--config configs/cifar100_resnet18.yaml": "minutes, on a CPU; test_small_jobs.py trains it on fewer images",
@@ -100,7 +103,10 @@ class PageCommand(NamedTuple):
         return f"{self.text[: found.end()]} {flags}{self.text[found.end() :]}"
 
 
-PROGRAMS = ("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf", "sbatch")
+PROGRAMS = (
+    *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf"),
+    *("sbatch", "cloud/launch.sh", "kubectl", "sky"),
+)
 INLINE = r"python scripts/|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
 
 

@@ -75,10 +75,14 @@ def parse(command: PageCommand, folder: Path) -> None:
             words = ["accelerate", "launch", *words]
         program = words[0]
     assert program in PROGRAMS, f"{text}: what is {program}? Say in pages.py"
+    if program == "cloud/launch.sh":
+        program, words = words[2], words[2:]
     if program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
     elif program == "pip":
         assert "-r" not in words or (ROOT / words[words.index("-r") + 1]).is_file(), text
+    elif program in ("kubectl", "sky"):
+        assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml")), text
     elif program == "python" and words[1] != "-m":
         parse_script(words[1:], text, folder)
     elif program == "sbatch":
