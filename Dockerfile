@@ -29,6 +29,7 @@ COPY --from=build /opt/venv /opt/venv
 WORKDIR /app
 COPY LICENSE ./
 COPY docker/entrypoint.sh docker/health.sh docker/
+COPY cloud/launch.sh cloud/
 COPY configs configs
 COPY scripts scripts
 COPY gpt2_ddp gpt2_ddp

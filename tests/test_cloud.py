@@ -96,8 +96,12 @@ def test_the_sky_task_fits_its_schema():
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_pod_is_one_of_the_image(machine):
     pod, container, *_ = machine()
-    (image,) = set(re.findall(r"docker build -t (\S+)", DOCKERFILE))
+    image = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["train"]["image"]
     assert re.fullmatch(rf"[^/]+/{image}:\S+", container["image"])
+    copied = " ".join(re.findall(r"^COPY ((?!--from).+) \S+$", DOCKERFILE, re.MULTILINE)).split()
+    files = [word for word in (*container["command"], *container["args"]) if word.endswith((".sh", ".py", ".yaml"))]
+    assert len(files) == 3
+    assert [file for file in files if not {file, file.partition("/")[0]} & set(copied)] == []
     uid = int(re.search(r"--uid (\d+)", DOCKERFILE)[1])
     user = pod["securityContext"]
     assert (user["runAsUser"], user["runAsGroup"], user["fsGroup"]) == (uid, uid, uid)
