@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpt2_ddp.cluster.roll_call import Facts, Place, arrive, connect, gather_facts, spell
-from gpt2_ddp.config.cli import is_main_process
+from gpt2_ddp.cluster.estimate import say
+from gpt2_ddp.cluster.meeting import Place, connect
+from gpt2_ddp.cluster.roll_call import Facts, arrive, gather_facts, spell
+from gpt2_ddp.config.cli import is_main_process, load
 from gpt2_ddp.config.tools import CheckClusterConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable
 from gpt2_ddp.processes.environment import world_size
@@ -39,6 +42,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
     """
     if config.output and is_main_process():
         check_writable(config.output)
+    training = load(TrainingConfig, ["--config", config.training]) if config.training else None
     if world_size() == 1:
         accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
         alone = Place(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
@@ -56,7 +60,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         raise
     results = _measure(config, store, ranks, place.rank)
     if place.rank == 0:
-        _report(config, ranks, results, list(_notes(ranks)))
+        _report(config, ranks, results, [*_notes(ranks), *say(config, training, ranks, results)])
     wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
     if wrong:
         raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")

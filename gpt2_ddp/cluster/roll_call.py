@@ -4,7 +4,6 @@ wait is bounded, and ends with the names of the ranks that were waited for."""
 import hashlib
 import itertools
 import json
-import os
 import platform
 import socket
 import sys
@@ -12,50 +11,26 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import accelerate
 import psutil
 import torch
 import torch.cuda.nccl
-import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
+from gpt2_ddp.cluster.meeting import Place
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.launch import USE_TORCHRUN
 
 AFTERMATH = 5.0
 """Seconds that other ranks wait longer than rank 0, for what it found."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A process in the world, as its launcher's environment tells."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    address: str
-    port: int
-
-    @classmethod
-    def from_environment(cls) -> "Place":
-        """Raises: UserError when WORLD_SIZE is set without the variables that belong to it."""
-        env = os.environ
-        absent = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if absent:
-            cure = f"is set without {', '.join(absent)}; " + USE_TORCHRUN.format(n=env["WORLD_SIZE"])
-            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], cure)
-        rank, world_size, port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
-        return cls(rank, int(env["LOCAL_RANK"]), world_size, env["MASTER_ADDR"], port)
-
-
-@dataclass(frozen=True)
 class Facts:
     """What a rank says of itself; `interface` and `ip` are those of its route to MASTER_ADDR, `host_ip` is what its
-    host name resolves to, where gloo listens unless GLOO_SOCKET_IFNAME says otherwise."""
+    host name resolves to, where gloo listens unless GLOO_SOCKET_IFNAME says otherwise. `link_gb_per_s` is what the
+    interface says of itself, in 10^9 bytes; 0: nothing."""
 
     rank: int
     local_rank: int
@@ -65,6 +40,7 @@ class Facts:
     interface: str
     ip: str
     host_ip: str
+    link_gb_per_s: float
     world_size: int
     python: str
     torch: str
@@ -97,6 +73,7 @@ def gather_facts(place: Place, device: torch.device) -> Facts:
         interface=interface,
         ip=ip,
         host_ip=_resolved(socket.gethostname()),
+        link_gb_per_s=_link(interface),
         world_size=place.world_size,
         python=".".join(platform.python_version_tuple()[:2]),
         torch=torch.__version__,
@@ -124,38 +101,19 @@ def _route(address: str, port: int) -> tuple[str, str]:
     return next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?"), ip
 
 
+def _link(interface: str) -> float:
+    """By Linux, in megabits; -1, or an error, where it is not known."""
+    try:
+        return max(int(Path(f"/sys/class/net/{interface}/speed").read_text()), 0) / 8e3
+    except (OSError, ValueError):
+        return 0.0
+
+
 def _resolved(host: str) -> str:
     try:
         return socket.gethostbyname(host)
     except OSError:
         return "?"
-
-
-def connect(place: Place, timeout: float) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT: torchrun's own, or else one that rank 0 serves.
-
-    Raises:
-        UserError: nobody answers there within `timeout` seconds, or rank 0 cannot open the port.
-    """
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    where = f"{place.address}:{place.port}"
-    try:
-        store = TCPStore(
-            place.address,
-            place.port,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            multi_tenant=True,  # the process group's rendezvous will share the server
-        )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if serves:
-            cure = "rank 0 cannot open this port; another program may be using it: choose another"
-            raise UserError("MASTER_PORT", place.port, cure) from error
-        cure = f"rank {place.rank} on {socket.gethostname()} got no answer from rank 0 there within {timeout:g} s; "
-        raise UserError("MASTER_ADDR", where, cure + "is it started, and may this machine reach that port?") from error
-    prefix = f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return PrefixStore(prefix, store)
 
 
 def arrive(store: Store, place: Place, facts: Facts, timeout: float) -> list[Facts]:

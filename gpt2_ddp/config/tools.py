@@ -203,8 +203,17 @@ class CheckClusterConfig(Command):
     """timed all-reduces per size"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where to run; auto: cuda, then mps, then cpu"""
+    training: str | None = None
+    """a configuration of train_gpt2.py, to be told how long its gradients take on this network"""
+    step_seconds: float | None = Field(default=None, gt=0)
+    """how long a step of that training computes, as plan.py or a run on one machine says: to be told which share
+    communication takes of it"""
     output: str | None = None
     """JSON file for everything that was found"""
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        if self.step_seconds and not self.training:
+            yield "step_seconds", self.step_seconds, "is of a training; name its configuration with --training"
 
     @field_validator("sizes")
     @classmethod

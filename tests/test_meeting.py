@@ -1,0 +1,119 @@
+"""Where ranks of a cluster check meet, what is said of those who do not get there, and what the speed means."""
+
+import socket
+import types
+from dataclasses import fields
+
+import pytest
+from ranks import free_port
+
+from gpt2_ddp.cluster import estimate, meeting
+from gpt2_ddp.cluster.roll_call import Facts
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import CheckClusterConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
+
+HOST = socket.gethostname()
+
+
+def place(rank: int, address: str = "127.0.0.1", port: int = 0) -> meeting.Place:
+    return meeting.Place(rank, 0, 2, address, port or free_port())
+
+
+class Clock:
+    """Instead of `time` and `socket.create_connection`: an attempt takes a second, and fails."""
+
+    def __init__(self, error: OSError):
+        self.now, self.error, self.gave = 0.0, error, []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def create_connection(self, address: tuple[str, int], timeout: float) -> socket.socket:
+        self.gave.append(timeout)
+        self.now += min(1.0, timeout)
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "message"),
+    [
+        (1, ConnectionRefusedError("refused"), f"rank 1 on {HOST} got no answer from rank 0 there within 60 s; is it"),
+        (1, TimeoutError("timed out"), "and may this machine reach that port?"),
+        (1, socket.gaierror(-2, "Name or service not known"), f"rank 1 on {HOST} does not know this name (Name or"),
+        (0, socket.gaierror(-2, "Name or service not known"), f"rank 0 on {HOST} does not know this name (Name or"),
+        (0, OSError(101, "Network is unreachable"), f"rank 0 on {HOST} serves this port, and is not reached by this"),
+        (0, ConnectionRefusedError("refused"), "10.0.0.7 (eth9); give one of these to all ranks"),
+    ],
+)
+def test_why_a_rank_does_not_get_there_after_as_long_as_it_was_given(monkeypatch, rank, error, message):
+    clock = Clock(error)
+    monkeypatch.setattr(meeting, "time", clock)
+    monkeypatch.setattr(meeting.socket, "create_connection", clock.create_connection)
+    own = [types.SimpleNamespace(family=socket.AF_INET, address="10.0.0.7")]
+    monkeypatch.setattr(meeting.psutil, "net_if_addrs", lambda: {"lo": own, "eth9": own})
+    with pytest.raises(UserError, match="MASTER_ADDR") as found:
+        meeting._await_answer(place(rank, "somewhere", 29500), 60)
+    assert message in str(found.value)
+    assert "somewhere:29500" in str(found.value)
+    assert 60 <= clock.now < 61
+    assert len(clock.gave) > 50
+
+
+def test_a_port_that_another_program_has():
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match="cannot open this port"):
+        meeting.connect(place(0, port=other.getsockname()[1]), 5)
+
+
+def test_ranks_meet():
+    first = place(0)
+    store = meeting.connect(first, 5)
+    store.set("word", "here")
+    other = meeting.connect(place(1, port=first.port), 5)
+    assert other.get("word") == b"here"
+
+
+def facts(host: str, link: float) -> Facts:
+    values = dict.fromkeys((field.name for field in fields(Facts)), "")
+    return Facts(**values | {"host": host, "device_type": "cpu", "link_gb_per_s": link})  # pyright: ignore
+
+
+ROWS = [
+    {"bytes": 8, "algorithm_gb_per_s": 0.001, "bus_gb_per_s": 0.001},
+    {"bytes": 2**26, "algorithm_gb_per_s": 0.25, "bus_gb_per_s": 0.125},
+]
+
+
+def test_what_the_gradients_of_a_training_take():
+    training = load(TrainingConfig, ["--config", "configs/gpt2_124m.yaml"])
+    config = CheckClusterConfig(training="gpt2_124m.yaml", step_seconds=3)
+    assert estimate.gradient_bytes(training) == 4 * 124_475_904
+    (line,) = estimate.say(config, training, [facts("a", 0), facts("b", 0)], ROWS)
+    assert line.startswith("gpt2_124m.yaml: 498 MB of gradients take 1.99 s of each step on this network: 0% of it")
+    assert "40% at most" in line
+    (line,) = estimate.say(CheckClusterConfig(training="x"), training, [facts("a", 0)], ROWS)
+    assert line.endswith("on this network")
+
+
+def test_communication_hides_behind_the_backward_pass_at_best():
+    assert estimate.share_of_a_step(1.0, 3.0) == (0, 0.25)
+    least, most = estimate.share_of_a_step(5.0, 3.0)
+    assert least == pytest.approx(3 / 6)
+    assert most == pytest.approx(5 / 8)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "link", "times"), [("ab", 1.25, 10), ("ab", 0.4, None), ("aa", 1.25, None), ("ab", 0, None)]
+)
+def test_a_network_slower_than_its_interface(hosts, link, times):
+    said = list(estimate.say(CheckClusterConfig(), None, [facts(host, link) for host in hosts], ROWS))
+    assert [line[:35] for line in said] == ([f"the network is {times} times slower than"[:35]] if times else [])
+
+
+def test_a_step_of_no_training():
+    with pytest.raises(UserError, match="step_seconds"):
+        load(CheckClusterConfig, ["--step_seconds", "2"])
