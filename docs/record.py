@@ -35,7 +35,7 @@ KILLED_AT, WIDTH = 50, 112
 LIGHT = TerminalTheme((255, 255, 255), (36, 41, 47), [(36, 41, 47), (190, 30, 30), (20, 120, 40)] + [(36, 41, 47)] * 5)
 SVG = """<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
 <style>.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-line-height: {line_height}px; font-variant-ligatures: none }} {styles}</style>
+line-height: {line_height}px; font-variant-ligatures: none }} svg > rect {{ stroke: #8886 }} {styles}</style>
 <defs><clipPath id="{unique_id}-clip-terminal"><rect width="{terminal_width}" height="{terminal_height}"/></clipPath>
 {lines}</defs>{chrome}<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
 {backgrounds}<g class="{unique_id}-matrix">{matrix}</g></g></svg>
@@ -74,7 +74,7 @@ def shown(command: str, printed: str) -> Text:
         if not re.match(r"demo |step |ok |runs/demo", line):
             continue
         same = re.match(rf"step +{KILLED_AT}/", line) or "goes on" in line or "intact" in line
-        text.append(f"{line[:WIDTH]}\n", "green" if same else "")
+        text.append(re.sub(r"  (\d+ min )?\d+ s left$", "", line) + "\n", "green" if same else "")
     return text
 
 
