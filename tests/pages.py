@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOT_RUN = [ROOT / "README.zh-CN.md", ROOT / "CONTRIBUTING.md"]
+"""Pages whose commands are others' that are run."""
 
 CANNOT = {
     "make train": "sets up an environment, from a package index; what it runs is run",

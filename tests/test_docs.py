@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from cifar import write_cifar
-from pages import CANNOT, PAGES, PROGRAMS, ROOT, SMALLER, PageCommand, commands
+from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, PageCommand, commands
 from test_launch import environment
 
 from gpt2_ddp.config import cli
 
-COMMANDS = [command for page in PAGES for command in commands(page)]
+COMMANDS = [command for page in [*PAGES, *NOT_RUN] for command in commands(page)]
 LONG = ("schedules.md", "speedrun.md")
 """Pages with runs of hundreds of steps, which `make faults` runs."""
 RUN = [
