@@ -144,7 +144,10 @@ def test_the_commands_for_a_gpu_are_such_that_a_script_takes_them(device):
         script = next(number for number, word in enumerate(command) if word.startswith("scripts/"))
         assert (ROOT / command[script]).is_file(), name
         if kind := kinds.get(Path(command[script]).stem):
-            load(kind, command[script + 1 :], "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None)
+            config = load(kind, command[script + 1 :], "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None)
+            if name in ("AdamW", "200 in bf16"):
+                assert config.optim.name == {"AdamW": "adamw"}.get(name, "muon"), "one is compared with the other"
+            assert name != "ResNet" or config.model.sync_batchnorm == (device == "cuda")
 
 
 def checkpoints(folder: Path) -> None:
