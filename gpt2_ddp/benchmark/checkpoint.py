@@ -126,32 +126,39 @@ class Training:
         return Snapshot({"step": 1}, "seed: 1\n", weights_of(self.model), moments_of(self.model, self.optimizer))
 
     def save_ours(self) -> None:
+        """Standing still, as `checkpoint.background no` does."""
         CheckpointFolder(self.place).save(self.snapshot())
 
     def save_behind(self) -> None:
+        """A copy, which is written while training goes on."""
         copy = self.snapshot().copied(self.memory)
         self.background.start(lambda: CheckpointFolder(self.place).save(copy), limit=3600)
 
     def resume_ours(self) -> None:
+        """Verifies what it reads."""
         read = verify(self.place / "step-00000001").read()
         fit_weights(read.model, self.model, self.place)
         put_moments(self.accelerator, read.optimizer, self.model, self.optimizer)
 
     def save_torch(self) -> None:
+        """One pickle of both state dicts, on disk."""
         self.place.mkdir(parents=True)
         torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, self.place / "all.pt")
         _fsync(self.place)
 
     def resume_torch(self) -> None:
+        """Reads that."""
         read = torch.load(self.place / "all.pt", map_location=self.accelerator.device)
         self.model.load_state_dict(read["model"])
         self.optimizer.load_state_dict(read["optimizer"])
 
     def save_accelerate(self) -> None:
+        """What Accelerate's documentation has, on disk."""
         self.accelerator.save_state(str(self.place))
         _fsync(self.place)
 
     def resume_accelerate(self) -> None:
+        """Reads that."""
         self.accelerator.load_state(str(self.place))
 
     def _since(self, begun: float) -> float:
