@@ -14,11 +14,12 @@ from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import is_newer
 from gpt2_ddp.processes.environment import exit_code
+from gpt2_ddp.project import said
 
 NEXT = """what next:
-  python scripts/generate.py {best} --prompts_file -  # it continues what you type
-  python scripts/evaluate.py {best}  # scores every token of the validation split
-  python scripts/prepare_data.py --source 'FILES' --output data/mine  # text of your own, for --data.path data/mine"""
+  {generate} {best} --prompts_file -  # it continues what you type
+  {evaluate} {best}  # scores every token of the validation split
+  {prepare_data} --source 'FILES' --output data/mine  # text of your own, for --data.path data/mine"""
 
 
 def main(config: TrainingConfig) -> int:
@@ -35,7 +36,8 @@ def main(config: TrainingConfig) -> int:
 
             write_report([result.run], result.run)
         print(f"report: {report}")
-        print(NEXT.format(best=result.best or result.run))
+        names = {name: said(name) for name in ("generate", "evaluate", "prepare_data")}
+        print(NEXT.format(best=result.best or result.run, **names))
     return exit_code(result.outcome)
 
 

@@ -20,6 +20,7 @@ from gpt2_ddp.benchmark.table import OURS, Case, Table
 from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.files import write_atomically
+from gpt2_ddp.project import PROJECT
 from gpt2_ddp.run.rows import is_event
 
 MOST, USUAL = 540, 120
@@ -164,7 +165,8 @@ def _log(out: Path, name: str) -> Path:
 
 def _run(part: str, environment: dict[str, str], limit: float, log: Path) -> tuple[int, float]:
     """The exit code of a part, with which all that it has started is ended, and how many seconds it took."""
-    begun, command = time.monotonic(), ["timeout", "-k", "10", str(limit), sys.executable, *part.split()]
+    words = [str(PROJECT / word) if word.startswith("scripts/") else word for word in part.split()]
+    begun, command = time.monotonic(), ["timeout", "-k", "10", str(limit), sys.executable, *words]
     with log.open("w") as file:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment)
     return done.returncode, time.monotonic() - begun

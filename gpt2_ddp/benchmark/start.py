@@ -15,6 +15,7 @@ from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.project import PROJECT
 
 ROOT = Path(__file__).parents[2]
 BARE = "import torch, accelerate"
@@ -27,7 +28,7 @@ Marks = list[tuple[str, float, float]]
 def measure(config: BenchmarkConfig) -> Table:
     """The table: CPU seconds of one thread, which other programs disturb less than what a clock says; that is in the
     JSON."""
-    script, numbers = ROOT / "scripts/train_gpt2.py", count()
+    script, numbers = PROJECT / "scripts/train_gpt2.py", count()
     with TemporaryDirectory() as folder:
         data = Path(folder, "data")
         prepare(

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
+from gpt2_ddp.project import INSTALLED, PROJECT
+
 T = TypeVar("T")
 
 OURS = "ours"
@@ -99,8 +101,8 @@ def in_turn(sides: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -
 
 def circumstances() -> dict[str, Any]:
     """The machine, the versions, the commit and the command."""
-    root = Path(__file__).parents[2]
-    commit = subprocess.run(["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    git = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"]
+    commit = "" if INSTALLED else subprocess.run(git, capture_output=True, text=True).stdout  # or some other project's
     cards = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
         "machine": {
@@ -110,7 +112,7 @@ def circumstances() -> dict[str, Any]:
             "gpus": cards,
         },
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "accelerate")}},
-        "commit": commit.stdout.strip(),
+        "commit": commit.strip(),
         "command": sys.argv,
     }
 

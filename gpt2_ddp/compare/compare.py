@@ -37,6 +37,7 @@ from gpt2_ddp.processes.cores import usable_cores
 from gpt2_ddp.processes.environment import world_size
 from gpt2_ddp.processes.launch import pick_device
 from gpt2_ddp.processes.spawn import start_processes
+from gpt2_ddp.project import said
 
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
     "regression": (RegressionConfig, "configs/regression.yaml"),
@@ -82,7 +83,7 @@ def compare(config: CompareConfig) -> list[Row]:
         UserError: for whatever the user has to mend.
     """
     if world_size() > 1:
-        cure = "the comparison starts its own processes: `python scripts/compare_parallel.py`, without a launcher"
+        cure = f"the comparison starts its own processes: `{said('compare_parallel')}`, without a launcher"
         raise UserError("processes", world_size(), cure)
     machine = find_machine(config.device)
     output = Path(config.output)

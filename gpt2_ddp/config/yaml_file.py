@@ -9,8 +9,8 @@ from yaml.constructor import ConstructorError
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
+from gpt2_ddp.project import PROJECT
 
-PROJECT = Path(__file__).parents[2]
 LARGEST = 2**16
 """Bytes of a file, at most; ours have 2,000, and a megabyte would be parsed for ten seconds."""
 

@@ -19,6 +19,7 @@ from gpt2_ddp.lab import data, gradients, loop
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.processes.environment import world_size
 from gpt2_ddp.processes.spawn import start_ranks
+from gpt2_ddp.project import said
 
 EXPERIMENTS = (
     gradients.mean_of_gradients,
@@ -65,7 +66,7 @@ def run_lab(config: LabConfig) -> int:
             this command.
     """
     if world_size() > 1:
-        cure = "the lab starts its own two processes: `python scripts/ddp_lab.py`, without a launcher"
+        cure = f"the lab starts its own two processes: `{said('ddp_lab')}`, without a launcher"
         raise UserError("processes", world_size(), cure)
     if config.output:
         check_writable(config.output)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import free_name, read_small, sha256_file, write_atomically, write_hashed, writing
+from gpt2_ddp.project import said
 from gpt2_ddp.run.snapshot import Snapshot
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -188,7 +189,7 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     """
     found = _find(path, field, weights)
     if kind and found.kind != kind:
-        cure = f"is of a {found.kind} run, and one of {kind} is wanted; scripts/evaluate.py gives such a run's scores"
+        cure = f"is of a {found.kind} run, and one of {kind} is wanted; `{said('evaluate')}` gives such a run's scores"
         raise UserError(field, path, cure)
     return found
 
