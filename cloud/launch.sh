@@ -1,22 +1,27 @@
 #!/bin/bash
-# cloud/launch.sh RUN COMMAND...: starts a launcher and ends with what its run came to, which launchers' codes do not say:
+# cloud/launch.sh RUN COMMAND...: runs a launcher and ends with what its run came to, which launchers' codes do not say:
 #   0 the run is complete, 75 it was stopped: start it again, 2 it has diverged: do not, else the launcher's own.
-# SIGTERM (a preempted machine, a deleted pod) goes to this machine's ranks alone. All ranks save and end by themselves;
-# a launcher that is signalled kills its ranks 30 s later, saved or not.
+# With `-` for the run it ends as the command does: 0 after a stop under a launcher, 75 without one.
+#
+# SIGTERM (`docker stop`, a preempted machine, a deleted pod) goes to the ranks alone of accelerate and torchrun. All save
+# and end by themselves, and so does the launcher; signalled itself, it kills its ranks 30 s later, saved or not.
 run=$1
 "${@:2}" &
-launcher=$!
+command=$!
 stop() {
     stopped=1
-    ranks=$(<"/proc/$launcher/task/$launcher/children")
-    kill -TERM ${ranks:-$launcher}
+    local ranks=
+    case "${1##*/}" in accelerate | torchrun | health.sh) ranks=$(cat "/proc/$command/task/"*/children) ;; esac
+    # unquoted: several of them. A launcher that has none yet has nothing to lose
+    kill -TERM ${ranks:-$command}
 } 2>/dev/null
-trap stop TERM INT
+trap 'stop "$2"' TERM INT
 while
-    wait "$launcher"
+    wait "$command"  # a signal makes it return
     code=$?
-    kill -0 "$launcher" 2>/dev/null
+    kill -0 "$command" 2>/dev/null
 do :; done
+[[ $run == - ]] && exit "$code"
 
 is() { grep -qs "\"state\": \"$1\"" "$run/status.json"; }
 if [[ $code == 0 ]]; then

@@ -223,7 +223,7 @@ def test_launch_ends_with_what_the_run_came_to(tmp_path, code, state, expected):
     assert ("holds no status.json" in ended.stderr) == (state is None and code == 0)
 
 
-LAUNCHER = """
+LAUNCHER = """#!/bin/bash
 trap 'touch launcher-signalled' TERM
 for rank in 0 1; do
     (trap "touch saved-$rank; exit" TERM; touch ready-$rank; while :; do sleep 0.02; done) &
@@ -235,7 +235,10 @@ exit 0
 
 def test_a_stop_goes_to_the_ranks_alone(tmp_path):
     (tmp_path / "status.json").write_text('{"state": "stopped", "step": 3, "reason": "SIGTERM"}\n')
-    process = subprocess.Popen([LAUNCH, ".", "bash", "-c", LAUNCHER], cwd=tmp_path)
+    launcher = tmp_path / "torchrun"
+    launcher.write_text(LAUNCHER)
+    launcher.chmod(0o755)
+    process = subprocess.Popen([LAUNCH, ".", launcher], cwd=tmp_path)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
