@@ -45,7 +45,7 @@ JobRequeue=0
 KillOnBadExit=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-ReturnToService=2
+ReturnToService=1
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={port1} CPUs=2
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={port2} CPUs=2
 PartitionName=main Nodes=n1,n2 Default=YES PriorityTier=1

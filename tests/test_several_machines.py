@@ -196,12 +196,16 @@ def cannot_connect(machine: Machine, rank: int) -> str:
     return line
 
 
-def test_an_interface_that_is_not_there(machines):
+@pytest.mark.parametrize("interfaces", [(WIRE, "eth7"), ("lo", "lo")])
+def test_interfaces_that_do_not_join_the_machines(machines, interfaces):
+    """One that is not there, and two that have one address, as docker0 has on all machines."""
     command = f"{of_page('--node_rank 0')} {TINY} --run_name interface"
-    machines[0].start(command)
-    machines[1].start(command.replace("--node_rank 0", "--node_rank 1"), GLOO_SOCKET_IFNAME="eth7")
-    assert "Unable to find address for: eth7" in cannot_connect(machines[1], 1)
-    cannot_connect(machines[0], 0)
+    for rank, (machine, interface) in enumerate(zip(machines, interfaces, strict=True)):
+        machine.start(command.replace("--node_rank 0", f"--node_rank {rank}"), GLOO_SOCKET_IFNAME=interface)
+    begun = time.monotonic()
+    lines = [cannot_connect(machine, rank) for rank, machine in enumerate(machines)]
+    assert time.monotonic() - begun < 90, "30 s, five more, and what starting takes"
+    assert any("Unable to find address for: eth7" in line for line in lines) == ("eth7" in interfaces)
     assert not (machines[0].folder / "runs/interface").exists()
 
 
@@ -232,6 +236,26 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
     assert [len(machine.errors) for machine in machines] == [1, 1]
     assert machines[0].errors[0].startswith("error: rank = 1: did not arrive within 30 s (arrived: node-a on rank 0)")
     assert machines[1].errors[0].startswith("error: MASTER_ADDR = 10.0.0.1:29500: rank 1 on node-b got no answer from")
+
+
+def test_a_slow_cable_is_told_by_the_check(machines):
+    """200 Mbit/s behind an interface that says 10 Gbit/s: a ring of two sends each byte once, 0.025 GB a second."""
+    shape = f"dev {WIRE} root tbf rate 200mbit burst 64kb latency 50ms"
+    for machine in machines:
+        machine.exec(f"tc qdisc add {shape}")
+    flags = "--device cpu --sizes 4096 8388608 --repeats 3 --training configs/gpt2_30m.yaml --step_seconds 30"
+    for rank, machine in enumerate(machines):
+        way = f"torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr 10.0.0.1 --master_port 29500"
+        machine.start(f"{way} scripts/check_cluster.py {flags}")
+    try:
+        assert codes(machines) == [0, 0], machines[0].said
+    finally:
+        for machine in machines:
+            machine.exec(f"tc qdisc del {shape}")
+    (times,) = re.findall(r"the network is (\d+) times slower than its interface says", machines[0].said)
+    assert 50 <= int(times) <= 100  # 10,000 / 200, and what the protocol takes
+    ((size, seconds),) = re.findall(r"yaml: (\d+) MB of gradients take ([\d.]+) s of each step", machines[0].said)
+    assert 0.9 <= float(seconds) * 25 / int(size) <= 2
 
 
 def cut(machines: tuple[Machine, Machine], run: str, seconds: float) -> None:

@@ -8,6 +8,7 @@ import warnings
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import torch
@@ -41,6 +42,9 @@ packets says nothing. `train.patience_seconds` is in its place where it is set."
 LEAST_CONNECTING = 30.0
 """The same at least: one rank may load libraries for longer than another."""
 
+GRACE = 5.0
+"""Seconds more, after which a rank ends without the reason that gloo would give."""
+
 
 def start_run(config: RunConfig) -> Accelerator:
     """The Accelerator of a training run, deterministic if asked for.
@@ -55,6 +59,10 @@ def start_run(config: RunConfig) -> Accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     patience = max(config.train.patience_seconds or CONNECTING, LEAST_CONNECTING)
+    timer = Timer(patience + GRACE, _give_up, [patience])
+    timer.daemon = True
+    if world_size() > 1:
+        timer.start()
     try:
         accelerator = build_accelerator(
             config.train.device,
@@ -65,8 +73,10 @@ def start_run(config: RunConfig) -> Accelerator:
         )
     except RuntimeError as error:  # gloo has no class of its own
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            raise _not_connected(error) from error
+            raise _not_connected(str(error).splitlines()[0].rpartition("] ")[2]) from error
         raise
+    finally:
+        timer.cancel()
     if accelerator.num_processes > 1:  # from here on the watch sees who is late
         _set_pg_timeout(COLLECTIVE)
     if accelerator.device.type == "cuda" and not config.train.deterministic:
@@ -74,10 +84,20 @@ def start_run(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def _not_connected(error: RuntimeError) -> UserError:
+def _give_up(seconds: float) -> None:
+    """Ends a rank that still waits for another: gloo tries five times to reach one that does not answer, and takes its
+    timeout for each."""
+    mistake = _not_connected(f"one of them has not answered within {seconds:.0f} s")
+    if os.environ.get("RANK") == "0":
+        print(f"error: {mistake}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(2)
+
+
+def _not_connected(why: str) -> UserError:
     """What to do about ranks that have met, and cannot reach each other. Every rank says so: it is in no group in which
     one could speak for all."""
-    rank, why = os.environ.get("RANK", "?"), str(error).splitlines()[0].rpartition("] ")[2]
+    rank = os.environ.get("RANK", "?")
     cure = (
         f"rank {rank} on {socket.gethostname()} cannot connect to the others ({why[-100:]}); open all ports between "
         "the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME for GPUs"
