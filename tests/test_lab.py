@@ -19,7 +19,7 @@ from test_launch import ROOT, environment
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab.experiment import experiment
-from gpt2_ddp.lab.lab import EXPERIMENTS, choose, run_experiments, run_lab
+from gpt2_ddp.lab.lab import EXPERIMENTS, ROOMS, choose, run_experiments, run_lab
 
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
@@ -35,22 +35,29 @@ def test_claim_holds(rows, name):
     assert not any(brace in rows[name].measured for brace in "{}")
 
 
+def test_the_page_has_every_lesson_in_the_order_of_the_table():
+    page = (ROOT / "docs" / "ddp-lab.md").read_text()
+    assert re.findall(r"^\*\*(\w+)\.\*\*", page, re.MULTILINE) == list(BY_NAME)
+    assert re.findall(r"^## (.*)", page, re.MULTILINE) == list(ROOMS)
+
+
 def mutations() -> dict:
     """What breaks the right way of each experiment."""
     import torch
     from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin
     from torch.nn import BatchNorm1d
     from torch.nn.parallel import DistributedDataParallel as DDP
     from torch.optim.lr_scheduler import LinearLR
     from torch.utils.data import DistributedSampler, Subset
 
-    from gpt2_ddp.lab import data, gradients, loop
+    from gpt2_ddp.lab import data, gradients, loop, ranks, wrapper
 
     rank = int(os.environ.get("RANK", "0"))
     no_ddp = lambda model, **_: model  # noqa: E731
     own_seed = lambda data, seed: DistributedSampler(data, seed=seed + rank)  # noqa: E731
     cut = lambda data, **options: DistributedSampler(Subset(data, range(60)), **options)  # noqa: E731
-    step = LinearLR.step
+    step, checkpoint, set_seed = LinearLR.step, wrapper.checkpoint, ranks.set_seed
     return {
         "mean_of_gradients": (gradients, "DDP", no_ddp),
         "different_replicas": (gradients, "DDP", functools.partial(DDP, init_sync=False)),
@@ -71,6 +78,25 @@ def mutations() -> dict:
             lambda model, **_: torch.nn.parallel.DistributedDataParallel(model),
         ),
         "bucket_size": (gradients, "DDP", lambda model, **_: DDP(model, bucket_cap_mb=0.1)),
+        "unequal_shares": (Accelerator, "reduce", lambda self, tensor, reduction: tensor * 2),
+        "logging_each_step": (loop, "LOG_EVERY", 1),
+        "end_of_loader": (
+            loop,
+            "GradientAccumulationPlugin",
+            lambda num_steps, **_: GradientAccumulationPlugin(num_steps=num_steps),
+        ),
+        "collective_on_one_rank": (ranks, "sum_over_ranks", lambda value, group: value),
+        "early_stopping": (ranks, "sum_over_ranks", lambda value, group: value),
+        "dropout_seed": (ranks, "set_seed", lambda seed, device_specific: set_seed(seed)),
+        "every_rank_saves": (Accelerator, "is_main_process", property(lambda self: True)),
+        "called_module": (DDP, "forward", lambda self, inputs: self.module(inputs)),
+        "loaded_after_wrapping": (wrapper, "DDP", functools.partial(DDP, init_sync=False)),
+        "module_prefix": (Accelerator, "unwrap_model", lambda self, model: model),
+        "reentrant_checkpointing": (
+            wrapper,
+            "checkpoint",
+            lambda *arguments, use_reentrant: checkpoint(*arguments, use_reentrant=True),
+        ),
     }
 
 

@@ -2,7 +2,6 @@
 
 import time
 from contextlib import nullcontext
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gpt2_ddp.lab.experiment import experiment, largest, make_model, make_rows, mse, union
+from gpt2_ddp.lab.experiment import brief_group, experiment, largest, make_model, make_rows, mse, union
 
 SAMPLES = TensorDataset(torch.arange(1000))
 
@@ -113,8 +112,7 @@ def unequal_batches(accelerator: Accelerator, seed: int):
     rows = make_rows(seed, 8)
     found = {"timeout": 2.0}
     for way in ("alone", "joined"):
-        brief = dist.new_group(backend="gloo", timeout=timedelta(seconds=found["timeout"]))  # not 30 minutes
-        model, done, waited = DDP(make_model(seed), process_group=brief), 0, 0.0
+        model, done, waited = DDP(make_model(seed), process_group=brief_group(found["timeout"])), 0, 0.0
         with Join([model]) if way == "joined" else nullcontext():
             for _ in range(3 + accelerator.process_index):
                 start = time.perf_counter()

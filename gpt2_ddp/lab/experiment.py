@@ -1,14 +1,19 @@
 """What an experiment of the DDP lab is, and the small things that most of them need."""
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+T = TypeVar("T")
 Measure = Callable[[Accelerator, int], Mapping[str, float | str]]
 
 
@@ -34,6 +39,17 @@ class Experiment:
     def name(self) -> str:
         """The measuring function's."""
         return self.measure.__name__  # pyright: ignore[reportFunctionMemberAccess]
+
+    @property
+    def code(self) -> str:
+        """What is measured: the source of the function, and before it what it uses of its own module."""
+        decorated = inspect.getsource(self.measure)
+        found = decorated[decorated.index("\ndef ") + 1 :]
+        for name, part in reversed(vars(inspect.getmodule(self.measure)).items()):  # what a part uses stands before it
+            ours = getattr(part, "__module__", "") == self.measure.__module__
+            if ours and (inspect.isfunction(part) or inspect.isclass(part)) and re.search(rf"\b{name}\b", found):
+                found = f"{inspect.getsource(part)}\n\n{found}"
+        return found
 
 
 def experiment(
@@ -81,6 +97,21 @@ def distance(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
+def gap(model: nn.Module) -> float:
+    """The largest difference between ranks of one of the model's weights, from rank 0's."""
+    rank_0s = weights(model)
+    dist.broadcast(rank_0s, src=0)
+    return largest((weights(model) - rank_0s).abs().max().item())
+
+
+def brief_group(seconds: float) -> dist.ProcessGroup:
+    """All ranks, with a timeout of so many seconds in place of the default's 30 minutes."""
+    dist.barrier()  # its ranks are to come at about the same time from here on
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def largest(value: float) -> float:
     """The largest of the ranks' numbers, on all of them."""
     tensor = torch.tensor(value, dtype=torch.float64)
@@ -88,8 +119,8 @@ def largest(value: float) -> float:
     return tensor.item()
 
 
-def union(indices: Iterable[int]) -> list[int]:
+def union(values: Iterable[T]) -> list[T]:
     """What all ranks hold, one after the other."""
-    parts: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, list(indices))
-    return [index for part in parts for index in part]
+    parts: list[list[T]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, list(values))
+    return [value for part in parts for value in part]

@@ -12,7 +12,18 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gpt2_ddp.lab.experiment import distance, experiment, gradient, largest, make_model, make_rows, mse, share, weights
+from gpt2_ddp.lab.experiment import (
+    distance,
+    experiment,
+    gap,
+    gradient,
+    largest,
+    make_model,
+    make_rows,
+    mse,
+    share,
+    weights,
+)
 
 
 @experiment(
@@ -51,9 +62,7 @@ def different_replicas(accelerator: Accelerator, seed: int):
             optimizer.zero_grad()
             mse(model, inputs, targets).backward()
             optimizer.step()
-        rank_0s = weights(model)
-        dist.broadcast(rank_0s, src=0)
-        found[way] = largest((weights(model) - rank_0s).abs().max().item())
+        found[way] = gap(model)
     return found
 
 

@@ -15,29 +15,20 @@ from types import SimpleNamespace
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable
-from gpt2_ddp.lab import data, gradients, loop
+from gpt2_ddp.lab import data, gradients, loop, ranks, wrapper
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.processes.environment import world_size
 from gpt2_ddp.processes.spawn import start_ranks
 from gpt2_ddp.project import said
 
-EXPERIMENTS = (
-    gradients.mean_of_gradients,
-    gradients.different_replicas,
-    data.set_epoch,
-    data.seed_per_rank,
-    data.padded_test_set,
-    data.training_sampler_on_test_set,
-    data.unequal_batches,
-    loop.rank_0s_loss,
-    loop.short_last_window,
-    loop.scheduler_steps,
-    loop.multiplied_learning_rate,
-    gradients.batch_norm,
-    gradients.no_sync,
-    gradients.unused_parameters,
-    gradients.bucket_size,
-)
+ROOMS = {
+    "Gradients and weights": gradients,
+    "The wrapper": wrapper,
+    "Samples": data,
+    "One rank and all": ranks,
+    "The loop": loop,
+}
+EXPERIMENTS = tuple(value for room in ROOMS.values() for value in vars(room).values() if isinstance(value, Experiment))
 
 PROCESSES = 2
 

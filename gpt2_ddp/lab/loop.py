@@ -1,14 +1,44 @@
-"""Experiments on the training loop around DDP: what is logged, accumulated, scheduled and scaled."""
+"""Experiments on the training loop around DDP: what is weighted, logged, accumulated, scheduled and scaled."""
+
+from math import ceil
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LinearLR
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt2_ddp.lab.experiment import experiment, gradient, make_model, make_rows, mse, share
+from gpt2_ddp.lab.experiment import distance, experiment, gradient, make_model, make_rows, mse, share
+
+
+@experiment(
+    claim="DDP's mean over ranks gives each rank the same weight, however few rows it has",
+    wrong="each rank's mean over its own rows",
+    right="each rank's sum, times the number of ranks, over the rows of all",
+    measured="3 rows on rank 0 and 1 on rank 1; off the gradient of the 4: {means:.0%} by means, {sums:.0e} by sums",
+    holds=lambda m: m.sums < 1e-5 and m.means > 0.1,
+)
+def unequal_shares(accelerator: Accelerator, seed: int):
+    inputs, targets = make_rows(seed, 4)
+    big = make_model(seed)
+    mse(big, inputs, targets).backward()
+    mine = slice(0, 3) if accelerator.is_main_process else slice(3, 4)
+    rows = accelerator.reduce(torch.tensor(len(inputs[mine])), reduction="sum")
+    assert isinstance(rows, Tensor)
+    found = {}
+    for way in ("means", "sums"):
+        model = DDP(make_model(seed))
+        loss = mse(model, inputs[mine], targets[mine])
+        if way == "sums":
+            loss = loss * len(inputs[mine]) * accelerator.num_processes / rows
+        loss.backward()
+        found[way] = distance(gradient(model), gradient(big))
+    return found
 
 
 @experiment(
@@ -25,6 +55,53 @@ def rank_0s_loss(accelerator: Accelerator, seed: int):
     reduced = accelerator.reduce(loss, reduction="mean")
     assert isinstance(reduced, Tensor)
     return {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), inputs, targets).item()}
+
+
+LOG_EVERY = 10
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes a GPU's program wait: collectives, and numbers that are read from a tensor, like by item()."""
+
+    collectives = reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.collectives += func.namespace == "c10d"
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@experiment(
+    claim="A loss that is reduced and read at each step costs a collective and a wait each time",
+    wrong="accelerator.reduce(loss).item() at each step",
+    right="add detached losses up where they are, reduce and read the sum every 10 steps",
+    measured="in 20 steps {each:.0f} collectives and {each_reads:.0f} item() at each step, {summed:.0f} and "
+    "{summed_reads:.0f} summed; mean loss {each_mean:.4f} and {summed_mean:.4f}",
+    holds=lambda m: (
+        m.each == m.each_reads == 20 and m.summed == m.summed_reads == 2 and abs(m.each_mean / m.summed_mean - 1) < 1e-5
+    ),
+)
+def logging_each_step(accelerator: Accelerator, seed: int):
+    inputs, targets = (share(rows, accelerator) for rows in make_rows(seed, 32))
+    found = {}
+    for way, every in (("each", 1), ("summed", LOG_EVERY)):
+        model, waits = DDP(make_model(seed)), Waits()
+        optimizer, total, logged = SGD(model.parameters(), lr=0.01), torch.zeros(()), []
+        for step in range(1, 21):
+            optimizer.zero_grad()
+            loss = mse(model, inputs, targets)
+            loss.backward()
+            optimizer.step()
+            with waits:
+                total += loss.detach()
+                if step % every == 0:
+                    mean = accelerator.reduce(total / every, reduction="mean")
+                    assert isinstance(mean, Tensor)
+                    logged.append(mean.item())
+                    total.zero_()
+        mean = sum(logged) / len(logged)
+        found |= {way: waits.collectives, f"{way}_reads": waits.reads, f"{way}_mean": mean}
+    return found
 
 
 def window_length(index: int, batches: int, window: int) -> int:
@@ -57,6 +134,34 @@ def short_last_window(accelerator: Accelerator, seed: int):
         expected = accumulating.reduce(gradient(by_hand), reduction="mean")
         assert isinstance(expected, Tensor)
         found[way] = (gradient(model).norm() / (expected / 2).norm()).item()  # of the last two micro-batches
+    return found
+
+
+@experiment(
+    claim="`accumulate` takes a step at the end of the loader, whole window or not",
+    wrong="reckon with epochs * batches // 4 steps",
+    right="epochs * ceil(batches / 4), or sync_with_dataloader=False, which lets a window go on in the next epoch",
+    measured="2 epochs of 10 batches, accumulate(4): {steps:.0f} optimizer steps where {reckoned:.0f} were reckoned; "
+    "{rounded:.0f} rounded up per epoch, {carried:.0f} with windows that go on",
+    holds=lambda m: m.steps == m.rounded > m.reckoned == m.carried,
+)
+def end_of_loader(accelerator: Accelerator, seed: int):
+    epochs, batches, window = 2, 10, 4  # 20 batches are whole windows, so that nothing is left over at the end
+    rows = TensorDataset(*make_rows(seed, batches * 4 * accelerator.num_processes))
+    plugins = {
+        "steps": GradientAccumulationPlugin(num_steps=window),
+        "carried": GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False),
+    }
+    found = {"reckoned": epochs * batches // window, "rounded": epochs * ceil(batches / window)}
+    for way, plugin in plugins.items():
+        accumulating = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        loader = accumulating.prepare_data_loader(DataLoader(rows, batch_size=4))
+        model, found[way] = accumulating.prepare_model(make_model(seed)), 0
+        for _ in range(epochs):
+            for inputs, targets in loader:
+                with accumulating.accumulate(model):
+                    accumulating.backward(mse(model, inputs, targets))
+                found[way] += accumulating.sync_gradients
     return found
 
 
