@@ -1,7 +1,8 @@
-"""What people get wrong in DDP, the wrong way and the right one measured on two CPU processes, in about ten seconds.
+"""What people get wrong in DDP, the wrong way and the right one measured on two CPU processes, in about twenty seconds.
 
     python scripts/ddp_lab.py                                    # all experiments; no launcher: it starts its own two
     python scripts/ddp_lab.py --only set_epoch padded_test_set   # some of them
+    python scripts/ddp_lab.py --explain called_module            # a lesson, and the code that measures it
 
 Each row is explained in docs/ddp-lab.md.
 """

@@ -1,5 +1,6 @@
 """Each row of the DDP lab is a test; and each claim fails when its right way is broken."""
 
+import ast
 import functools
 import json
 import multiprocessing
@@ -19,14 +20,16 @@ from test_launch import ROOT, environment
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab.experiment import experiment
-from gpt2_ddp.lab.lab import EXPERIMENTS, ROOMS, choose, run_experiments, run_lab
+from gpt2_ddp.lab.lab import run_experiments, run_lab
+from gpt2_ddp.lab.lessons import EXPERIMENTS, ROOMS, choose, explain, lesson
+from gpt2_ddp.lab.table import Row, as_page
 
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
 
 @pytest.fixture(scope="module")
 def rows():
-    return {row.experiment.name: row for row in run_experiments(list(EXPERIMENTS), seed=5)}
+    return {row.experiment.name: row for row in run_experiments(list(EXPERIMENTS), seed=LabConfig().seed)}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -35,10 +38,89 @@ def test_claim_holds(rows, name):
     assert not any(brace in rows[name].measured for brace in "{}")
 
 
+DOCUMENTED = {
+    "mean_of_gradients": "{alone:.0%}",
+    "different_replicas": "{kept:.2f} {broadcast:.0f}",
+    "no_sync": "{every:.0f} {last:.0f}",
+    "bucket_size": "{small:.0f} {default:.0f}",
+    "unused_parameters": "{found}",
+    "batch_norm": "{plain:.0%}",
+    "called_module": "{module:.2f} {model:.0f}",
+    "loaded_after_wrapping": "{after:.2f} {before:.0f}",
+    "module_prefix": "{forced}~of~4 {unwrapped}~of~4",
+    "reentrant_checkpointing": "{error} {reentrant}~of~5 {plain}",
+    "set_epoch": "{forgotten:.0%} {told:.1%}",
+    "seed_per_rank": "{common} {own}",
+    "padded_test_set": "{dropped} {padded} {padded_accuracy:.1%} {dropped_accuracy:.0%}",
+    "training_sampler_on_test_set": "{borrowed}~of~{own} {borrowed_accuracy:.0%} {own_accuracy:.0%}",
+    "unequal_batches": "{timeout:.0f}~s {joined:.0f}",
+    "collective_on_one_rank": "{alone_mean:.3f} {all_mean:.3f} {alone_rows:.1f} {all_rows:.0f} {timeout:.0f}~s {error}",
+    "early_stopping": "Rank~{own}'s {own_epochs:.0f}~epochs {mean_epochs:.0f}",
+    "dropout_seed": "{same_masks:.0%} {own_masks:.0%} {ratio:.2f}",
+    "every_rank_saves": "{error} {one_read}~of~4",
+    "unequal_shares": "{means:.0%}",
+    "rank_0s_loss": "{logged:.3f} {true:.3f}",
+    "logging_each_step": "{each}~collectives {summed} {summed_mean:.4f}",
+    "short_last_window": "{plain:.2f} {scaled:.2f}",
+    "end_of_loader": "{steps} {reckoned} ({rounded}) ({carried})",
+    "scheduler_steps": "{prepared:.2f}",
+    "multiplied_learning_rate": "{same:.3f} {multiplied:.0e}",
+}
+"""What is in the lesson of docs/ddp-lab.md, as measured; ~ standing for a space. Rounding errors and times vary."""
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_numbers_of_the_documentation_are_the_measured_ones(rows, name):
+    told = re.sub(r"(?<=\d) %", "%", lesson(BY_NAME[name]))
+    for number in DOCUMENTED[name].split():
+        assert number.format_map(rows[name].numbers).replace("~", " ") in told
+
+
 def test_the_page_has_every_lesson_in_the_order_of_the_table():
     page = (ROOT / "docs" / "ddp-lab.md").read_text()
     assert re.findall(r"^\*\*(\w+)\.\*\*", page, re.MULTILINE) == list(BY_NAME)
     assert re.findall(r"^## (.*)", page, re.MULTILINE) == list(ROOMS)
+
+
+def test_a_lesson_is_told_with_the_code_that_measures_it(capsys, monkeypatch):
+    assert run_lab(LabConfig(explain="no_sync")) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("Accumulating over 4 micro-batches, gradients need to travel once")
+    assert "\n\nGradient accumulation over 4 micro-batches all-reduces 4 times, 2576 bytes, unless" in told
+    assert "\nwrong: DDP as it is: every backward all-reduces\nright: no_sync() for all" in told
+    for part in ("class Traffic:", "def no_sync(", "model.no_sync() if saves and i < 3 else nullcontext()"):
+        assert told.count(part) == 1
+    assert "@experiment" not in told
+    assert "class TwoHeads" not in told, "of the same module, and not used"
+    monkeypatch.setattr("gpt2_ddp.lab.lessons.DOCUMENTATION", ROOT / "no docs, as in the image")
+    assert explain(BY_NAME["no_sync"]).replace("\n\n", "", 1).startswith(f"{BY_NAME['no_sync'].claim}wrong: ")
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_code_of_a_lesson_is_whole(name):
+    tree = ast.parse(BY_NAME[name].code)
+    assert tree.body[-1].name == name
+    module = vars(sys.modules[BY_NAME[name].measure.__module__])
+    defined = {part.name for part in tree.body}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    ours = {used for used in used if getattr(module.get(used), "__module__", "") == BY_NAME[name].measure.__module__}
+    assert ours <= defined
+
+
+def test_the_page_of_measured_lessons():
+    failed = Row(BY_NAME["set_epoch"], {}, False, "1 < 2 `<b>`")
+    page = as_page([Row(BY_NAME["no_sync"], {}, True, "2576 <i>"), failed], seed=3)
+    assert "<script" not in page
+    assert not re.search(r"(href|src|url)\b *[=(]", page)
+    assert "default-src 'none'" in page
+    assert "prefers-color-scheme: dark" in page
+    assert "with seed 3: 1 of 2 claims hold" in page
+    assert "<dt>measured</dt><dd>2576 &lt;i&gt;</dd>" in page
+    assert "<dt>measured</dt><dd>1 &lt; 2 <code>&lt;b&gt;</code></dd>" in page
+    assert page.count("The claim does not hold here.") == 1
+    assert "<em>is</em>" not in page, "no other experiment's lesson"
+    assert "with model.no_sync() if saves and i &lt; 3 else nullcontext():" in page
+    assert [title for title in ROOMS if f"<h2>{title}</h2>" in page] == ["Gradients and weights", "Samples"]
 
 
 def mutations() -> dict:
@@ -187,8 +269,6 @@ def test_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
 
 
 def failed_row():
-    from gpt2_ddp.lab.lab import Row
-
     return Row(BY_NAME["set_epoch"], {}, False, "measured nothing")
 
 

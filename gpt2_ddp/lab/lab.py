@@ -1,12 +1,10 @@
 """The DDP lab: what people get wrong, the wrong way and the right one measured side by side on two CPU processes."""
 
-import json
 import multiprocessing
 import os
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,20 +13,12 @@ from types import SimpleNamespace
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable
-from gpt2_ddp.lab import data, gradients, loop, ranks, wrapper
 from gpt2_ddp.lab.experiment import Experiment
+from gpt2_ddp.lab.lessons import choose, explain
+from gpt2_ddp.lab.table import Row, as_json, as_markdown, as_page
 from gpt2_ddp.processes.environment import world_size
 from gpt2_ddp.processes.spawn import start_ranks
 from gpt2_ddp.project import said
-
-ROOMS = {
-    "Gradients and weights": gradients,
-    "The wrapper": wrapper,
-    "Samples": data,
-    "One rank and all": ranks,
-    "The loop": loop,
-}
-EXPERIMENTS = tuple(value for room in ROOMS.values() for value in vars(room).values() if isinstance(value, Experiment))
 
 PROCESSES = 2
 
@@ -36,18 +26,8 @@ BOUND = 60.0
 """Seconds that an experiment may take, the start of its processes included; all take a few."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """An experiment's outcome."""
-
-    experiment: Experiment
-    numbers: Mapping[str, float | str]
-    holds: bool
-    measured: str
-
-
 def run_lab(config: LabConfig) -> int:
-    """Runs experiments, prints each as it ends, and writes the table.
+    """Runs experiments, prints each as it ends, and writes the table; or explains one.
 
     Returns:
         0 if all claims hold, else 1.
@@ -56,6 +36,9 @@ def run_lab(config: LabConfig) -> int:
         UserError: an unknown experiment, an `output` that cannot be written, or a launcher that started several of
             this command.
     """
+    if config.explain:
+        print(explain(choose((config.explain,), "explain")[0]))
+        return 0
     if world_size() > 1:
         cure = f"the lab starts its own two processes: `{said('ddp_lab')}`, without a launcher"
         raise UserError("processes", world_size(), cure)
@@ -68,18 +51,10 @@ def run_lab(config: LabConfig) -> int:
             print(f"{'holds' if row.holds else 'FAILS'}  {row.experiment.claim}\n       {row.measured}", flush=True)
     print(f"\n{as_markdown(rows)}")
     if config.output:
-        text = as_json(rows) if config.output.endswith(".json") else as_markdown(rows)
-        Path(config.output).write_text(text + "\n")
+        forms = {".json": as_json, ".html": lambda rows: as_page(rows, config.seed)}
+        text = forms.get(Path(config.output).suffix, as_markdown)(rows)
+        Path(config.output).write_text(text + "\n", encoding="utf-8")
     return 0 if all(row.holds for row in rows) else 1
-
-
-def choose(names: tuple[str, ...]) -> list[Experiment]:
-    """The experiments of these names, or all for none. Raises: UserError for an unknown name."""
-    known = {experiment.name: experiment for experiment in EXPERIMENTS}
-    for name in names:
-        if name not in known:
-            raise UserError("only", name, f"is no experiment; there are {', '.join(known)}")
-    return [known[name] for name in names] or list(EXPERIMENTS)
 
 
 def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
@@ -98,23 +73,6 @@ def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, 
             yield Row(experiment, numbers, experiment.holds(SimpleNamespace(**numbers)), measured)
     finally:
         _end_ranks(ranks)
-
-
-def as_markdown(rows: list[Row]) -> str:
-    """The table that the documentation shows."""
-    lines = ["| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |"]
-    for row in rows:
-        cells = (row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured)
-        lines.append(
-            "| " + " | ".join(" ".join(cell.split()) for cell in cells) + ("" if row.holds else " FAILS") + " |"
-        )
-    return "\n".join(lines)
-
-
-def as_json(rows: list[Row]) -> str:
-    """Every number measured, by experiment."""
-    found = {row.experiment.name: {"holds": row.holds, "measured": row.measured, **row.numbers} for row in rows}
-    return json.dumps(found, indent=1)
 
 
 def _measure(
