@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -58,6 +59,7 @@ DOCUMENTED = {
     "early_stopping": "Rank~{own}'s {own_epochs:.0f}~epochs {mean_epochs:.0f}",
     "dropout_seed": "{same_masks:.0%} {own_masks:.0%} {ratio:.2f}",
     "every_rank_saves": "{error} {one_read}~of~4",
+    "every_rank_downloads": "{together}~downloads {main_first}.",
     "unequal_shares": "{means:.0%}",
     "rank_0s_loss": "{logged:.3f} {true:.3f}",
     "logging_each_step": "{each}~collectives {summed} {summed_mean:.4f}",
@@ -171,6 +173,7 @@ def mutations() -> dict:
         "early_stopping": (ranks, "sum_over_ranks", lambda value, group: value),
         "dropout_seed": (ranks, "set_seed", lambda seed, device_specific: set_seed(seed)),
         "every_rank_saves": (Accelerator, "is_main_process", property(lambda self: True)),
+        "every_rank_downloads": (Path, "exists", lambda self: False),
         "called_module": (DDP, "forward", lambda self, inputs: self.module(inputs)),
         "loaded_after_wrapping": (wrapper, "DDP", functools.partial(DDP, init_sync=False)),
         "module_prefix": (Accelerator, "unwrap_model", lambda self, model: model),

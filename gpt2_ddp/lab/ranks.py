@@ -171,3 +171,26 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
                 accelerator.wait_for_everyone()
             found |= {way: sum(union([saves])), f"{way}_read": read}
     return found
+
+
+@experiment(
+    claim="Ranks that start together all find a cache empty, and each fills it",
+    wrong="if not path.exists(): download(path)",
+    right="the same, inside `with accelerator.main_process_first():`",
+    measured="downloads of one file: {together:.0f} by ranks that look at once, {main_first:.0f} main process first",
+    holds=lambda m: m.together == 2 and m.main_first == 1,
+)
+def every_rank_downloads(accelerator: Accelerator, seed: int):
+    found = {}
+    with TemporaryDirectory(prefix="ddp_lab") as own:
+        folder = Path(union([own])[0])
+        for way, turns in (("together", nullcontext()), ("main_first", accelerator.main_process_first())):
+            path = folder / way
+            with turns:
+                downloads = not path.exists()
+                if way == "together":
+                    accelerator.wait_for_everyone()  # a download takes longer than the other rank takes to look
+                if downloads:
+                    path.touch()
+            found[way] = sum(union([downloads]))
+    return found
