@@ -33,7 +33,7 @@ def choose(names: tuple[str, ...], field: str = "only") -> list[Experiment]:
 
 
 def lesson(experiment: Experiment) -> str:
-    """Its paragraph of docs/ddp-lab.md, without the name; empty where no docs/ is, as in the container image."""
+    """Its paragraph of docs/ddp-lab.md, without the name; empty where no docs/ is, as in an image or a wheel."""
     text = DOCUMENTATION.read_text(encoding="utf-8") if DOCUMENTATION.exists() else ""
     found = re.search(rf"^\*\*{experiment.name}\.\*\* (.*?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL)
     return " ".join(found[1].split()) if found else ""
