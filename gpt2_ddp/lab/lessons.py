@@ -2,11 +2,11 @@
 
 import re
 import textwrap
-from pathlib import Path
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab import data, gradients, loop, ranks, wrapper
 from gpt2_ddp.lab.experiment import Experiment
+from gpt2_ddp.project import PROJECT
 
 ROOMS = {
     title: [value for value in vars(room).values() if isinstance(value, Experiment)]
@@ -20,7 +20,7 @@ ROOMS = {
 }
 EXPERIMENTS = [experiment for room in ROOMS.values() for experiment in room]
 
-DOCUMENTATION = Path(__file__).parents[2] / "docs" / "ddp-lab.md"
+DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 
 def choose(names: tuple[str, ...], field: str = "only") -> list[Experiment]:
