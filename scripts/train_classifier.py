@@ -1,7 +1,8 @@
-"""Train a classifier: an MLP on two clusters, LeNet or ResNet-18 on CIFAR.
+"""Train a classifier: an MLP on two clusters, LeNet or ResNet-18 on CIFAR or on images of your own.
 
     python scripts/train_classifier.py                                        # the MLP, one process
     python scripts/train_classifier.py --config configs/cifar100_lenet.yaml --launch.processes 2
+    python scripts/train_classifier.py --data.name images --data.path FOLDER --data.image_size 64 --model.name lenet
     torchrun --nproc_per_node 2 scripts/train_classifier.py --config configs/cifar100_lenet.yaml
     accelerate launch scripts/train_classifier.py --config configs/cifar100_resnet18.yaml --model.sync_batchnorm
 

@@ -1,6 +1,9 @@
-"""Generated images of CIFAR's schema, on disk as the Hub has them or as class folders."""
+"""Generated images, on disk in every way in which they come: as the Hub has them, class folders, archives."""
 
+import gzip
 import io
+import pickle
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -53,3 +56,59 @@ def write_cifar(folder: Path, n_train: int, n_test: int, classes: int = 100) -> 
     write_parquet(folder, "train", *pictures(n_train, classes, seed=1))
     write_parquet(folder, "test", *pictures(n_test, classes, seed=2))
     return folder
+
+
+def write_images(folder: Path, classes: dict[str, int], seed: int, size: int = 16) -> None:
+    """`folder/<class>/<number>.png`, so many of each class, no two alike."""
+    rng = np.random.default_rng(seed)
+    for name, count in classes.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            (folder / name / f"{number}.png").write_bytes(png(rng.integers(0, 256, (size, size, 3), np.uint8)))
+
+
+def write_idx(folder: Path, split: str, images: np.ndarray, labels: np.ndarray, compressed: bool) -> None:
+    """`train-images-idx3-ubyte` and its labels, of images uint8 [N, H, W], as MNIST's archive has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, values in ((f"{split}-images-idx3-ubyte", images), (f"{split}-labels-idx1-ubyte", labels)):
+        content = (
+            struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.astype(np.uint8).tobytes()
+        )
+        (folder / f"{name}{'.gz' * compressed}").write_bytes(gzip.compress(content) if compressed else content)
+
+
+class _Reconstruct:
+    """An array, pickled as numpy did it when CIFAR's archives were made."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def __reduce__(self):
+        import numpy._core.multiarray as numpy_multiarray
+
+        state = (1, self.array.shape, self.array.dtype, False, self.array.tobytes())
+        return numpy_multiarray._reconstruct, (np.ndarray, (0,), b"b"), state
+
+
+def write_archive(folder: Path, kind: str, images: np.ndarray, labels: np.ndarray) -> None:
+    """cifar-10-batches-py or cifar-100-python, whose first five sixths are for training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    n = len(labels) // 6
+    parts = [slice(number * n, (number + 1) * n) for number in range(6)]
+    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+
+    def dump(name: str, content: dict) -> None:
+        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
+
+    if kind == "cifar10":
+        for number, part in enumerate(parts, 1):
+            name = f"data_batch_{number}" if number < 6 else "test_batch"
+            dump(name, {"data": _Reconstruct(rows[part]), "labels": labels[part].tolist()})
+        dump("batches.meta", {"label_names": [f"class_{number}" for number in range(10)]})
+    else:
+        for name, part in (("train", slice(0, 5 * n)), ("test", parts[5])):
+            coarse = (labels[part] // 5).tolist()
+            content = {"data": _Reconstruct(rows[part]), "fine_labels": labels[part].tolist(), "coarse_labels": coarse}
+            dump(name, content)
+        names = {"fine_label_names": [f"f{i}" for i in range(100)], "coarse_label_names": [f"c{i}" for i in range(20)]}
+        dump("meta", names)

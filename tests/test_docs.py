@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from cifar import write_cifar
+from cifar import pictures, write_cifar, write_class_folders, write_idx, write_parquet
 from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, PageCommand, commands
 from test_launch import environment
 
@@ -127,6 +127,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(ROOT / name)
     write_texts(folder)
     write_cifar(folder / "FOLDER", 200, 50)
+    write_sets_of_images(folder)
     prepared = run(
         "python scripts/prepare_data.py --source texts --output data/stdlib --vocab_size 512 && "
         "python scripts/prepare_data.py --source texts --output dumps --tokenizer gpt2 && rm dumps/manifest.json && "
@@ -146,6 +147,15 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MIXED = {"web": "heapq", "code": "shlex", "books": "textwrap"}
+
+
+def write_sets_of_images(folder: Path) -> None:
+    pixels, labels = pictures(83, 10, 1, size=28)
+    write_idx(folder / "digits", "train", pixels[:60, :, :, 0], labels[:60], compressed=True)
+    write_idx(folder / "digits", "t10k", pixels[60:, :, :, 0], labels[60:], compressed=True)
+    for split, n in (("train", 41), ("val", 13)):
+        write_class_folders(folder / "photos", split, *pictures(n, 3, n, size=64))
+        write_parquet(folder / "tables", split, *pictures(n, 7, n, size=24), names=("photo", "kind"))
 
 
 def write_texts(folder: Path) -> None:

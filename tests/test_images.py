@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from cifar import pictures, write_cifar, write_class_folders, write_parquet
 
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images import crop_and_flip, normalise, read_images
+from gpt2_ddp.tasks.images.augment import crop_and_flip, normalise
+from gpt2_ddp.tasks.images.load import read_images
 
 
-def data(folder, name: str = "cifar100") -> ClassifierDataConfig:
-    return ClassifierDataConfig(name=name, path=str(folder))
+def read(folder, name: str = "cifar100") -> Any:
+    return read_images(ClassifierDataConfig(name=name, path=str(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -23,24 +25,25 @@ def good(tmp_path_factory):
 
 
 def test_parquet_files_are_read_as_they_were_written(good):
-    splits = read_images(data(good))
+    splits = read(good)
     for split, n, seed in (("train", 30, 1), ("test", 11, 2)):
         images, labels = pictures(n, seed=seed)
-        assert splits[split].inputs.dtype == torch.uint8
-        assert np.array_equal(splits[split].inputs.permute(0, 2, 3, 1).numpy(), images)
-        assert splits[split].targets.tolist() == labels.tolist()
+        found = getattr(splits, split)
+        assert found.inputs.dtype == torch.uint8
+        assert np.array_equal(found.inputs.permute(0, 2, 3, 1).numpy(), images)
+        assert found.targets.tolist() == labels.tolist()
 
 
 def test_cifar10_has_its_own_column(tmp_path):
     for split, seed in (("train", 1), ("test", 2)):
         write_parquet(tmp_path, split, *pictures(20, 10, seed), names=("img", "label"))
-    assert read_images(data(tmp_path, "cifar10"))["train"].targets.tolist() == [*range(10)] * 2
+    assert read(tmp_path, "cifar10").train.targets.tolist() == [*range(10)] * 2
 
 
 def test_class_folders(tmp_path):
     for split, seed in (("train", 1), ("test", 2)):
         write_class_folders(tmp_path, split, *pictures(20, 10, seed))
-    found = read_images(data(tmp_path, "cifar10"))["test"]
+    found = read(tmp_path, "cifar10").test
     images, labels = pictures(20, 10, 2)
     for image, label in zip(found.inputs, found.targets, strict=True):
         matches = [i for i, other in enumerate(images) if np.array_equal(image.permute(1, 2, 0).numpy(), other)]
@@ -51,10 +54,9 @@ def damaged(good, tmp_path, how: str):
     folder = tmp_path / how
     shutil.copytree(good, folder)
     images, labels = pictures(11, seed=2)
-    if how in ("column", "image column"):
-        names = ("img", "coarse") if how == "column" else ("pixels", "fine_label")
+    if how == "column":
         for split in ("train", "test"):
-            write_parquet(folder, split, images, labels, names=names)
+            write_parquet(folder, split, images, labels, names=("img", "coarse"))
     elif how == "column of one split":
         write_parquet(folder, "test", images, labels, names=("img", "coarse"))
     elif how == "label":
@@ -64,7 +66,7 @@ def damaged(good, tmp_path, how: str):
     elif how == "grey":
         write_parquet(folder, "test", images[..., 0], labels)
     elif how == "split":
-        (folder / "test-00000-of-00001.parquet").unlink()
+        (folder / "train-00000-of-00001.parquet").unlink()
     elif how == "torn":
         file = folder / "test-00000-of-00001.parquet"
         file.write_bytes(file.read_bytes()[:-100])
@@ -79,13 +81,12 @@ def damaged(good, tmp_path, how: str):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("column", r"split train has no column fine_label or label, but img, coarse"),
-        ("image column", r"split train has no column img or image, but pixels, fine_label"),
-        ("column of one split", r"split test cannot be read after row 0: Couldn't cast .*coarse"),
+        ("column", r"split test has no column fine_label or label, but img, coarse"),
+        ("column of one split", r"split test has no column fine_label or label, but img, coarse"),
         ("label", r"split test, row 3: has the label 100; labels are 0 to 99"),
-        ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; the models take 32 x 32 x 3"),
+        ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
         ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
-        ("split", r"has no split test, but train"),
+        ("split", r"has no split train, but test"),
         ("torn", r"cannot be read"),
         ("empty", r"cannot be read"),
         ("absent", r"there is no such folder"),
@@ -93,8 +94,8 @@ def damaged(good, tmp_path, how: str):
 )
 def test_wrong_data_is_named(good, tmp_path, how, message):
     with pytest.raises(UserError, match=message) as error:
-        read_images(data(damaged(good, tmp_path, how)))
-    assert str(error.value).startswith("data.path = ")
+        read(damaged(good, tmp_path, how))
+    assert str(error.value).startswith("data.")
 
 
 def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):

@@ -1,7 +1,8 @@
 """What can be configured in the small supervised jobs, and in their comparison."""
 
+import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -112,13 +113,30 @@ class RegressionConfig(JobConfig):
     data: RegressionDataConfig = RegressionDataConfig()
 
 
+CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
+"""Data sets of a known number of classes, of 32 x 32 pixels."""
+
+
 class ClassifierDataConfig(Section):
     """What to classify"""
 
-    name: Literal["clusters", "cifar10", "cifar100"] = "clusters"
-    """two uniform clusters in a cube, or images of 32 x 32 pixels"""
+    name: str = "clusters"
+    """two uniform `clusters` in a cube; `cifar10`, `cifar100`; `images` of your own, in path; or OWNER/NAME, a data set
+    of images on the Hub"""
     path: str | None = None
-    """images: a local folder of parquet files or of class folders (train/apple/1.png); null: from the Hub"""
+    """images: a local folder (of class folders, parquet files, ...: docs/small-jobs.md); null: from the Hub"""
+    image_size: int | None = Field(default=None, ge=1, le=4096)
+    """images: scale the largest centred square to so many pixels each way; null: leave them, all of one size"""
+    image_column: str | None = None
+    """images of parquet files, save_to_disk or the Hub: their column; null: img, image, or the only one of images"""
+    label_column: str | None = None
+    """and the column of their classes; null: label, fine_label, labels, class, or the only one of classes"""
+    test_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """images: share of those to train on that is tested on instead, where there is no test split"""
+    memory_gb: float = Field(default=4, ge=0)
+    """images: kept decoded in each process up to this many gigabytes; more are decoded whenever they are read"""
+    workers: int = Field(default=0, ge=0, le=64)
+    """images that are decoded whenever they are read: loader processes per rank that do it; 0: the rank itself"""
     augment: bool = False
     """images: random crops out of 4 pixels of padding, and flips"""
     points: int = Field(default=20_000, ge=1)
@@ -127,6 +145,18 @@ class ClassifierDataConfig(Section):
     """clusters: points to test on"""
     features: int = Field(default=10, ge=1)
     """clusters: dimensions"""
+
+    @field_validator("name")
+    @classmethod
+    def _known_or_of_the_hub(cls, name: str) -> str:
+        if name not in ("clusters", "images", *CIFAR_CLASSES) and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+            raise ValueError("should be clusters, cifar10, cifar100, images, or OWNER/NAME of a data set on the Hub")
+        return name
+
+    @property
+    def images(self) -> bool:
+        """Whether it is images that are to be classified."""
+        return self.name != "clusters"
 
 
 class ClassifierModelConfig(Section):
@@ -141,7 +171,7 @@ class ClassifierModelConfig(Section):
 
 
 class ClassifierConfig(JobConfig):
-    """train_classifier.py: an MLP on clusters, LeNet or ResNet-18 on CIFAR"""
+    """train_classifier.py: an MLP on clusters, LeNet or ResNet-18 on images"""
 
     kind = "classifier"
 
@@ -149,17 +179,28 @@ class ClassifierConfig(JobConfig):
     model: ClassifierModelConfig = ClassifierModelConfig()
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        images = self.data.name != "clusters"
+        images = self.data.images
         if images and self.model.name == "mlp":
             yield "model.name", "mlp", f"is for the clusters; for {self.data.name} use lenet or resnet18"
         if not images and self.model.name != "mlp":
-            cure = "is for images; use mlp, or set data.name to cifar10 or cifar100"
+            cure = "is for images; use mlp, or set data.name to cifar10, cifar100, images or OWNER/NAME"
             yield "model.name", self.model.name, cure
+        if self.data.name == "images" and not self.data.path:
+            yield "data.path", self.data.path, "should be the folder of your images; or name a data set of the Hub"
+        if "/" in self.data.name and self.data.path:
+            yield "data.path", self.data.path, f"takes the place of {self.data.name}; set data.name images, or leave it"
         if self.model.sync_batchnorm and self.model.name != "resnet18":
             cure = f"{self.model.name} has no BatchNorm; use resnet18, or leave it off"
             yield "model.sync_batchnorm", "true", cure
         if any(width < 1 for width in self.model.hidden):
             yield "model.hidden", list(self.model.hidden), "every width should be at least 1"
+
+    @property
+    def loader_workers(self) -> int:
+        return self.data.workers if self.data.images else 0
+
+    def may_change(self, name: str, before: Any, step: int) -> bool:
+        return name in ("data.memory_gb", "data.workers")  # where images are decoded, not which
 
 
 class SequenceDataConfig(Section):

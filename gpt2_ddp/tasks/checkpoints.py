@@ -171,7 +171,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         saved["data"] = {**saved.get("data", {}), "path": config.data}
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
-    job = make_job(settings, accelerator)
+    job = make_job(settings, accelerator, checkpoint.state)
     on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
     scores = score_job(accelerator, job, prepared, config.batch_size)

@@ -1,6 +1,8 @@
 """The small jobs: each one's data, model and losses."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run.loop import Result, train
-from gpt2_ddp.tasks.images import CLASSES, crop_and_flip, load_images, normalise
+from gpt2_ddp.tasks.images.augment import crop_and_flip, normalise
+from gpt2_ddp.tasks.images.load import load_images
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
 from gpt2_ddp.tasks.supervised import Job, Supervised
@@ -25,14 +28,18 @@ def run_job(config: JobConfig) -> Result:
     return train(config, partial(Supervised, make_job))
 
 
-def make_job(config: JobConfig, accelerator: Accelerator) -> Job:
-    """The job of a configuration: data equal on every rank, and a freshly initialised model."""
+def make_job(config: JobConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
+    """The job of a configuration: data equal on every rank, and a freshly initialised model.
+
+    Args:
+        facts: what a checkpoint that the job is for keeps of its data; None: the data say it.
+    """
     if isinstance(config, RegressionConfig):
         return regression_job(config)
     if isinstance(config, TransformerConfig):
         return transformer_job(config)
     assert isinstance(config, ClassifierConfig), "every job has a class of its own"
-    return image_job(config, accelerator) if config.data.name in CLASSES else cluster_job(config)
+    return image_job(config, accelerator, facts) if config.data.images else cluster_job(config)
 
 
 def regression_job(config: RegressionConfig) -> Job:
@@ -60,22 +67,36 @@ def cluster_job(config: ClassifierConfig) -> Job:
     return Job(MLP(data.features, config.model.hidden, 2), train, test, _cross_entropy, _top(1))
 
 
-def image_job(config: ClassifierConfig, accelerator: Accelerator) -> Job:
-    """CIFAR-10 or CIFAR-100 by LeNet or ResNet-18, in [-1, 1]."""
+def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
+    """Images of as many classes as there are by LeNet or ResNet-18, in [-1, 1]."""
     synced = config.model.sync_batchnorm
     if synced and accelerator.device.type != "cuda":
         cure = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; leave it off"
         raise UserError("model.sync_batchnorm", "true", cure)
-    train, test = load_images(accelerator, config.data)
-    classes = CLASSES[config.data.name]
-    model = LeNet(classes) if config.model.name == "lenet" else ResNet18(classes)
-    if synced:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    images = load_images(accelerator, config.data, config.seed, facts)
+    model = image_model(config, images.facts)
 
     def transform(images: Tensor, training: bool) -> Tensor:
         return normalise(crop_and_flip(images) if training and config.data.augment else images)
 
-    return Job(model, train, test, _cross_entropy, _top(1, 5), transform)
+    ranks = _top(1, 5) if len(images.classes) > 5 else _top(1)
+    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts)
+
+
+def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
+    """The model for the classes and the size that a checkpoint keeps, freshly initialised.
+
+    Raises:
+        UserError: it takes no images as small.
+    """
+    classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
+    if config.model.name == "lenet" and min(H, W) < LeNet.least:
+        cure = (
+            f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}; use resnet18, or data.image_size"
+        )
+        raise UserError("model.name", "lenet", cure)
+    model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 
 
 def transformer_job(config: TransformerConfig) -> Job:

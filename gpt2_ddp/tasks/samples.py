@@ -1,8 +1,9 @@
-"""Samples in memory, and the scores of all of them, each once."""
+"""Samples, and the scores of all of them, each once."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,7 +11,22 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from gpt2_ddp.data.feed import Source
 from gpt2_ddp.data.loader import prepare_loader
+from gpt2_ddp.processes.parent import helper_context
+
+
+class SampleSet(Source, Protocol):
+    """Samples that a job trains on, or is scored on: `read` gives inputs and targets."""
+
+    @property
+    def workers(self) -> int:
+        """Loader processes that read them; 0: the training reads them itself."""
+        ...
+
+    def sha256(self) -> str:
+        """Hash of everything in it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -19,6 +35,10 @@ class Samples:
 
     inputs: Tensor
     targets: Tensor
+
+    @property
+    def workers(self) -> int:
+        return 0
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -30,17 +50,23 @@ class Samples:
 
     def sha256(self) -> str:
         """Hash of everything in it."""
-        digest = hashlib.sha256()
-        for tensor in (self.inputs, self.targets):
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().data)
-        return digest.hexdigest()
+        return hash_of((self.inputs.dtype, tuple(self.inputs.shape), [self.inputs]), self.targets)
+
+
+def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targets: Tensor) -> str:
+    """SHA-256 of samples, whose inputs may come in several parts, one after another."""
+    digest = hashlib.sha256()
+    for dtype, shape, parts in (inputs, (targets.dtype, tuple(targets.shape), [targets])):
+        digest.update(f"{dtype} {shape}".encode())
+        for part in parts:
+            digest.update(part.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 class IndexedSamples(Dataset):
     """Map-style: indices -> (inputs, targets, indices int64)."""
 
-    def __init__(self, samples: Samples):
+    def __init__(self, samples: SampleSet):
         self.samples = samples
 
     def __len__(self) -> int:
@@ -48,14 +74,15 @@ class IndexedSamples(Dataset):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         index = np.array(indices)
-        return *self.samples.read(index), torch.from_numpy(index)
+        inputs, targets = self.samples.read(index)
+        return inputs, targets, torch.from_numpy(index)
 
 
 @torch.no_grad()
 def score_samples(
     accelerator: Accelerator,
     model: nn.Module,
-    samples: Samples,
+    samples: SampleSet,
     score: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]],
     batch_size: int,
     poll: Callable[[], None] = lambda: None,
@@ -71,7 +98,14 @@ def score_samples(
         batch_size: samples per forward pass and rank.
         poll: called before each batch, by all ranks equally often; what it raises ends the scoring.
     """
-    loader = prepare_loader(accelerator, IndexedSamples(samples), even_batches=True, batch_size=batch_size)
+    loader = prepare_loader(
+        accelerator,
+        IndexedSamples(samples),
+        even_batches=True,
+        batch_size=batch_size,
+        num_workers=samples.workers,
+        multiprocessing_context=helper_context() if samples.workers else None,
+    )
     rows: list[Tensor] = []
     indices: list[Tensor] = []
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""The models of the small jobs: MLP, LeNet, ResNet-18 for 32 x 32 images, and a transformer of torch.nn's own layers.
+"""The models of the small jobs: MLP, LeNet, ResNet-18 for small images, and a transformer of torch.nn's own layers.
 
 Shapes: B samples, T tokens, C = n_embd, V = vocabulary, K classes.
 """
@@ -35,19 +35,26 @@ class MLP(nn.Sequential):
 
 
 class LeNet(nn.Module):
-    """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's tutorials have it."""
+    """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's tutorials have it.
 
-    def __init__(self, classes: int):
+    Args:
+        size: of the images, (H, W); at least `least` each.
+    """
+
+    least = 16
+
+    def __init__(self, classes: int, size: tuple[int, int] = (32, 32)):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
-        self.fc1 = nn.Linear(16 * 5 * 5, 120)
+        rows, columns = (((length - 4) // 2 - 4) // 2 for length in size)
+        self.fc1 = nn.Linear(16 * rows * columns, 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, 3, 32, 32] -> logits [B, K]."""
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)  # [B, 6, 14, 14]
+        """x: [B, 3, H, W] -> logits [B, K]."""
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)  # [B, 6, 14, 14] of 32 x 32
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # [B, 16, 5, 5]
         x = F.relu(self.fc1(x.flatten(1)))  # [B, 120]
         return self.fc3(F.relu(self.fc2(x)))
@@ -87,8 +94,8 @@ class ResNet18(nn.Module):
         self.fc = nn.Linear(512, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [B, 3, 32, 32] -> logits [B, K]."""
-        x = self.blocks(F.relu(self.bn1(self.conv1(x))))  # [B, 512, 4, 4]
+        """x: [B, 3, H, W] -> logits [B, K]."""
+        x = self.blocks(F.relu(self.bn1(self.conv1(x))))  # [B, 512, H / 8, W / 8], rounded up
         return self.fc(x.mean((2, 3)))
 
 

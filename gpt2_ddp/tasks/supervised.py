@@ -1,8 +1,8 @@
-"""Supervised training on samples in memory: what all small jobs have in common (see `run.task.Task`)."""
+"""Supervised training on samples: what all small jobs have in common (see `run.task.Task`)."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.processes.watch import Watch
 from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.run.snapshot import share
 from gpt2_ddp.run.task import Due, Poll, Scores
-from gpt2_ddp.tasks.samples import Samples, score_samples
+from gpt2_ddp.tasks.samples import SampleSet, score_samples
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,16 @@ class Job:
         losses: (outputs fp32, targets) -> fp32 [batch], each sample's loss.
         scores: (outputs, targets) -> further scores of each sample, [batch] by name.
         transform: (inputs as stored, training) -> what the model takes; on the device, a batch at a time.
+        facts: of the data, that checkpoints keep and a resumed run has to have: the names of `classes`.
     """
 
     model: nn.Module
-    train: Samples
-    test: Samples
+    train: SampleSet
+    test: SampleSet
     losses: Callable[[Tensor, Tensor], Tensor]
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, bool], Tensor] = lambda inputs, training: inputs
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Supervised:
@@ -97,11 +99,25 @@ class Supervised:
         data = config.model_dump().get("data", {})
         name = str(data.get("path") or data.get("name") or "generated")
         check_ranks_agree(hashes)
+        for fact, here in self.job.facts.items():
+            if self._saved and (there := self._saved.state.get(fact, here)) != here:
+                cure = (
+                    f"has the {fact} {shown(here, 80)}; the run was started with {shown(there, 80)}: give its data back"
+                )
+                raise UserError("data", name, cure)
         if self._saved and self._saved.state.get("data_hash", self.data_hash) != self.data_hash:
             cure = "are not the data that the run was started with; give those back, or choose another run_name"
             raise UserError("data", name, cure)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
-        self.feed = Feed(self.job.train, config.seed, self.batch_size, shares, accelerator, by_epoch=True)
+        self.feed = Feed(
+            self.job.train,
+            config.seed,
+            self.batch_size,
+            shares,
+            accelerator,
+            by_epoch=True,
+            workers=self.job.train.workers,
+        )
         self.model = self.job.model
 
     def build_optimizer(self) -> Optimizer:
@@ -129,7 +145,7 @@ class Supervised:
 
     def state(self) -> dict[str, Any]:
         """The batch and rate of all processes, and what the data are."""
-        return {"global_batch_size": self.batch_size, "lr": self.lr, "data_hash": self.data_hash}
+        return {"global_batch_size": self.batch_size, "lr": self.lr, "data_hash": self.data_hash, **self.job.facts}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Nothing: batch, rate and data have been compared."""

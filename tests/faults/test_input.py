@@ -158,9 +158,10 @@ def checkpoint(name: str) -> object:
 
 
 def images(name: str) -> object:
-    from gpt2_ddp.tasks.images import _local_rows
+    from gpt2_ddp.config.jobs import ClassifierDataConfig
+    from gpt2_ddp.tasks.images.load import read_images
 
-    return _local_rows(name)
+    return read_images(ClassifierDataConfig.model_construct(name="images", path=name))
 
 
 READERS = {

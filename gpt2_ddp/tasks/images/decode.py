@@ -1,0 +1,75 @@
+"""An image as it is stored -> uint8 RGB pixels, of the size that the models take."""
+
+import io
+import warnings
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import regular
+
+Stored = bytes | Path | np.ndarray
+"""A file's content, a file, or pixels uint8 [H, W] or [H, W, 3]."""
+CIFAR = (32, 32, 3)
+SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
+"""Pillow's modes of 8 bits that have no transparency, or say it elsewhere."""
+
+
+def pixels(stored: Stored, where: str, size: int | None, as_stored: bool = False) -> np.ndarray:
+    """uint8 [H, W, 3] of an image of any mode; the first frame where there are several.
+
+    It is turned upright as its EXIF orientation says; what is transparent is laid on white, and of 16 bits of grey the
+    upper 8 count.
+
+    Args:
+        where: the file or row, for messages.
+        size: the largest centred square is scaled to so many pixels each way (bicubic); None leaves the size.
+        as_stored: take 32 x 32 x 3 alone, as CIFAR has it.
+
+    Raises:
+        UserError: it is no image, or one of 32 bits per channel.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet
+            image = _open(stored)
+            found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size))
+    except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise UserError("data.path", where, f"is not an image ({error})") from error
+    if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
+        shape = " x ".join(map(str, found.shape))
+        cure = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"
+        raise UserError("data.path", where, cure)
+    return found
+
+
+def _open(stored: Stored) -> Image.Image:
+    if isinstance(stored, np.ndarray):
+        return Image.fromarray(stored)
+    return Image.open(io.BytesIO(stored if isinstance(stored, bytes) else regular(stored).read_bytes()))
+
+
+def _upright_rgb(image: Image.Image, where: str, size: int | None) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode in SIXTEEN_BITS:
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "I":  # how Pillow opens some files of 16 bits, and those of 32
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() >= 2**16:
+            raise UserError("data.path", where, "is an image of 32 bits per pixel; save it with 8 or 16")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    elif image.mode not in PLAIN:
+        raise UserError("data.path", where, f"is an image of Pillow's mode {image.mode}; save it as 8-bit RGB")
+    image = image.convert("RGB")
+    if size is not None and image.size != (size, size):
+        side = min(image.size)
+        left, top = ((length - side) // 2 for length in image.size)
+        # cropped first: `ImageOps.fit` would mix in what is beside the square
+        image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+    return image

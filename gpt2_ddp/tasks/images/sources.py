@@ -1,0 +1,209 @@
+"""Where images come from: each split's as they are stored, and their classes. Which split an image is of, is never
+guessed: what a folder is named that is not the split's own has no say in it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from gpt2_ddp.config.jobs import ClassifierDataConfig
+from gpt2_ddp.data.find import find_files
+from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.tasks.images.decode import Stored
+from gpt2_ddp.tasks.images.formats import CIFAR_FILES, read_cifar, read_idx
+from gpt2_ddp.tasks.images.tables import (
+    Cells,
+    Table,
+    class_names,
+    hub_tables,
+    parquet_tables,
+    pick_columns,
+    saved_tables,
+    split_files,
+)
+
+TEST = ("test", "validation", "val")
+"""Splits that can be the one to test on; the first that is there is."""
+IDX = {"train": ("train",), "test": ("t10k", "test")}
+IDX_NAMES = ("{}-images-idx3-ubyte", "{}-images.idx3-ubyte", "{}-labels-idx1-ubyte", "{}-labels.idx1-ubyte")
+SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".tif", ".tiff", ".webp", ".avif"}
+SUFFIXES |= {".pbm", ".pgm", ".pnm", ".ppm"}
+CURE = (
+    "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
+    " unpacked archive of CIFAR or MNIST"
+)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Images as they are stored, and each one's class by name or number.
+
+    Args:
+        place: what a message calls it.
+        names: of the classes, by number, where the source has them.
+    """
+
+    place: str
+    images: Sequence[Stored]
+    labels: list[Any]
+    names: list[str] | None = None
+
+    def where(self, row: int) -> str:
+        """What a message calls an image."""
+        stored = self.images[row] if isinstance(self.images, list) else None
+        return str(stored) if isinstance(stored, Path) else f"{self.place}, row {row}"
+
+
+def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[str]]:
+    """The splits `train` and, where there is one, `test`; and what there is to be told of them.
+
+    Raises:
+        UserError: they cannot be had.
+    """
+    source = config.path or config.name
+    splits = _read_folder(config, config.path) if config.path else _of_tables(hub_tables(config.name), config)
+    if "train" not in splits:
+        field = "data.path" if config.path else "data.name"
+        cure = f"has no split train, but {', '.join(sorted(splits)) or 'none'}; name files or folders train and test"
+        raise UserError(field, source, cure)
+    test = next((name for name in TEST if name in splits and not _unlabelled(splits[name])), None)
+    used = {"train": "train"} | ({"test": test} if test else {})
+    rest = sorted(name or "files of no split" for name in splits if name not in used.values())
+    notes = [f"{source}: {', '.join(rest)} left out; {' and '.join(used.values())} used"] if rest else []
+    return {split: splits[name] for split, name in used.items()}, notes
+
+
+def _unlabelled(split: Split) -> bool:
+    return {*split.labels} == {-1}
+
+
+def _read_folder(config: ClassifierDataConfig, folder: str) -> dict[str, Split]:
+    if not os.path.isdir(folder):
+        raise UserError("data.path", folder, f"there is no such folder; {CURE}")
+    place = Path(folder)
+    if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
+        return _of_tables(saved_tables(folder), config)
+    for names, splits in CIFAR_FILES.items():
+        if all((place / file).is_file() for files in ([names], *splits.values()) for file in files):
+            kinds = [f"{config.label_column.rstrip('s')}s"] if config.label_column else ["labels", "fine_labels"]
+            found = {split: read_cifar(place, names, split, kinds) for split in splits}
+            return {split: Split(_place(folder, split), [*images], labels) for split, (images, labels) in found.items()}
+    if idx := dict(_idx_splits(place)):
+        return idx
+    try:
+        files = [*find_files(folder)]
+    except UserError:
+        files = []
+    if tables := [file for file in files if file.suffix == ".parquet"]:
+        return _of_tables(parquet_tables(folder, split_files(folder, tables)), config)
+    return _class_folders(folder, files)
+
+
+def _idx_splits(folder: Path) -> Iterator[tuple[str, Split]]:
+    for split, words in IDX.items():
+        for word in words:
+            names = [folder / (name.format(word) + end) for name in IDX_NAMES for end in ("", ".gz")]
+            there = [name for name in names if name.is_file()]
+            images, labels = ([name for name in there if f"-{what}" in name.name] for what in ("images", "labels"))
+            if images and labels:
+                found, numbers = read_idx(images[0]), read_idx(labels[0])
+                if found.ndim != 3 or numbers.shape != found.shape[:1]:
+                    cure = f"holds {found.shape} pixels for {numbers.shape} labels; give the files of one set"
+                    raise UserError("data.path", images[0], cure)
+                yield split, Split(str(images[0]), [*found], numbers.tolist())
+
+
+def _of_tables(tables: Mapping[str, Table], config: ClassifierDataConfig) -> dict[str, Split]:
+    found: dict[str, Split] = {}
+    for name, table in tables.items():
+        place = _place(config.path or config.name, name)
+        found[name] = Split(place, [], [])
+        if name in ("train", *TEST):
+            image, label = pick_columns(table, config, name)
+            found[name] = Split(place, Cells(table, image), table.column(label), class_names(table, label))
+    return found
+
+
+def _place(source: str, split: str) -> str:
+    return f"{source}, split {split}"
+
+
+def _class_folders(folder: str, files: Sequence[Path]) -> dict[str, Split]:
+    """`train/CLASS/1.png`, and as much for the other splits; or `CLASS/1.png`, of no split, where there is no folder
+    `train` of folders. What is below a class's folder is of the class."""
+    parts = {file: file.relative_to(folder).parts for file in sorted(files, key=str)}
+    for file in parts:
+        if file.is_dir():  # which could not be listed
+            raise UserError("data.path", file, "cannot be listed; make it readable")
+    images = {file: names for file, names in parts.items() if file.suffix.lower() in SUFFIXES}
+    if not images:
+        raise UserError("data.path", folder, f"cannot be read: there are no images in it; {CURE}")
+    of_splits = any(names[0].lower() == "train" and len(names) > 2 for names in images.values())
+    nested = {names[0] for names in images.values() if len(names) > 2}
+    nested -= {names[0] for names in images.values() if len(names) == 2}
+    if nested and not of_splits:
+        cure = f"has folders of folders ({', '.join(sorted(nested)[:4])}), but none named train; name the splits "
+        raise UserError("data.path", folder, f"{cure}train and test, or put each class's images into its own folder")
+    found: dict[str, Split] = {}
+    depth = "SPLIT/CLASS" if of_splits else "CLASS"
+    for file, names in images.items():
+        if len(names) < depth.count("/") + 2:
+            raise UserError("data.path", file, f"is not in a folder {depth}, as others are; {CURE}")
+        split, label = (names[0].lower(), names[1]) if of_splits else ("train", names[0])
+        own = found.setdefault(split, Split(_place(folder, split), [], []))
+        if split in ("train", *TEST):
+            cast(list[Stored], own.images).append(file)
+            own.labels.append(label)
+    return found
+
+
+def number_classes(
+    splits: Mapping[str, Split], source: str, known: Sequence[str] | None, count: int | None
+) -> tuple[list[str], dict[str, list[int]]]:
+    """The names of the classes, those of all splits, and each image's number among them.
+
+    Args:
+        known: the classes of a run, which there can be no others than; None: those that there are.
+        count: how many there have to be numbers for, as CIFAR has them; None: as many as there are.
+
+    Raises:
+        UserError: a label is none of these, or there are less than two.
+    """
+    given = next((of.names for of in splits.values() if of.names), None)
+    named = {split: [_name(of.names or given, label) for label in of.labels] for split, of in splits.items()}
+    numbers = not given and all(isinstance(label, int) for of in splits.values() for label in of.labels)
+    there = {name for names in named.values() for name in names if name is not None}
+    if known is None:
+        known = given or sorted(there, key=int if numbers else str)
+        known = [] if numbers and count else known
+        known = [*known, *map(str, range(len(known), count or 0))]
+    place = {name: number for number, name in enumerate(known)}
+    for split, names in named.items():
+        wrong = next((row for row, name in enumerate(names) if name not in place), None)
+        if wrong is not None:
+            label = splits[split].labels[wrong]
+            cure = f"has the label {shown(label)}; labels are {_told(known)}"
+            raise UserError("data.path", splits[split].where(wrong), cure)
+    if len(known) < 2 or len(known) > (count or len(known)):
+        wanted = f"{count} at most" if count else "2 at least"
+        cure = f"has {len(known)} classes ({_told(known)}), where there should be {wanted}; data.name images takes any"
+        raise UserError("data.path", source, cure)
+    return [*known], {split: [place[str(name)] for name in names] for split, names in named.items()}
+
+
+def _name(names: Sequence[str] | None, label: Any) -> str | None:
+    """The class that a label means; None where it means none."""
+    if isinstance(label, bool) or not isinstance(label, int | str):
+        return None
+    if isinstance(label, str):
+        return label
+    if names:
+        return names[label] if 0 <= label < len(names) else None
+    return str(label) if label >= 0 else None
+
+
+def _told(names: Sequence[str]) -> str:
+    if [*names] == [*map(str, range(len(names)))]:
+        return f"0 to {len(names) - 1}"
+    return ", ".join(map(str, [*names[:8], *(["..."] if len(names) > 8 else [])]))

@@ -1,0 +1,410 @@
+"""Images of any kind and from anywhere: each in its split, of its class, read the same way whatever holds them."""
+
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cifar import pictures, png, write_archive, write_class_folders, write_idx, write_images, write_parquet
+from PIL import Image
+from ranks import RankError, run_ranks
+from small_jobs import job_config, run_small_job, same, weights
+from test_docs import write_sets_of_images
+from test_supervised import evaluate_checkpoint
+
+from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
+from gpt2_ddp.data.order import Order
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.tasks.images.load import StoredImages, read_images
+from gpt2_ddp.tasks.images.tables import split_files
+from gpt2_ddp.tasks.samples import Samples
+from gpt2_ddp.tasks.small_models import LeNet
+
+WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "validation", "training")
+"""Names of classes by which others guess splits."""
+
+
+def read(folder: Path, name: str = "images", **fields) -> Any:
+    return read_images(ClassifierDataConfig(name=name, path=str(folder), **fields), tell=True)
+
+
+def counts(samples: Samples) -> list[int]:
+    return torch.bincount(samples.targets, minlength=len(WORDS)).tolist()
+
+
+# Splits
+
+
+@pytest.mark.parametrize("test", ["test", "val", "validation", "Test"])
+def test_classes_that_are_called_like_splits(tmp_path, test, capsys):
+    trained = {name: 3 + number for number, name in enumerate(WORDS)}
+    tested = {name: 1 + number for number, name in enumerate(WORDS[:-2])}
+    write_images(tmp_path / "train", trained, 1)
+    write_images(tmp_path / test, tested, 2)
+    found = read(tmp_path)
+    assert found.classes == sorted(WORDS)
+    assert counts(found.train) == [trained[name] for name in sorted(WORDS)]
+    assert counts(found.test) == [tested.get(name, 0) for name in sorted(WORDS)]
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
+    """The classes stand side by side, one of them called train."""
+    write_images(tmp_path, dict.fromkeys(WORDS, 10), 1)
+    found = read(tmp_path, test_fraction=0.2)
+    told = "has no split test, val or validation: 18 of 90 images, drawn by seed 0, are held out (data.test_fraction)"
+    assert told in capsys.readouterr().err
+    assert [a + b for a, b in zip(counts(found.train), counts(found.test), strict=True)] == [10] * len(WORDS)
+    files = sorted(tmp_path.rglob("*.png"), key=str)
+    for number, item in enumerate(sorted(Order(0, 90).at(np.arange(90))[:18])):
+        with Image.open(files[int(item)]) as image:
+            assert np.array_equal(found.test.inputs[number].permute(1, 2, 0), np.asarray(image))
+    assert read_images(ClassifierDataConfig(name="images", path=str(tmp_path)), 1).test.sha256() != found.test.sha256()
+
+
+def test_other_splits_are_left_out_and_told(tmp_path, capsys):
+    for split in ("train", "test", "val", "extra"):
+        write_images(tmp_path / split, {"a": 2, "b": 2}, len(split))
+    assert len(read(tmp_path).test) == 4
+    assert f"note: {tmp_path}: extra, val left out; train and test used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            ["training_set/cat/1.png", "test_set/cat/1.png"],
+            r"folders of folders \(test_set, training_set\), but none named",
+        ),
+        (["train/cat/1.png", "dog/1.png"], r"dog/1.png: is not in a folder SPLIT/CLASS, as others are"),
+        (["train/cat/1.png", "train/2.png"], r"train/2.png: is not in a folder SPLIT/CLASS"),
+        (["cat/1.png", "2.png"], r"2.png: is not in a folder CLASS, as others are"),
+        (["train/cat/1.png", "test/cat/1.png"], r"has 1 classes \(cat\), where there should be 2 at least"),
+        (["test/cat/1.png", "cat/1.png"], r"folders of folders \(test\), but none named train"),
+        (["notes.txt"], "there are no images in it"),
+    ],
+)
+def test_folders_that_may_mean_two_things(tmp_path, files, message):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(png(np.zeros((8, 8, 3), np.uint8)))
+    with pytest.raises(UserError, match=message):
+        read(tmp_path)
+
+
+def test_a_duplicate_between_splits_is_told(tmp_path, capsys):
+    """By its pixels, whatever the file."""
+    write_images(tmp_path / "train", {"a": 5, "b": 5}, 1)
+    write_images(tmp_path / "test", {"a": 5, "b": 5}, 2)
+    with Image.open(tmp_path / "train/b/3.png") as image:
+        image.save(tmp_path / "test/a/2.bmp")
+    (tmp_path / "test/a/2.png").unlink()
+    for memory_gb in (4, 0):
+        read(tmp_path, memory_gb=memory_gb)
+        (line,) = capsys.readouterr().err.splitlines()
+        pair = f"{tmp_path}/test/a/2.bmp = {tmp_path}/train/b/3.png"
+        assert line == f"note: 1 of 10 test images are training images, too, such as {pair}"
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["train-0.parquet", "test-0.parquet", "train-1.parquet"], {"train": 2, "test": 1}),
+        (["default/train/0.parquet", "default/test/0.parquet"], {"train": 1, "test": 1}),
+        (["data/train.parquet", "data/validation.parquet", "data/extra.parquet"], {"train": 1, "validation": 1, "": 1}),
+        (["a/0.parquet", "a/1.parquet"], {"train": 2}),
+        (["bullet_train.parquet"], {"train": 1}),
+    ],
+)
+def test_parquet_files_say_their_split_first(names, splits):
+    found = split_files("/data", [Path("/data") / name for name in names])
+    assert {split: len(files) for split, files in found.items()} == splits
+
+
+def test_parquet_files_whose_names_say_something_else():
+    with pytest.raises(UserError, match="parquet files testing, training, none of which is a split's"):
+        split_files("/data", [Path("/data/training.parquet"), Path("/data/testing.parquet")])
+
+
+# Sources
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """60 images of 10 classes, with which every format is filled."""
+    return pictures(60, 10, 1)
+
+
+def held(images: Any, drawn) -> None:
+    pixels, labels = drawn
+    assert np.array_equal(torch.cat([images.train.inputs, images.test.inputs]).permute(0, 2, 3, 1), pixels)
+    assert torch.cat([images.train.targets, images.test.targets]).tolist() == labels.tolist()
+
+
+def test_cifar_10_archive(tmp_path, drawn):
+    write_archive(tmp_path, "cifar10", *drawn)
+    for name in ("images", "cifar10"):
+        found = read(tmp_path, name)
+        held(found, drawn)
+        assert found.classes[3] == ("class_3")
+
+
+def test_cifar_100_archive(tmp_path):
+    pixels, labels = pictures(600, 100, 1)
+    write_archive(tmp_path, "cifar100", pixels, labels)
+    found = read(tmp_path, "cifar100")
+    assert sorted(found.classes) == sorted(f"f{i}" for i in range(100))
+    assert [found.classes[target] for target in found.train.targets[:3]] == ["f0", "f1", "f2"]
+    coarse = read(tmp_path, label_column="coarse_label")
+    assert [coarse.classes[target] for target in coarse.test.targets] == [f"c{label // 5}" for label in labels[500:]]
+
+
+class Boom:
+    def __reduce__(self):
+        return print, ("a pickle ran",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps({"data": Boom()}), b"\x80\x02garbage", pickle.dumps([1]), b""])
+def test_a_pickle_runs_nothing(tmp_path, drawn, content, capsys):
+    write_archive(tmp_path, "cifar10", *drawn)
+    (tmp_path / "data_batch_2").write_bytes(content)
+    with pytest.raises(UserError, match=r"data_batch_2: is not a file of CIFAR's archive"):
+        read(tmp_path)
+    assert "a pickle ran" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_idx_files(tmp_path, compressed):
+    pixels, labels = pictures(40, 10, 1, size=28)
+    write_idx(tmp_path, "train", pixels[:30, :, :, 0], labels[:30], compressed)
+    write_idx(tmp_path, "t10k", pixels[30:, :, :, 0], labels[30:], compressed)
+    found = read(tmp_path)
+    assert found.classes == [*map(str, range(10))]
+    held(found, (pixels[..., :1].repeat(3, 3), labels))
+
+
+@pytest.mark.parametrize("how", ["short", "long", "other", "labels"])
+def test_idx_files_that_are_wrong(tmp_path, how):
+    pixels, labels = pictures(40, 10, 1, size=28)
+    write_idx(tmp_path, "train", pixels[..., 0], labels[:39] if how == "labels" else labels, compressed=False)
+    file = tmp_path / "train-images-idx3-ubyte"
+    content = {"short": file.read_bytes()[:-1], "long": file.read_bytes() + b"0", "other": struct.pack(">I", 0x0D03)}
+    file.write_bytes(content.get(how, file.read_bytes()))
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte: (cannot be read|holds)"):
+        read(tmp_path)
+
+
+def test_save_to_disk(tmp_path, drawn):
+    import datasets
+
+    pixels, labels = drawn
+    features = datasets.Features({"image": datasets.Image(), "kind": datasets.ClassLabel(names=list("jihgfedcba"))})
+    rows = {"image": [Image.fromarray(image) for image in pixels], "kind": labels}
+    whole = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": whole.select(range(50)), "validation": whole.select(range(50, 60))}).save_to_disk(
+        tmp_path
+    )
+    found = read(tmp_path)
+    held(found, drawn)
+    assert found.classes == list("jihgfedcba"), "in the order of their numbers"
+
+
+def test_columns_and_labels_of_any_name(tmp_path, drawn):
+    """Numbers that do not begin with 0, and files without the metadata of the Hub."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pixels, labels = drawn
+    table = pa.table({"photo": [png(image) for image in pixels], "id": labels, "kind": labels * 3 + 5})
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet", row_group_size=7)
+    with pytest.raises(UserError, match=r"data.image_column = None: split train has no column img or image, but photo"):
+        read(tmp_path)
+    found = read(tmp_path, image_column="photo", label_column="kind")
+    assert found.classes == [str(label * 3 + 5) for label in range(10)]
+    assert len(found.train) == 54
+
+
+def test_one_list_of_classes_for_all_splits(tmp_path):
+    write_images(tmp_path / "train", {"b": 2, "c": 2}, 1)
+    write_images(tmp_path / "test", {"a": 2, "c": 1}, 2)
+    found = read(tmp_path)
+    assert found.classes == ["a", "b", "c"]
+    assert (found.train.targets.tolist(), found.test.targets.tolist()) == ([1, 1, 2, 2], [0, 0, 2])
+
+
+# Pixels
+
+
+def one_image(folder: Path, image: Image.Image, suffix: str = "png", **options) -> Path:
+    """Class folders of which the first image is this one."""
+    write_images(folder / "train", {"a": 1, "b": 1}, 1, size=8)
+    write_images(folder / "test", {"a": 1, "b": 1}, 2, size=8)
+    (folder / "train/a/0.png").unlink()
+    image.save(folder / f"train/a/0.{suffix}", **options)
+    return folder
+
+
+GREY = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+MODES = {
+    "L": Image.fromarray(GREY),
+    "1": Image.fromarray(GREY).convert("1"),
+    "P": Image.fromarray(GREY).convert("RGB").quantize(256),
+    "I;16": Image.fromarray(GREY.astype(np.uint16) * 256 + 200),
+    "LA": Image.merge("LA", [Image.fromarray(GREY), Image.new("L", (8, 8), 255)]),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_become_rgb(tmp_path, mode):
+    found = read(one_image(tmp_path, MODES[mode])).train.inputs[0].permute(1, 2, 0).numpy()
+    grey = np.where(GREY > 127, 255, 0) if mode == "1" else GREY
+    right = found if mode == "1" else np.broadcast_to(grey[:, :, None], (8, 8, 3))  # which is dithered
+    assert np.array_equal(found, right)
+
+
+def test_what_is_transparent_is_white(tmp_path):
+    image = Image.new("RGBA", (8, 8), (200, 0, 0, 0))
+    image.putpixel((1, 0), (10, 20, 30, 255))
+    found = read(one_image(tmp_path, image)).train.inputs[0]
+    assert found[:, 0, 1].tolist() == [10, 20, 30]
+    assert found[:, 0, 0].tolist() == [255, 255, 255]
+
+
+def test_photographs_are_turned_upright(tmp_path):
+    image = Image.new("RGB", (8, 8), "black")
+    image.paste("white", (0, 0, 8, 4))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: its top is on the right
+    found = read(one_image(tmp_path, image, "png", exif=exif)).train.inputs[0]
+    assert found[0, 0].tolist() == [0] * 4 + [255] * 4
+
+
+@pytest.mark.parametrize(
+    ("image", "suffix", "message"),
+    [
+        (
+            Image.fromarray(GREY.astype(np.float32)),
+            "tif",
+            r"0.tif: is an image of Pillow's mode F; save it as 8-bit RGB",
+        ),
+        (Image.fromarray(GREY.astype(np.int32) * 2**16), "tif", r"0.tif: is an image of 32 bits per pixel"),
+        (Image.fromarray(GREY[:6]), "png", r"a/0.png: is 8 x 6 pixels|b/0.png: is 8 x 8 pixels, others are 8 x 6"),
+    ],
+)
+def test_what_cannot_be_taken_is_named(tmp_path, image, suffix, message):
+    with pytest.raises(UserError, match=message):
+        read(one_image(tmp_path, image, suffix))
+
+
+@pytest.mark.parametrize("memory_gb", [4, 0])
+def test_a_broken_file_is_named(tmp_path, memory_gb):
+    folder = one_image(tmp_path, Image.fromarray(GREY))
+    (folder / "test/b/0.png").write_bytes((folder / "test/b/0.png").read_bytes()[:60])
+    with pytest.raises(UserError, match=r"test/b/0.png: is not an image"):
+        read(folder, memory_gb=memory_gb)
+
+
+def test_scaled_to_one_size(tmp_path):
+    """The centred square: red bars left and right of it are cut off."""
+    image = Image.new("RGB", (20, 10), "red")
+    image.paste("blue", (5, 0, 15, 10))
+    folder = one_image(tmp_path, image)
+    found = read(folder, image_size=6)
+    assert found.shape == (3, 6, 6)
+    assert found.train.inputs[0].flatten(1).unique(dim=1).flatten().tolist() == [0, 0, 255]
+    with Image.open(folder / "test/b/0.png") as other:
+        assert np.array_equal(read(folder, image_size=8).test.inputs[1].permute(1, 2, 0), np.asarray(other))
+
+
+# Decoded when read
+
+
+@pytest.mark.parametrize("kind", ["folders", "parquet"])
+def test_what_does_not_fit_is_read_alike(tmp_path, kind):
+    drawn = pictures(50, 10, 1)
+    for split, part in (("train", slice(0, 40)), ("test", slice(40, 50))):
+        write = write_class_folders if kind == "folders" else write_parquet
+        write(tmp_path, split, drawn[0][part], drawn[1][part])
+    drawn_before = torch.get_rng_state()
+    kept, stored = (read(tmp_path, memory_gb=gigabytes) for gigabytes in (4, 0))
+    assert torch.equal(torch.get_rng_state(), drawn_before), "or initial weights would differ"
+    assert isinstance(stored.train, StoredImages)
+    assert len(pickle.dumps(stored.train)) < kept.train.inputs.numel() / 10, "it holds pixels"
+    again = pickle.loads(pickle.dumps(stored.train))
+    for split, other in ((kept.train, again), (kept.test, stored.test)):
+        items = np.random.default_rng(0).permutation(len(split))
+        for one, two in zip(split.read(items), other.read(items), strict=True):
+            assert torch.equal(one, two)
+    assert [stored.train.sha256(), stored.test.sha256()] == [kept.train.sha256(), kept.test.sha256()]
+
+
+@pytest.mark.slow
+def test_training_on_what_does_not_fit_is_the_same(tmp_path):
+    """And a run goes on with them that began with them in memory."""
+    write_parquet(tmp_path, "train", *pictures(50, 10, 1))
+    write_parquet(tmp_path, "test", *pictures(11, 10, 2))
+    own = {"data.name": "images", "data.path": str(tmp_path), "train.epochs": 2}
+    stored = own | {"data.memory_gb": 0, "data.workers": 1}
+    run_ranks(run_small_job, 1, job_config("lenet", tmp_path / "kept", own))
+    run_ranks(run_small_job, 1, job_config("lenet", tmp_path / "changed", own | {"train.epochs": 1}))
+    run_ranks(run_small_job, 1, job_config("lenet", tmp_path / "changed", stored))
+    assert same(weights(tmp_path / "kept/run"), weights(tmp_path / "changed/run"))
+
+
+# Runs
+
+
+def test_a_run_keeps_its_classes(tmp_path):
+    write_images(tmp_path / "one/train", {"cat": 6, "dog": 6}, 1, size=32)
+    write_images(tmp_path / "other/train", {"cat": 6, "owl": 6}, 1, size=32)
+    own = {"data.name": "images", "train.epochs": 1, "train.global_batch_size": 4}
+    run_ranks(run_small_job, 1, job_config("lenet", tmp_path, own | {"data.path": str(tmp_path / "one")}))
+    again = job_config("lenet", tmp_path, own | {"data.path": str(tmp_path / "other"), "train.epochs": 2})
+    with pytest.raises(RankError, match=r"has the classes \['cat', 'owl'\]; the run was started with \['cat', 'dog'\]"):
+        run_ranks(run_small_job, 1, again)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"name": "images"}, "data.path = None: should be the folder of your images"),
+        ({"name": "me/mine", "path": "x"}, "data.path = x: takes the place of me/mine"),
+        ({"name": "mnist"}, "data.name = mnist: .*should be clusters, cifar10, cifar100, images, or OWNER/NAME"),
+    ],
+)
+def test_configurations_that_cannot_be(fields, field):
+    with pytest.raises(UserError, match=field):
+        ClassifierConfig.model_validate({"data": fields, "model": {"name": "lenet"}})
+
+
+FOREIGN = {
+    "digits": {},
+    "photos": {"image_size": 40},
+    "tables": {"image_column": "photo", "label_column": "kind"},
+}
+"""Sets of images that are not CIFAR's, by folder, and the fields by which docs/small-jobs.md trains on them."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOREIGN)
+def test_accuracy_is_that_of_a_plain_loop_on_1_2_and_3_processes(tmp_path, name):
+    """Over all test images, in numbers that no number of processes divides."""
+    write_sets_of_images(tmp_path)
+    fields = FOREIGN[name]
+    own = {"data.name": "images", "data.path": str(tmp_path / name), "train.epochs": 2, "data.memory_gb": 0}
+    own |= {"train.mixed_precision": "no"} | {f"data.{field}": value for field, value in fields.items()}
+    run_ranks(run_small_job, 1, job_config("lenet", tmp_path, own))
+    images = read(tmp_path / name, **fields)
+    lenet = LeNet(len(images.classes), images.shape[1:])
+    lenet.load_state_dict(weights(tmp_path / "run"))
+    right = 0
+    for image, target in zip(images.test.inputs, images.test.targets, strict=True):
+        right += int(lenet(image[None].float() / 127.5 - 1).argmax() == target)
+    more = job_config("lenet", tmp_path, own | {"train.epochs": 3})  # or there would be nothing to build
+    for world in (1, 2, 3):
+        for scores in run_ranks(evaluate_checkpoint, world, more):
+            assert scores["val_accuracy"] == right / len(images.test)
+            assert scores["val_samples"] == len(images.test)
