@@ -128,6 +128,27 @@ class GenerateConfig(Command):
     """where to run; auto: cuda, then mps, then cpu"""
 
 
+class PredictConfig(Command):
+    """predict.py: the classes of images, by a classifier"""
+
+    positional = "run_and_images"
+
+    run_and_images: tuple[str, ...] = ()
+    """a run folder of train_classifier.py (its newest intact checkpoint) or one checkpoint; then images, or folders"""
+    output: str | None = None
+    """jsonl file to write as well, with the probabilities of all classes; null: none"""
+    top: int = Field(default=3, ge=1)
+    """likeliest classes to print of each image"""
+    batch_size: int = Field(default=256, ge=1)
+    """images per forward pass"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to run; auto: cuda, then mps, then cpu"""
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        if len(self.run_and_images) < 2:
+            yield "run_and_images", " ".join(self.run_and_images), "should be a run, then images: runs/NAME photo.jpg"
+
+
 class ExportConfig(Command):
     """export_hf.py: a folder that transformers, and what builds on it, reads"""
 

@@ -18,7 +18,9 @@ PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
 """Pillow's modes of 8 bits that have no transparency, or say it elsewhere."""
 
 
-def pixels(stored: Stored, where: str, size: int | None, as_stored: bool = False) -> np.ndarray:
+def pixels(
+    stored: Stored, where: str, size: int | None, as_stored: bool = False, field: str = "data.path"
+) -> np.ndarray:
     """uint8 [H, W, 3] of an image of any mode; the first frame where there are several.
 
     It is turned upright as its EXIF orientation says; what is transparent is laid on white, and of 16 bits of grey the
@@ -28,6 +30,7 @@ def pixels(stored: Stored, where: str, size: int | None, as_stored: bool = False
         where: the file or row, for messages.
         size: the largest centred square is scaled to so many pixels each way (bicubic); None leaves the size.
         as_stored: take 32 x 32 x 3 alone, as CIFAR has it.
+        field: where the user named it, for messages.
 
     Raises:
         UserError: it is no image, or one of 32 bits per channel.
@@ -36,9 +39,9 @@ def pixels(stored: Stored, where: str, size: int | None, as_stored: bool = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet
             image = _open(stored)
-            found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size))
+            found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size, field))
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError("data.path", where, f"is not an image ({error})") from error
+        raise UserError(field, where, f"is not an image ({error})") from error
     if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
         shape = " x ".join(map(str, found.shape))
         cure = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"
@@ -52,20 +55,20 @@ def _open(stored: Stored) -> Image.Image:
     return Image.open(io.BytesIO(stored if isinstance(stored, bytes) else regular(stored).read_bytes()))
 
 
-def _upright_rgb(image: Image.Image, where: str, size: int | None) -> Image.Image:
+def _upright_rgb(image: Image.Image, where: str, size: int | None, field: str) -> Image.Image:
     image = ImageOps.exif_transpose(image)
     if image.mode in SIXTEEN_BITS:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif image.mode == "I":  # how Pillow opens some files of 16 bits, and those of 32
         values = np.asarray(image)
         if values.min() < 0 or values.max() >= 2**16:
-            raise UserError("data.path", where, "is an image of 32 bits per pixel; save it with 8 or 16")
+            raise UserError(field, where, "is an image of 32 bits per pixel; save it with 8 or 16")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     elif image.mode not in PLAIN:
-        raise UserError("data.path", where, f"is an image of Pillow's mode {image.mode}; save it as 8-bit RGB")
+        raise UserError(field, where, f"is an image of Pillow's mode {image.mode}; save it as 8-bit RGB")
     image = image.convert("RGB")
     if size is not None and image.size != (size, size):
         side = min(image.size)

@@ -129,6 +129,21 @@ def _place(source: str, split: str) -> str:
     return f"{source}, split {split}"
 
 
+def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
+    """Files that are named, and the images in folders that are, in order. Raises: UserError where there are none."""
+    for name in names:
+        if not os.path.isdir(name):
+            yield Path(name)
+            continue
+        try:
+            found = [file for file in find_files(name) if file.suffix.lower() in SUFFIXES]
+        except UserError:
+            found = []
+        if not found:
+            raise UserError(field, name, "has no images in it; name images, or a folder of them")
+        yield from sorted(found, key=str)
+
+
 def _class_folders(folder: str, files: Sequence[Path]) -> dict[str, Split]:
     """`train/CLASS/1.png`, and as much for the other splits; or `CLASS/1.png`, of no split, where there is no folder
     `train` of folders. What is below a class's folder is of the class."""

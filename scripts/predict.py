@@ -1,0 +1,18 @@
+"""Tell the classes of images by a classifier that was trained on images.
+
+python scripts/predict.py runs/photos photo.jpg folder                        # a line for each image
+python scripts/predict.py runs/photos folder --output predictions.jsonl       # with the probabilities of all classes
+"""
+
+from gpt2_ddp.config.cli import run_command
+from gpt2_ddp.config.tools import PredictConfig
+
+
+def main(config: PredictConfig) -> int:
+    from gpt2_ddp.tasks.predict import predict
+
+    return predict(config)
+
+
+if __name__ == "__main__":
+    run_command(PredictConfig, main)

@@ -1,0 +1,141 @@
+"""predict.py: the classes that a plain loop over the same pixels gives; and which script takes a classifier's run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cifar import png, write_images
+from PIL import Image
+from ranks import run_ranks
+from small_jobs import job_config, run_small_job, weights
+
+from gpt2_ddp.config.tools import (
+    EvaluateConfig,
+    ExportConfig,
+    GenerateConfig,
+    PredictConfig,
+    ReportConfig,
+    VerifyConfig,
+)
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.tasks.predict import predict
+from gpt2_ddp.tasks.small_models import LeNet
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`scaled/run`, of images that are scaled to 20 x 20, `kept/run`, of 16 x 16; and `clusters/run`."""
+    folder = tmp_path_factory.mktemp("predict")
+    write_images(folder / "images/train", {"cat": 4, "dog": 3, "owl": 3}, 1)
+    write_images(folder / "images/test", {"cat": 3, "owl": 2}, 2)
+    own = {"data.name": "images", "data.path": str(folder / "images"), "train.epochs": 1, "train.global_batch_size": 4}
+    run_ranks(run_small_job, 1, job_config("lenet", folder / "scaled", own | {"data.image_size": 20}))
+    run_ranks(run_small_job, 1, job_config("lenet", folder / "kept", own))
+    run_ranks(run_small_job, 1, job_config("mlp", folder / "clusters", {"train.epochs": 1}))
+    return folder
+
+
+def predicted(*words: object, **fields) -> PredictConfig:
+    return PredictConfig(run_and_images=tuple(map(str, words)), device="cpu", **fields)
+
+
+def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
+    """A grey photograph of another size, and a folder, in batches that their number is no multiple of."""
+    Image.fromarray(np.arange(40 * 20, dtype=np.uint16).reshape(20, 40).astype(np.uint8)).save(tmp_path / "photo.bmp")
+    output = tmp_path / "predictions.jsonl"
+    images = runs / "images/test"
+    assert (
+        predict(predicted(runs / "scaled/run", tmp_path / "photo.bmp", images, output=str(output), batch_size=4)) == 0
+    )
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    files = [tmp_path / "photo.bmp", *sorted(images.rglob("*.png"), key=str)]
+    assert [line["file"] for line in lines] == [*map(str, files)]
+    model = LeNet(3, (20, 20))
+    model.load_state_dict(weights(runs / "scaled/run"))
+    for file, line, printed in zip(files, lines, capsys.readouterr().out.splitlines(), strict=True):
+        with Image.open(file) as image:
+            square = image.convert("RGB").crop((10, 0, 30, 20)) if image.width == 40 else image.resize((20, 20))
+        pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)[None].float()
+        right = model(pixels / 127.5 - 1).softmax(1)[0].tolist()
+        assert [line["probabilities"][name] for name in ("cat", "dog", "owl")] == pytest.approx(right, abs=1e-5)
+        likeliest = max(line["probabilities"], key=line["probabilities"].get)
+        assert line["class"] == likeliest
+        assert printed.startswith(f"{file}: {likeliest} {max(right):.2%}, ")
+
+
+@pytest.mark.parametrize(
+    ("run", "image", "message"),
+    [
+        (
+            "kept/run",
+            "wide.png",
+            r"wide.png: is 30 x 16 pixels; the run was trained on 16 x 16, without data.image_size",
+        ),
+        ("scaled/run", "no.png", r"no.png: is not an image \(.*No such file"),
+        ("scaled/run", "text.png", r"text.png: is not an image"),
+        ("scaled/run", "empty", r"has no images in it"),
+        ("clusters/run", "wide.png", r"classifies points of clusters, and no images"),
+        ("images", "wide.png", r"holds no intact checkpoint"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image, message):
+    (tmp_path / "wide.png").write_bytes(png(np.zeros((16, 30, 3), np.uint8)))
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=message) as error:
+        predict(predicted(runs / run, tmp_path / image))
+    assert len(error.value.mistakes) == 1
+    assert str(error.value).startswith("run_and_images = ")
+
+
+def test_a_run_alone_is_no_command():
+    with pytest.raises(UserError, match="run_and_images = runs/x: should be a run, then images"):
+        predicted("runs/x")
+
+
+def test_scripts_that_take_any_run(runs, capsys):
+    from gpt2_ddp.reports.report import report
+    from gpt2_ddp.reports.verify import verify_run
+    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+
+    run = str(runs / "scaled/run")
+    assert evaluate_checkpoint(EvaluateConfig(checkpoint=run, device="cpu", mixed_precision="no")) == 0
+    assert "over 5 test images" in capsys.readouterr().out.replace("samples", "images")
+    assert verify_run(VerifyConfig(run=run)) == 0
+    assert report(ReportConfig(runs=(run,))) == 0
+
+
+def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsys):
+    """Of which they lack some, so that by themselves they would be numbered otherwise; and one is none of them."""
+    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+
+    for split in ("train", "test"):
+        write_images(tmp_path / "some" / split, {"dog": 2, "owl": 2}, 3)
+        write_images(tmp_path / "others" / split, {"dog": 2, "yak": 2}, 3)
+    run = runs / "scaled/run"
+    config = EvaluateConfig(checkpoint=str(run), device="cpu", mixed_precision="no")
+    evaluate_checkpoint(config.model_copy(update={"data": str(tmp_path / "some")}))
+    printed = capsys.readouterr().out
+    predict(predicted(run, tmp_path / "some/test", top=1))
+    right = sum(
+        f"/{line.split(': ')[1].split()[0]}/" in line.split(": ")[0] for line in capsys.readouterr().out.splitlines()
+    )
+    assert f"accuracy {right / 4:.6f} over 4 test" in printed
+    with pytest.raises(UserError, match=r"has the label yak; labels are cat, dog, owl"):
+        evaluate_checkpoint(config.model_copy(update={"data": str(tmp_path / "others")}))
+
+
+def test_scripts_that_take_a_gpt_refuse(runs):
+    from gpt2_ddp.export.export import export_hf
+    from gpt2_ddp.tasks.checkpoints import generate_text
+
+    run = str(runs / "scaled/run")
+    for command in (
+        lambda: generate_text(GenerateConfig(checkpoint=run, device="cpu")),
+        lambda: export_hf(ExportConfig(checkpoint=run, output=str(runs / "exported"))),
+    ):
+        with pytest.raises(UserError, match="is of a classifier run, and one of gpt2 is wanted") as error:
+            command()
+        assert len(error.value.mistakes) == 1
