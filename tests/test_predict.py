@@ -107,6 +107,35 @@ def test_scripts_that_take_any_run(runs, capsys):
     assert report(ReportConfig(runs=(run,))) == 0
 
 
+def test_what_is_taken_for_what(runs, capsys):
+    """As predict.py says of the same files; in the evaluation's lines, its files and the report."""
+    from gpt2_ddp.reports.report import report
+    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+
+    run, names = runs / "scaled/run", ["cat", "dog", "owl"]
+    predict(predicted(run, runs / "images/test", top=1))
+    counts = np.zeros((3, 3), int)
+    for line in capsys.readouterr().out.splitlines():
+        file, _, taken = line.partition(": ")
+        counts[names.index(Path(file).parent.name), names.index(taken.split()[0])] += 1
+    evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), device="cpu", mixed_precision="no", batch_size=2))
+    _, *lines = capsys.readouterr().out.splitlines()
+    wrong = {name: row for name, row in zip(names, counts, strict=True) if row.sum() > row[names.index(name)]}
+    assert {line.split(":")[0].strip() for line in lines} == set(wrong)
+    (found,) = (run / "evaluations").glob("step-*")
+    assert json.loads((found / "classes.json").read_text())["confusion"] == counts.tolist()
+    with Image.open(found / "wrong.png") as picture:
+        assert picture.format == "PNG"
+    report(ReportConfig(runs=(str(run),)))
+    page = (run / "report.html").read_text()
+    cells = "".join(f"<td>{count}</td>" for count in counts[0])
+    assert f"<th>cat</th><td>3</td><td>{counts[0, 0] / 3:.2%}</td>" in page
+    assert cells + "</tr>" in page
+    (found / "classes.json").write_text('{"step": 3}')
+    report(ReportConfig(runs=(str(run),)))
+    assert "classes.json: unreadable" in (run / "report.html").read_text()
+
+
 def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsys):
     """Of which they lack some, so that by themselves they would be numbered otherwise; and one is none of them."""
     from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint

@@ -20,6 +20,8 @@ NAMES = ("run_name", "output_dir")
 """Settings that differ between any two runs and say nothing."""
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
 """Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
+MATRIX = 20
+"""Classes whose whole confusion matrix is shown, at most."""
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
@@ -34,6 +36,8 @@ def page(runs: Sequence[RunRecord], pictures: dict[str, Picture], shown: str) ->
     if evaluated:
         table = _table(["", *(run.name for run in evaluated)], _columns([_evaluation(run) for run in evaluated]))
         body += ["<h2>Last evaluation</h2>", table]
+    for run in runs:
+        body += _classes(run)
     notes = [f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]
     if notes:
         body += ["<h2>Not in this report</h2>", "<ul>", *notes, "</ul>"]
@@ -131,6 +135,22 @@ def _evaluation(run: RunRecord) -> dict[str, str]:
         **{f"validation loss of {name[9:]}": _number(row[name], ".4f") for name in row if name.startswith("val_loss/")},
         **{f"tokens seen of {name[7:]}": _number(row[name]) for name in row if name.startswith("tokens/")},
     }
+
+
+def _classes(run: RunRecord) -> list[str]:
+    """Which of a classifier's classes are taken for which, where evaluate.py has counted them."""
+    if not run.classes:
+        return []
+    names, counts = run.classes["classes"], run.classes["confusion"]
+    shown = range(len(names)) if len(names) <= MATRIX else []
+    rows = []
+    for number, (name, row) in enumerate(zip(names, counts, strict=True)):
+        right = f"{row[number] / sum(row):.2%}" if sum(row) else UNKNOWN
+        others = [(count, names[other]) for other, count in enumerate(row) if other != number and count]
+        most = "{1} ({0:,})".format(*max(others)) if others else UNKNOWN
+        rows.append([name, _number(sum(row)), right, most, *(_number(row[other]) for other in shown)])
+    head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
+    return [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:

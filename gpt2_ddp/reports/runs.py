@@ -39,6 +39,7 @@ class RunRecord:
         parameters: as nanoGPT counts them (no position embeddings), in the newest checkpoint; None when there is none.
         tokenizer: its SHA-256, by that checkpoint.
         notes: what was left out, in words.
+        classes: what evaluate.py has found out of a classifier of images: `step`, `classes` by name, their `confusion`.
     """
 
     name: str
@@ -51,6 +52,7 @@ class RunRecord:
     tokenizer: str | None
     notes: list[str]
     unit: str = "tokens"
+    classes: Row = field(default_factory=dict)
     _series: dict[str, Series] = field(default_factory=dict, init=False, repr=False)
 
     def last(self, metric: str) -> Row:
@@ -147,7 +149,12 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         status |= {"state": found.state, "reason": found.detail}
     samples = [row for row in _read_standing(folder / "samples.jsonl", notes)[0] if isinstance(row.get("text"), str)]
     settings, parameters, tokenizer = flat(config), _count_parameters(folder), _tokenizer(folder)
-    return RunRecord(name, rows, events, settings, status, samples, parameters, tokenizer, notes, unit)
+    newest = max(folder.glob("evaluations/step-*/classes.json"), default=None)
+    classes = _read_mapping(newest, notes) if newest else {}
+    if classes and not {"step", "classes", "confusion"} <= classes.keys():
+        classes = {}
+        notes.append("classes.json: unreadable")
+    return RunRecord(name, rows, events, settings, status, samples, parameters, tokenizer, notes, unit, classes)
 
 
 def _read_standing(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:

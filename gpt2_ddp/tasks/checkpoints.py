@@ -32,6 +32,8 @@ from gpt2_ddp.scoring.items import ItemSet
 from gpt2_ddp.scoring.result import Result, judge, save, table
 from gpt2_ddp.scoring.score import answer
 from gpt2_ddp.scoring.sources import load_sets
+from gpt2_ddp.tasks.confusion import classify, confusion, told
+from gpt2_ddp.tasks.confusion import save as save_classes
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
 from gpt2_ddp.tasks.supervised import score_job
@@ -131,8 +133,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     """The scores of `config.tasks` in a table; items and scores are saved as soon as a task is done."""
     model, tokenizer = on_every_rank(accelerator, lambda: load_model(checkpoint))
     size, path = model.config.block_size, checkpoint.path
-    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    folder = Path(config.output or run / "evaluations" / path.name)
+    folder = Path(config.output or _evaluations(checkpoint))
 
     def load() -> list[ItemSet]:
         folders = _settings(config, checkpoint)[1]
@@ -156,6 +157,13 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     return f"items and scores are in {folder}\n{table(results)}"
 
 
+def _evaluations(checkpoint: Checkpoint) -> Path:
+    """The folder for what is found out about a checkpoint."""
+    path = checkpoint.path
+    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return run / "evaluations" / path.name
+
+
 def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """A small job is scored on its own test samples; `data` may name another folder of images."""
     saved = dict(checkpoint.config)
@@ -176,7 +184,19 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
     scores = score_job(accelerator, job, prepared, config.batch_size)
     count = scores.pop("val_samples")
-    return ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
+    line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
+    if not (names := job.facts.get("classes")):
+        return line
+    found = classify(accelerator, job, prepared, config.batch_size)
+    counts = confusion(found, len(names))
+    if not config.data:  # or they would stand for those of the run
+        step, folder = checkpoint.state["step"], _evaluations(checkpoint)
+        try:
+            on_main(accelerator, lambda: save_classes(folder, step, found, counts, names, job.test))
+            line += f"; {folder} has the classes"
+        except UserError as error:  # the run may be another's
+            accelerator.print(f"note: {error}", file=sys.stderr)
+    return "\n".join([line, *filter(None, [told(counts, names)])])
 
 
 def generate_text(config: GenerateConfig) -> int:

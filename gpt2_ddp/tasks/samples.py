@@ -78,7 +78,6 @@ class IndexedSamples(Dataset):
         return inputs, targets, torch.from_numpy(index)
 
 
-@torch.no_grad()
 def score_samples(
     accelerator: Accelerator,
     model: nn.Module,
@@ -87,7 +86,21 @@ def score_samples(
     batch_size: int,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Mean of each score over all samples, equal on every rank.
+    """Mean of each score over all samples, equal on every rank."""
+    names, values = score_each(accelerator, model, samples, score, batch_size, poll)
+    return dict(zip(names, values.mean(0).tolist(), strict=True))
+
+
+@torch.no_grad()
+def score_each(
+    accelerator: Accelerator,
+    model: nn.Module,
+    samples: SampleSet,
+    score: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]],
+    batch_size: int,
+    poll: Callable[[], None] = lambda: None,
+) -> tuple[list[str], Tensor]:
+    """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on every rank.
 
     Accelerate fills up the last batches with samples seen before, and `gather_for_metrics` drops them; that each sample
     was then scored once is checked by its index.
@@ -126,5 +139,4 @@ def score_samples(
     index = torch.cat(indices).cpu()
     if not torch.equal(index.sort().values, torch.arange(len(samples))):
         raise RuntimeError(f"{len(index)} scores for {len(samples)} samples: not each of them once")
-    means = torch.cat(rows).cpu()[index.argsort()].double().mean(0)
-    return dict(zip(names, means.tolist(), strict=True))
+    return names, torch.cat(rows).cpu()[index.argsort()].double()

@@ -1,0 +1,76 @@
+"""Which classes a classifier of images takes for which, each of its test images once; and those it takes wrongly."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from gpt2_ddp.files import write_atomically, writing
+from gpt2_ddp.tasks.samples import SampleSet, score_each
+from gpt2_ddp.tasks.supervised import Job
+
+WORST = 10
+"""Classes that are told."""
+PICTURES, COLUMNS = 24, 6
+"""Wrongly classified images that are drawn, and how many in a row."""
+
+
+def classify(accelerator: Accelerator, job: Job, model: nn.Module, batch_size: int) -> np.ndarray:
+    """int64 [2, N]: each test sample's class, and the one that it is taken for; equal on every rank. Collective."""
+
+    def classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"class": targets, "taken for": model(job.transform(inputs, False)).argmax(1)}
+
+    return score_each(accelerator, model, job.test, classes, batch_size)[1].T.long().numpy()
+
+
+def confusion(found: np.ndarray, classes: int) -> np.ndarray:
+    """int64 [K, K]: how many of class i are taken for class j."""
+    return np.bincount(found[0] * classes + found[1], minlength=classes**2).reshape(classes, classes)
+
+
+def told(counts: np.ndarray, names: Sequence[str]) -> str:
+    """Lines on the classes that are taken wrongly most often, the worst first."""
+    totals, right = counts.sum(1), counts.diagonal()
+    worst = sorted(np.flatnonzero(right < totals), key=lambda k: right[k] / totals[k])
+    lines = []
+    for k in worst[:WORST]:
+        others = counts[k] * (np.arange(len(names)) != k)
+        taken = f"mostly taken for {names[int(others.argmax())]} ({others.max():,})"
+        lines.append(f"  {names[int(k)]}: {right[k]:,} of {totals[k]:,} right, {right[k] / totals[k]:.2%}; {taken}")
+    if len(worst) > WORST:
+        lines.append(f"  and {len(worst) - WORST} more classes that are not all right")
+    return "\n".join(lines)
+
+
+def save(folder: Path, step: int, found: np.ndarray, counts: np.ndarray, names: Sequence[str], test: SampleSet) -> None:
+    """Writes classes.json, which report.py shows, and wrong.png."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"step": step, "classes": [*names], "confusion": counts.tolist()}
+        write_atomically(folder / "classes.json", json.dumps(content))
+        write_atomically(folder / "wrong.png", _draw(found, names, test))
+
+
+def _draw(found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
+    """A PNG of the first images that are taken wrongly, each with its class and the one that it is taken for."""
+    from matplotlib.figure import Figure
+
+    items = np.flatnonzero(found[0] != found[1])[:PICTURES]
+    rows = max(-(-len(items) // COLUMNS), 1)
+    figure = Figure(figsize=(2 * COLUMNS, 2.4 * rows), layout="constrained")
+    places = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    images = test.read(items)[0].permute(0, 2, 3, 1).numpy() if len(items) else []
+    for place in places:
+        place.axis("off")
+    for place, item, image in zip(places, items, images, strict=False):
+        place.imshow(image)
+        one, other = (names[int(number)][:24] for number in found[:, item])
+        place.set_title(f"{one}\ntaken for {other}", fontsize=8, parse_math=False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=80)
+    return file.getvalue()
