@@ -95,6 +95,7 @@ def test_a_run_alone_is_no_command():
         predicted("runs/x")
 
 
+@pytest.mark.slow
 def test_scripts_that_take_any_run(runs, capsys):
     from gpt2_ddp.reports.report import report
     from gpt2_ddp.reports.verify import verify_run
@@ -107,6 +108,7 @@ def test_scripts_that_take_any_run(runs, capsys):
     assert report(ReportConfig(runs=(run,))) == 0
 
 
+@pytest.mark.slow
 def test_what_is_taken_for_what(runs, capsys):
     """As predict.py says of the same files; in the evaluation's lines, its files and the report."""
     from gpt2_ddp.reports.report import report
