@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cifar import pictures, write_cifar, write_class_folders, write_idx, write_parquet
-from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, PageCommand, commands
+from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, TRANSLATED, PageCommand, commands
 from test_launch import environment
 
 from gpt2_ddp.config import cli
@@ -51,6 +51,8 @@ def configuration(script: Path) -> tuple[type, cli.Default]:
 def parse_script(words: list[str], text: str, folder: Path) -> None:
     script, *flags = words
     assert (ROOT / script).is_file(), f"{text}: no {script}"
+    if "run_command" not in (ROOT / script).read_text():
+        return  # a program without flags: that it takes the command is shown where the command is run
     command, default = configuration(ROOT / script)
     for flag, value in pairwise(flags):
         if flag == "--config" and not (ROOT / value).exists() and not (folder / value).exists():
@@ -96,6 +98,12 @@ def parse(command: PageCommand, folder: Path) -> None:
             assert (ROOT / file).is_file(), f"{text}: no {file}"
         if found.training_script.endswith(".py"):
             parse_script([found.training_script, *found.training_script_args], text, folder)
+
+
+@pytest.mark.parametrize("page", TRANSLATED, ids=lambda page: page.name)
+def test_a_translation_has_no_commands_of_its_own(page):
+    english = {" ".join(command.words) for command in commands(page.with_name(page.name.replace(".zh-CN", "")))}
+    assert {" ".join(command.words) for command in commands(page)} <= english
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,0 +1,54 @@
+"""The smallest DDP program on Accelerate: the line y = 2x + 3, found from noisy points.
+
+    python scripts/hello_ddp.py                                               # one process
+    torchrun --standalone --nproc_per_node 2 scripts/hello_ddp.py             # two: on GPUs, or else on the CPU
+    accelerate launch --multi_gpu --num_processes 2 scripts/hello_ddp.py      # the same, on the CPU too
+
+docs/first-steps.md goes through it, beside the same in plain torch.distributed (hello_torch_ddp.py).
+"""
+
+import os
+import sys
+
+import torch
+from accelerate import Accelerator
+
+SEED, TRAIN, TEST = 1337, 10_000, 2_000  # points to train on, and to test on
+EPOCHS, BATCH, LR = 40, 10_000, 0.1  # BATCH: points of one step, over all processes
+
+
+def main() -> None:
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())  # meets the other processes; takes one GPU
+    rank, world, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+
+    generator = torch.Generator().manual_seed(SEED)  # every process makes the same points
+    drawn = [torch.randn(2, n, 1, generator=generator).to(device) for n in (TRAIN, TEST)]
+    (x, y), (test_x, test_y) = [(x, 2 * x + 3 + 0.1 * noise) for x, noise in drawn]
+    torch.manual_seed(SEED)
+    line = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(line.parameters(), LR)
+    model, optimizer = accelerator.prepare(line, optimizer)  # moves the line to the device, and wraps it in DDP
+
+    for epoch in range(EPOCHS):
+        order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(epoch))  # the same on every process
+        for batch in order.split(BATCH):
+            own = batch[rank::world]  # this process's share of the batch
+            loss = ((model(x[own]) - y[own]) ** 2).sum() / len(batch) * world  # as DDP divides by `world`
+            optimizer.zero_grad()
+            accelerator.backward(loss)  # in here, DDP averages the gradients of all processes
+            optimizer.step()
+
+    with torch.no_grad():
+        error = ((line(test_x[rank::world]) - test_y[rank::world]) ** 2).sum()  # each test point on one process
+    error = torch.as_tensor(accelerator.reduce(error, "sum"))
+    if accelerator.is_main_process:  # one process saves and prints
+        os.makedirs("runs", exist_ok=True)
+        torch.save(line.state_dict(), "runs/hello_ddp.pt")
+        print(f"y = {line.weight.item():.4f} x + {line.bias.item():.4f}, loss {error / TEST:.4f}; processes: {world}")
+    accelerator.end_training()  # leaves the process group
+
+
+if __name__ == "__main__":
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count() > 0:
+        sys.exit("error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …")
+    main()

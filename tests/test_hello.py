@@ -1,0 +1,81 @@
+"""The two programs of docs/first-steps.md: any number of processes, and the full job, end at the same line."""
+
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_jobs import newest_checkpoint
+from test_launch import ROOT, TORCHRUN, environment
+
+SCRIPTS = [ROOT / "scripts/hello_ddp.py", ROOT / "scripts/hello_torch_ddp.py"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_it_is_short_and_stands_alone(script):
+    text = script.read_text()
+    assert len(text.splitlines()) < 60
+    assert "gpt2_ddp" not in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_more_processes_than_gpus_end_with_one_line(script, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(signal, "signal", lambda number, action: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match=r"^error: more processes than GPUs; start fewer"):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def run(folder: Path, *command: str | Path) -> str:
+    """What it prints; each process has one thread, as torchrun would have it."""
+    env = environment(OMP_NUM_THREADS="1")
+    found = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def saved_line(file: Path) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in torch.load(file).values()])  # weight, bias
+
+
+@pytest.mark.slow
+def test_all_of_them_end_at_the_same_line(tmp_path):
+    """1 and 2 processes of both programs and of the full job. The last of the 40 steps moves the line by 8e-5."""
+    accelerate, plain = SCRIPTS
+    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
+    commands = [(1, [sys.executable, accelerate]), (2, [*torchrun, accelerate])]
+    commands += [(n, [sys.executable, plain, str(n)]) for n in (1, 2)]
+    ends = []
+    for processes, command in commands:
+        printed = run(tmp_path, *command)
+        assert printed == f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\n"
+        script = next(script for script in SCRIPTS if script in command)
+        ends.append(saved_line(tmp_path / f"runs/{script.stem}.pt"))
+    flags = "--train.global_batch_size 10000 --train.epochs 40 --optim.lr 0.1"
+    assert f"python scripts/train_regression.py {flags}" in (ROOT / "docs/first-steps.md").read_text()
+    for processes in "12":
+        own = ("--launch.processes", processes, "--run_name", processes, "--output_dir", str(tmp_path))
+        own += ("--eval.every", "40", "--checkpoint.save_every", "40")
+        run(tmp_path, sys.executable, ROOT / "scripts/train_regression.py", *flags.split(), *own)
+        saved = load_file(newest_checkpoint(tmp_path / processes) / "model.safetensors")
+        ends.append(torch.stack([saved["linear.weight"][0, 0], saved["linear.bias"][0]]))
+    for end in ends:
+        assert torch.allclose(end, ends[0], rtol=0, atol=1e-6), ends
+
+
+@pytest.mark.slow
+def test_small_batches_train_the_same_on_three_processes(tmp_path):
+    """Batches of 103, which three processes cannot share out equally, and a last one of 9."""
+    ends = []
+    for script, processes in zip(SCRIPTS, "31", strict=True):
+        smaller = tmp_path / script.name
+        smaller.write_text(script.read_text().replace("BATCH, LR = 40, 10_000, 0.1", "BATCH, LR = 1, 103, 0.01"))
+        run(tmp_path, *TORCHRUN, "--standalone", "--nproc_per_node", processes, smaller)
+        ends.append(saved_line(tmp_path / f"runs/{script.stem}.pt"))
+    assert 1.5 < ends[0][0] < 1.7, "far from the end, where another order would not show"
+    assert torch.allclose(*ends, rtol=0, atol=1e-6), ends
