@@ -15,10 +15,11 @@ from gpt2_ddp.benchmark import benchmark, ceiling, checkpoint, gpu, step
 from gpt2_ddp.benchmark.peers import definitions
 from gpt2_ddp.benchmark.sides import NotHere, Turns
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.compare.run import Share
 from gpt2_ddp.compare.table import share_words
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
@@ -81,8 +82,8 @@ def test_the_json_holds_what_it_takes_to_read_the_figures():
 
 
 def test_communication_that_noise_could_be_is_no_figure():
-    assert share_words(0.03, 0.01) == "3.0% ± 1.0%"
-    assert share_words(0.01, 0.02) == share_words(-0.5, 0.02) == "below the noise of ± 2.0%"
+    assert share_words(Share(0.03, 0.01)) == "3.0% ± 1.0%"
+    assert share_words(Share(0.01, 0.02)) == share_words(Share(-0.5, 0.02)) == "below the noise of ± 2.0%"
 
 
 def test_mistakes_come_before_any_work(tmp_path, monkeypatch):
@@ -139,6 +140,7 @@ def test_a_checkouts_classes_are_had_without_its_training(tmp_path):
 def test_the_commands_for_a_gpu_are_such_that_a_script_takes_them(device):
     words = gpu._words(BenchmarkConfig(output="o"), device)
     kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmark": BenchmarkConfig}
+    kinds["compare_parallel"] = CompareConfig
     for name, part in gpu.PARTS.items():
         command = part.format(**words).split()
         script = next(number for number, word in enumerate(command) if word.startswith("scripts/"))

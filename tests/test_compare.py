@@ -16,8 +16,21 @@ from ranks import free_port, run_ranks
 from small_jobs import job_config
 from test_launch import ROOT, environment
 
+from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.bars import draw
-from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_machine, find_notes, read_job, with_data
+from gpt2_ddp.compare.compare import (
+    KINDS,
+    Machine,
+    check_idle,
+    compare,
+    difference,
+    find_machine,
+    find_notes,
+    read_job,
+    read_jobs,
+    steps_for,
+    with_data,
+)
 from gpt2_ddp.compare.run import WARM_UP, Reading, Share, communication_share, measure, peak_memory
 from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown
 from gpt2_ddp.config.jobs import CompareConfig
@@ -51,6 +64,7 @@ def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
     assert difference(files["shorter"], files["single"]).norm > 1e-4  # so that a step that was not taken would show
     assert (ddp.steps, ddp.samples, ddp.parameters) == (single.steps, single.samples, single.parameters)
     assert ddp.metrics == pytest.approx(single.metrics, rel=1e-4)
+    assert ddp.steps_per_epoch == single.steps_per_epoch == {"regression": 9, "mlp": 5}.get(kind, ddp.steps_per_epoch)
     assert (single.communication, len(single.peak_memory), single.threads) == (None, 1, 1)
     assert ddp.communication is not None
     assert -1 < ddp.communication.share < 1
@@ -177,7 +191,7 @@ def test_much_arithmetic_communicates_less(tmp_path):
 
 
 def runs(*seconds: float, communication: Share | None = None) -> list[Reading]:
-    return [Reading(10, 320, s, (300_000_000, 200_000_000), communication, {"val_loss": 1.5}, 7, 1) for s in seconds]
+    return [Reading(10, 320, s, (300_000_000, 200_000_000), communication, {"val_loss": 1.5}, 7, 1, 5) for s in seconds]
 
 
 @pytest.fixture
@@ -215,7 +229,7 @@ def test_the_table(rows):
             "DDP-2",
             "1.25 (1–1.3)",
             "256",
-            "1.76",
+            "1.76 (1.69–2.40)",
             "88%",
             "300",
             "20.0% ± 1.0%",
@@ -230,6 +244,90 @@ def test_the_table(rows):
 def test_the_bars_are_a_picture(rows):
     assert draw(rows).startswith(b"\x89PNG")
     assert draw(rows[:2]).startswith(b"\x89PNG")
+
+
+def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
+    def row(*shares: Share) -> Row:
+        repeats = [runs(1.0, communication=share)[0] for share in shares]
+        return Row(
+            "line", Way("DDP-2", 2, 2), "", repeats, runs(*[1.0] * len(shares)), [Difference(0, 0)] * len(shares)
+        )
+
+    assert row(Share(0.1, 0.03)).communication == Share(0.1, 0.03)
+    assert row(Share(0.1, 0.03), Share(0.1, 0.05), Share(0.1, 0.01)).communication == Share(0.1, 0.03)
+    assert row(Share(0.0, 0.01), Share(0.1, 0.01), Share(0.2, 0.01)).communication == pytest.approx((0.1, 0.1))
+    assert row(Share(-0.02, 0.12)).cells()[7] == "below the noise of ± 12.0%"
+    assert row(Share(-0.02, 0.12)).cells()[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
+
+
+# How long, and what is kept
+
+
+@pytest.fixture
+def no_machine(monkeypatch):
+    """No run is real: a step takes a second, but the first ten take a minute more; the machine is idle."""
+    taken = []
+
+    def run_way(name, job, config, way, steps, weights):
+        taken.append(steps)
+        weights.write_bytes(b"")
+        return runs(60.0 * (steps < 10) + 0.01 * steps)[0]
+
+    monkeypatch.setattr(module, "run_way", run_way)
+    monkeypatch.setattr(module, "difference", lambda one, other: Difference(0.0, 0.0))
+    monkeypatch.setattr(module.psutil, "cpu_percent", lambda interval: 0.0)
+    return taken
+
+
+def test_trials_grow_to_a_tenth_of_the_steps(tmp_path, no_machine):
+    _, job = read_job("regression", CompareConfig(), CPU, tmp_path)
+    single = CPU.ways(())[0][0]
+    assert steps_for("line", job, CompareConfig(seconds=700), single, tmp_path) == 5000
+    assert no_machine == [5, 20, 500], "by the first alone, it would be 58"
+    assert steps_for("line", job, CompareConfig(epochs=4), single, tmp_path) == 4 * 5 - WARM_UP
+
+
+def test_what_was_measured_stays_when_a_later_job_fails(tmp_path, no_machine, monkeypatch, capsys):
+    config = CompareConfig(jobs=("regression", "transformer"), steps=10, repeats=1, device="cpu", output=str(tmp_path))
+    run_way = module.run_way
+
+    def killed(name, *others):
+        if name.startswith("transformer"):
+            raise KeyboardInterrupt
+        return run_way(name, *others)
+
+    monkeypatch.setattr(module, "run_way", killed)
+    with pytest.raises(KeyboardInterrupt):
+        compare(config)
+    found = json.loads((tmp_path / "compare.json").read_text())
+    assert {row["job"] for row in found["rows"]} == {"regression"}
+    assert found["notes"][0] == "not finished: without transformer"
+    assert "- not finished: without transformer" in (tmp_path / "compare.md").read_text()
+    monkeypatch.setattr(module, "run_way", run_way)
+    compare(config)
+    assert "not finished" not in capsys.readouterr().out
+    assert {row["job"] for row in json.loads((tmp_path / "compare.json").read_text())["rows"]} == set(config.jobs)
+
+
+def test_a_busy_machine_stops_the_comparison(tmp_path, no_machine, monkeypatch):
+    assert check_idle(False) == 0
+    monkeypatch.setattr(module.psutil, "cpu_percent", lambda interval: 50.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert check_idle(True) == 2
+    with pytest.raises(UserError, match=r"busy_ok = false: other programs keep 2.0 of 4 cores busy"):
+        compare(CompareConfig(output=str(tmp_path), device="cpu"))
+    assert no_machine == list(tmp_path.iterdir()) == []
+
+
+def test_data_path_goes_to_the_one_job_that_reads_data(tmp_path):
+    images = "classifier:configs/cifar100_lenet.yaml"
+    given = read_jobs(CompareConfig(jobs=("classifier", images), data_path="x"), CPU, tmp_path)
+    assert [job.data.path for _, job in given] == [None, "x"]
+    ((_, gpt2),) = read_jobs(CompareConfig(jobs=("gpt2",), data_path="x"), CPU, tmp_path)
+    assert (gpt2.data.path, gpt2.data.prepare) == ("x", None)
+    for jobs, readers in ((("regression",), "none"), ((images, "gpt2"), "cifar100_lenet, gpt2_30m")):
+        with pytest.raises(UserError, match=f"data_path = x: is for one job .* {readers}"):
+            read_jobs(CompareConfig(jobs=jobs, data_path="x"), CPU, tmp_path)
 
 
 # What cannot be measured, and what is wrong
@@ -294,6 +392,8 @@ def test_mistakes(tmp_path, monkeypatch):
         read_job("lenet", CompareConfig(), CPU, tmp_path)
     with pytest.raises(UserError, match=r"processes = 3: does not divide the global batch of gpt2, 16"):
         read_job("gpt2", CompareConfig(processes=(3,)), CPU, tmp_path)
+    with pytest.raises(UserError, match=r"epochs = 2: says how long to train, and so does steps"):
+        CompareConfig(steps=1, epochs=2)
     with pytest.raises(UserError, match=r"--config = no.yaml"):
         read_job("regression:no.yaml", CompareConfig(), CPU, tmp_path)
     with pytest.raises(UserError, match=r"output = /dev/null/x: cannot be written"):
@@ -312,12 +412,12 @@ def test_one_process_is_no_count_of_ddp():
 @pytest.mark.slow
 def test_the_command(tmp_path, corpus):
     jobs = {}
-    for kind, name in (("regression", "line"), ("mlp", "clusters"), ("gpt2", "tiny")):
+    for kind, name in (("regression", "line"), ("gpt2", "tiny")):
         config = tiny(kind, corpus, tmp_path / "runs").model_dump(mode="json", exclude={"fresh", "launch"})
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-        jobs[name] = f"{'classifier' if kind == 'mlp' else kind}:{tmp_path / name}.yaml"
+        jobs[name] = f"{kind}:{tmp_path / name}.yaml"
     command = [sys.executable, "scripts/compare_parallel.py", "--jobs", *jobs.values(), "--repeats", "2"]
-    command += ["--seconds", "0.1", "--device", "cpu", "--output", str(tmp_path / "out")]
+    command += ["--busy_ok", "--seconds", "0.1", "--device", "cpu", "--output", str(tmp_path / "out")]
     found = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.md", "compare.json", "compare.png"}

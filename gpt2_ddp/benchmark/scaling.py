@@ -10,7 +10,7 @@ from gpt2_ddp.benchmark.sides import NotHere
 from gpt2_ddp.benchmark.step import GPT2_IDS, precisions, random_tokens
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
 from gpt2_ddp.compare.compare import find_machine, read_job, run_way, steps_for
-from gpt2_ddp.compare.run import Reading
+from gpt2_ddp.compare.run import Reading, Share
 from gpt2_ddp.compare.table import Way, share_words
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
@@ -58,7 +58,7 @@ def _note(case: Case, n: int, readings: list[Reading]) -> str:
     efficiency = median(case.ratios("one process")) / n
     shares = [reading.communication for reading in readings if reading.communication]
     noise = max(share.noise for share in shares)
-    words = share_words(median(share.share for share in shares), noise)
+    words = share_words(Share(median(share.share for share in shares), noise))
     return f"{case.what}: efficiency {efficiency:.1%}; exposed communication {words} of a step"
 
 

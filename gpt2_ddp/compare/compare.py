@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +17,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.compare.run import Reading, measure
+from gpt2_ddp.compare.run import WARM_UP, Reading, measure
 from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.jobs import (
@@ -48,11 +49,11 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
 """The jobs: the configuration of each one's script, and the file that stands in when none is named."""
 
 TRIAL = 5
-"""Timed steps of the run that decides how many steps `seconds` are."""
+"""Timed steps of the first run that decides how many steps `seconds` are; the next has a tenth of those at least."""
 STEPS = (5, 5000)
-"""The fewest and the most steps that it may decide for."""
-BUSY = 0.2
-"""Cores in use before the first run, above which the machine was not idle."""
+"""The fewest and the most steps that they may decide for."""
+BUSY = 0.1
+"""Share of the machine's cores in use before the first run, above which it is not idle."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Machine:
 
 
 def compare(config: CompareConfig) -> list[Row]:
-    """The command: measures, prints the table and writes it, its numbers and its bars to `output`.
+    """The command: measures, prints the table and writes it, its numbers and its bars to `output`, after each job anew.
 
     Raises:
         UserError: for whatever the user has to mend.
@@ -92,12 +93,38 @@ def compare(config: CompareConfig) -> list[Row]:
     except OSError as error:
         raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
     os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
-    busy = psutil.cpu_percent(interval=1) / 100 * (os.cpu_count() or 1)
+    rows: list[Row] = []
     with TemporaryDirectory(prefix="compare-") as folder:
-        jobs = [read_job(word, config, machine, Path(folder)) for word in config.jobs]  # all mistakes before any work
-        rows = [row for name, job in jobs for row in compare_job(name, job, config, machine, Path(folder))]
-    notes = [*find_notes(config, machine, busy), *_about_jobs(rows)]
-    table = as_markdown(rows, notes)
+        jobs = read_jobs(config, machine, Path(folder))  # all mistakes before any work
+        busy = check_idle(config.busy_ok)
+        for number, (name, job) in enumerate(jobs, 1):
+            rows += compare_job(name, job, config, machine, Path(folder))
+            notes = find_notes(config, machine, busy)
+            if left := [name for name, _ in jobs[number:]]:
+                notes.insert(0, f"not finished: without {', '.join(left)}")
+            write(output, config, machine, rows, [*notes, *_about_jobs(rows)], busy)
+    print((output / "compare.md").read_text(encoding="utf-8"), end="")
+    return rows
+
+
+def check_idle(busy_ok: bool) -> float:
+    """Cores that other programs keep busy just now. Raises: UserError where they are too many, unless that is fine."""
+    cores = os.cpu_count() or 1
+    busy = psutil.cpu_percent(interval=1) / 100 * cores
+    if busy > BUSY * cores and not busy_ok:
+        cure = (
+            f"other programs keep {busy:.1f} of {cores} cores busy: end them, or say --busy_ok to measure all the same"
+        )
+        raise UserError("busy_ok", "false", cure)
+    return busy
+
+
+def write(
+    output: Path, config: CompareConfig, machine: Machine, rows: list[Row], notes: list[str], busy: float
+) -> None:
+    """What was measured so far, as table, numbers and bars."""
+    from gpt2_ddp.compare.bars import draw  # matplotlib: not before there is something to draw
+
     found = {
         "machine": {"device": machine.device, "gpus": machine.gpus, "cores": machine.cores, "torch": torch.__version__},
         "settings": config.model_dump(mode="json"),
@@ -105,13 +132,9 @@ def compare(config: CompareConfig) -> list[Row]:
         "notes": notes,
         "rows": [row.numbers() for row in rows],
     }
-    write_atomically(output / "compare.md", table + "\n")
+    write_atomically(output / "compare.md", as_markdown(rows, notes) + "\n")
     write_atomically(output / "compare.json", json.dumps(found, indent=1) + "\n")
-    from gpt2_ddp.compare.bars import draw  # matplotlib: not before there is something to draw
-
     write_atomically(output / "compare.png", draw(rows))
-    print(table)
-    return rows
 
 
 def find_machine(device: str) -> Machine:
@@ -119,6 +142,34 @@ def find_machine(device: str) -> Machine:
     kind = pick_device(device).type
     cores = usable_cores()
     return Machine(torch.cuda.device_count(), cores, "cuda") if kind == "cuda" else Machine(0, cores, "cpu")
+
+
+def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tuple[str, TrainingConfig | JobConfig]]:
+    """Every job's name and configuration (`read_job`), and `data_path` given to the one that reads data.
+
+    Raises:
+        UserError: as `read_job`; or there is not exactly one job for `data_path`.
+    """
+    jobs = [read_job(word, config, machine, folder) for word in config.jobs]
+    if config.data_path is None:
+        return jobs
+    readers = [name for name, job in jobs if _reads_data(job)]
+    if len(readers) != 1:
+        cure = f"is for one job that reads images or tokens, and of those named do: {', '.join(readers) or 'none'}"
+        raise UserError("data_path", config.data_path, cure)
+    return [(name, _with_path(job, config.data_path) if name in readers else job) for name, job in jobs]
+
+
+def _reads_data(job: TrainingConfig | JobConfig) -> bool:
+    return isinstance(job, TrainingConfig) or (isinstance(job, ClassifierConfig) and job.data.name != "clusters")
+
+
+def _with_path(job: TrainingConfig | JobConfig, path: str) -> TrainingConfig | JobConfig:
+    assert isinstance(job, TrainingConfig | ClassifierConfig), "others read nothing"
+    own: dict[str, object] = {"path": path}
+    if isinstance(job, TrainingConfig):
+        own["prepare"] = None
+    return job.model_copy(update={"data": job.data.model_copy(update=own)})
 
 
 def read_job(
@@ -208,7 +259,7 @@ def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str
                 notes.append(
                     f"DDP-{n}: too few cores: {wanted} share {machine.cores:g}, so it cannot show its speed-up"
                 )
-    if busy > BUSY:
+    if busy > BUSY * (os.cpu_count() or 1):
         notes.append(f"other programs kept {busy:.1f} cores busy at the start: measure again on an idle machine")
     if config.mixed_precision != "no":
         notes.append(f"in {config.mixed_precision} the ways' parameters part through rounding")
@@ -229,7 +280,8 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
         if row.way.name == "single":
             run = row.runs[0]
             samples = f"{run.samples / run.steps:.3g} samples per step"
-            yield f"{row.job}: {run.parameters:,} parameters, {samples}, {run.steps} steps timed"
+            epochs = (WARM_UP + run.steps) / run.steps_per_epoch
+            yield f"{row.job}: {run.parameters:,} parameters, {samples}, {run.steps} steps timed, {epochs:.3g} epochs"
 
 
 def run_way(
@@ -245,6 +297,15 @@ def run_way(
 
 
 def steps_for(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, single: Way, folder: Path) -> int:
-    """How many steps take one process about `seconds`."""
-    trial = run_way(f"{name}-trial", job, config, single, TRIAL, folder / "trial.safetensors")
-    return min(max(round(config.seconds / trial.seconds * TRIAL), STEPS[0]), STEPS[1])
+    """How many steps take one process about `seconds`, or end with the last of `epochs`.
+
+    A few steps of a small model take as long as chance has it, so trials grow to a tenth of the steps.
+    """
+    steps, wanted = 0, 10 * TRIAL
+    while 10 * steps < wanted:
+        steps = max(ceil(wanted / 10), 4 * steps)
+        trial = run_way(f"{name}-trial-{steps}", job, config, single, steps, folder / "trial.safetensors")
+        if config.epochs:
+            return max(config.epochs * trial.steps_per_epoch - WARM_UP, 1)
+        wanted = min(max(round(config.seconds / trial.seconds * steps), STEPS[0]), STEPS[1])
+    return wanted

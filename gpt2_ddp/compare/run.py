@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -27,6 +28,8 @@ WARM_UP = 3
 """Steps before the clock starts; they train like all others."""
 ROUNDS = 5
 """Pairs of readings, with and without synchronised gradients."""
+BLOCK = 500
+"""The most steps of one such reading: a long training would otherwise take twice as long."""
 
 
 class Share(NamedTuple):
@@ -35,6 +38,11 @@ class Share(NamedTuple):
 
     share: float
     noise: float
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is more than its noise."""
+        return self.share > self.noise
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class Reading:
         metrics: val_loss and others of the final parameters.
         parameters: how many the model has.
         threads: of each process.
+        steps_per_epoch: that one pass over the training samples takes.
     """
 
     steps: int
@@ -61,6 +70,7 @@ class Reading:
     metrics: dict[str, float | int]
     parameters: int
     threads: int
+    steps_per_epoch: int
 
 
 def measure(
@@ -90,7 +100,7 @@ def measure(
         parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
         if accelerator.is_main_process:
             save_file(parameters, weights)
-        share = communication_share(run, max(steps // (2 * ROUNDS), 1))
+        share = communication_share(run, min(max(steps // (2 * ROUNDS), 1), BLOCK))
         ranks = gather_object([(seconds, memory, share)])
         accelerator.end_training()
     return Reading(
@@ -102,6 +112,7 @@ def measure(
         metrics=metrics,
         parameters=sum(value.numel() for value in parameters.values()),
         threads=torch.get_num_threads(),
+        steps_per_epoch=ceil(len(run.task.feed.order) / run.task.feed.step_size),
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from gpt2_ddp.compare.run import Reading, Share
@@ -12,7 +12,7 @@ HEADER = (
     "way",
     "wall s (min–max)",
     "samples/s",
-    "speed-up",
+    "speed-up (min–max)",
     "efficiency",
     "peak MB per process",
     "communication",
@@ -76,9 +76,13 @@ class Row:
 
     @property
     def communication(self) -> Share | None:
-        """Median share of a step, and median noise; None for one process, where there is none."""
-        shares = [run.communication for run in self.runs if run.communication is not None]
-        return Share(*map(median, zip(*shares, strict=True))) if shares else None
+        """Median share of a step; None for one process, where there is none. The noise is the median within a repeat,
+        or between the repeats, where that is more."""
+        found = [run.communication for run in self.runs if run.communication is not None]
+        if not found:
+            return None
+        shares, noises = zip(*found, strict=True)
+        return Share(median(shares), max(median(noises), stdev(shares) if len(shares) > 1 else 0.0))
 
     @property
     def peak_memory(self) -> int:
@@ -96,6 +100,7 @@ class Row:
             "threads": first.threads,
             "steps": first.steps,
             "samples": first.samples,
+            "steps_per_epoch": first.steps_per_epoch,
             "seconds": self.seconds,
             "seconds_of_each_run": [run.seconds for run in self.runs],
             "samples_per_second": first.samples / self.seconds,
@@ -123,21 +128,28 @@ class Row:
         return [
             self.job,
             self.way.name,
-            f"{self.seconds:.3g} ({min(times):.3g}–{max(times):.3g})",
+            _with_extremes(self.seconds, times, "{:.3g}"),
             f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
-            f"{self.speed_up:.2f}",
+            _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
             f"{found['efficiency']:.0%}",
             f"{self.peak_memory / 1e6:,.0f}",
-            "–" if share is None else share_words(*share),
+            "–" if share is None else share_words(share),
             f"{metric} {metrics[metric]:.4f}" if metric else "–",
             f"{found['difference_norm']:.1e}",
             f"{found['difference_largest']:.1e}",
         ]
 
 
-def share_words(share: float, noise: float) -> str:
+def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
+    """A figure with the least and the most of its readings; alone, where these are equal, as those of one run are."""
+    least, most = min(readings), max(readings)
+    extremes = f" ({layout.format(least)}–{layout.format(most)})" if least < most else ""
+    return layout.format(value) + extremes
+
+
+def share_words(share: Share) -> str:
     """A share with its noise, or that it is lost in it."""
-    return f"{share:.1%} ± {noise:.1%}" if share > noise else f"below the noise of ± {noise:.1%}"
+    return f"{share.share:.1%} ± {share.noise:.1%}" if share.measured else f"below the noise of ± {share.noise:.1%}"
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:

@@ -261,14 +261,24 @@ class CompareConfig(Command):
     """about how long one process is timed; it decides how many steps are timed, the same for every way"""
     steps: int | None = Field(default=None, ge=1)
     """time this many steps, whatever they take"""
+    epochs: int | None = Field(default=None, ge=1)
+    """train each way for so many passes over the training samples, whatever they take; not together with steps"""
+    data_path: str | None = None
+    """folder with the data of the one job that reads any: images of a classifier, or tokens of gpt2"""
     threads: int = Field(default=1, ge=1)
     """threads per process, the same for every way, or one process would have the cores of all"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """of every job; only without (fp32) do the ways end with the same parameters"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: cuda, then cpu"""
+    busy_ok: bool = False
+    """measure though other programs keep the machine busy; a note below the table says so"""
     output: str = "runs/compare"
     """folder for compare.md, compare.json and compare.png"""
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        if self.steps and self.epochs:
+            yield "epochs", self.epochs, "says how long to train, and so does steps; give one of them"
 
     @field_validator("processes")
     @classmethod
