@@ -6,8 +6,6 @@
 # SIGTERM (`docker stop`, a preempted machine, a deleted pod) goes to the ranks alone of accelerate and torchrun. All save
 # and end by themselves, and so does the launcher; signalled itself, it kills its ranks 30 s later, saved or not.
 run=$1
-"${@:2}" &
-command=$!
 stop() {
     stopped=1
     local ranks=
@@ -15,7 +13,10 @@ stop() {
     # unquoted: several of them. A launcher that has none yet has nothing to lose
     kill -TERM ${ranks:-$command}
 } 2>/dev/null
-trap 'stop "$2"' TERM INT
+trap 'stop "$2"' TERM INT  # before there is anything to stop
+"${@:2}" &
+command=$!
+[[ $stopped ]] && stop "$2"
 while
     wait "$command"  # a signal makes it return
     code=$?
