@@ -1,21 +1,28 @@
 """Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise after any stop."""
 
 import json
+import math
 import random
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from cifar import write_cifar
+from cifar import pictures, write_cifar, write_parquet
 from ranks import RankError, run_ranks, start_ranks
 from small_jobs import job_config, killed_job, newest_checkpoint, rows, run_small_job, same, signalled_job, weights
 
+from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Order
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.tasks.samples import Samples, score_samples
+from gpt2_ddp.tasks.small_models import ResNet18
+from gpt2_ddp.tasks.supervised import job_schedule
 
 
 @pytest.fixture(scope="session")
@@ -122,6 +129,111 @@ def test_accumulated_gradients_are_reduced_once_a_step(tmp_path):
     """24 samples in micro-batches of 4, 101 samples: 5 steps an epoch, the last one short."""
     for counted, model in run_ranks(reduced_bytes, 2, job_config("mlp", tmp_path)):
         assert counted == 4 * 5 * model
+
+
+# Schedules
+
+
+def test_rates_by_epochs(tmp_path):
+    """Of 7 steps each."""
+    changes = {"optim.lr": 0.2, "optim.warmup_epochs": 1, "optim.schedule": "cosine"}
+    cosine = job_schedule(job_config("regression", tmp_path, changes), 0.2, 7)
+    assert [cosine(step) for step in (1, 7, 14, 28)] == pytest.approx([0.2 / 7, 0.2, 0.15, 0.0], abs=1e-15)
+    changes |= {"optim.schedule": "step", "optim.step_epochs": (2, 3.5), "optim.step_factor": 0.5}
+    steps = job_schedule(job_config("regression", tmp_path, changes), 0.2, 7)
+    assert [steps(step) for step in (7, 14, 15, 24, 25)] == pytest.approx([0.2, 0.2, 0.1, 0.1, 0.05])
+    constant = job_schedule(job_config("regression", tmp_path), 0.01, 7)
+    assert {constant(step) for step in (1, 28, 10**6)} == {0.01}
+    share = warm_up_and_cosine(7, 28)
+    assert [cosine(step) for step in range(1, 29)] == pytest.approx([0.2 * share(i) for i in range(28)], abs=1e-15)
+
+
+def warm_up_and_cosine(warm_up: int, steps: int) -> Callable[[int], float]:
+    """What PyTorch's LambdaLR multiplies the rate by, in step i, of which its first is 0."""
+
+    def share(i: int) -> float:
+        if i + 1 < warm_up:
+            return (i + 1) / warm_up
+        return (1 + math.cos(math.pi * (i + 1 - warm_up) / (steps - warm_up))) / 2
+
+    return share
+
+
+@pytest.mark.parametrize(
+    ("changes", "mistake"),
+    [
+        ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
+        ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the rate falls"),
+        ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should rise"),
+        ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should rise, and begin above 0"),
+        ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most those of the run (4, train.epochs)"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["regression", "mlp", "transformer"])
+def test_a_schedule_that_is_none(tmp_path, kind, changes, mistake):
+    with pytest.raises(UserError) as error:
+        job_config(kind, tmp_path, {f"optim.{name}": value for name, value in changes.items()})
+    assert [line.startswith(f"optim.{mistake}") for line in error.value.mistakes] == [True]
+
+
+def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
+    """Stopped inside an epoch; another end would be another past."""
+    changes = {"optim.schedule": "cosine", "optim.warmup_epochs": 1.5}
+    run_ranks(run_small_job, 1, job_config("regression", tmp_path / "whole", changes))
+    parts = job_config("regression", tmp_path / "parts", changes)
+    assert run_ranks(signalled_job, 1, parts, 14, signal.SIGTERM) == ["stopped"]
+    with pytest.raises(RankError, match=r"train.epochs = 6: the run was started with 4; give that back"):
+        run_ranks(run_small_job, 1, job_config("regression", tmp_path / "parts", {**changes, "train.epochs": 6}))
+    run_ranks(run_small_job, 1, parts)
+    assert same(weights(tmp_path / "whole/run"), weights(tmp_path / "parts/run"))
+    assert_same_rows(tmp_path)
+    rates = [row["lr"] for row in rows(tmp_path / "parts/run")[1:]]
+    assert (max(rates), rates[-1]) == (rates[13], 0.0)
+    assert verify_run(VerifyConfig(run=str(tmp_path / "parts/run"))) == 0
+    file = tmp_path / "parts/run/metrics.jsonl"
+    file.write_text(file.read_text().replace(f'"lr": {rates[20]}', f'"lr": {rates[19]}'))
+    assert verify_run(VerifyConfig(run=str(tmp_path / "parts/run"))) == 1
+    assert f"lr of step 21 is {rates[19]}, not {rates[20]}" in capsys.readouterr().out
+
+
+def resnet18_by_hand(config, images: np.ndarray, labels: np.ndarray) -> list[float]:
+    """The losses of its steps in plain PyTorch; a rank's work, as sums are in an order of their own for each number of
+    threads."""
+    optim, size, epochs = config.optim, config.train.global_batch_size, config.train.epochs
+    torch.manual_seed(config.seed)
+    model = ResNet18(10)
+    optimizer = torch.optim.SGD(model.parameters(), optim.lr, optim.momentum, weight_decay=optim.weight_decay)
+    steps = len(images) // size
+    share = warm_up_and_cosine(round(optim.warmup_epochs * steps), epochs * steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+    inputs = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous() / 127.5 - 1
+    order = Order(config.seed, len(images)).at(np.arange(epochs * len(images))).astype("int64")
+    losses = []
+    for batch in torch.from_numpy(order).split(size):
+        loss = torch.nn.functional.cross_entropy(model(inputs[batch]), torch.from_numpy(labels)[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_resnet18_trains_as_in_plain_pytorch(tmp_path):
+    """50 steps of SGD with momentum and weight decay, warm-up and cosine: the same losses to 1e-5."""
+    images, labels = pictures(80, 10, size=8)
+    write_parquet(tmp_path / "data", "train", images, labels)
+    write_parquet(tmp_path / "data", "test", images[:10], labels[:10])
+    changes = {"data.name": "images", "data.path": str(tmp_path / "data"), "train.mixed_precision": "no"}
+    changes |= {"train.epochs": 10, "train.global_batch_size": 16, "train.micro_batch_size": 16}
+    changes |= {"eval.every": 10, "checkpoint.save_every": 10}
+    optim = {"lr": 0.002, "momentum": 0.9, "weight_decay": 5e-4, "schedule": "cosine", "warmup_epochs": 2}
+    config = job_config("resnet18", tmp_path, changes | {f"optim.{name}": value for name, value in optim.items()})
+    run_ranks(run_small_job, 1, config)
+    [losses] = run_ranks(resnet18_by_hand, 1, config, images, labels)
+    assert len(losses) == 50
+    assert [row["loss"] for row in rows(tmp_path / "run")[1:]] == pytest.approx(losses, rel=1e-5, abs=1e-5)
 
 
 # Scores

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -22,12 +23,21 @@ class LaunchConfig(Section):
 
 
 class JobOptimConfig(ClipConfig):
-    """The optimizer"""
+    """The optimizer and its schedule"""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
     """optimizer, fused"""
     lr: float = Field(default=0.01, gt=0)
-    """learning rate, constant"""
+    """peak learning rate"""
+    schedule: Literal["constant", "cosine", "step"] = "constant"
+    """after the warm-up: constant; half a cosine to 0 at the end of train.epochs, which then have to stay; or step,
+    times step_factor after each of step_epochs"""
+    warmup_epochs: float = Field(default=0, ge=0)
+    """epochs of linear warm-up to lr"""
+    step_epochs: tuple[float, ...] = ()
+    """step: the epochs after which the rate falls, like 15 25"""
+    step_factor: float = Field(default=0.1, gt=0)
+    """step: what the rate is multiplied by there"""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """sgd: momentum"""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -73,7 +83,7 @@ class JobCheckpointConfig(KeepConfig):
 class JobConfig(RunConfig):
     """A small supervised job"""
 
-    kept = ("seed", "data", "model", "optim", "train.global_batch_size")
+    kept = ("seed", "data", "model", "optim", "train.global_batch_size", "train.epochs")
 
     scale_with_processes: bool = False
     """multiply global_batch_size and lr by the number of processes, as tutorials do; off, they mean the whole world"""
@@ -88,6 +98,23 @@ class JobConfig(RunConfig):
     @property
     def backend(self) -> str:
         return self.launch.backend
+
+    def may_change(self, name: str, before: Any, step: int) -> bool:
+        """The end of a run, unless a cosine goes there."""
+        return name == "train.epochs" and self.optim.schedule != "cosine"
+
+    def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        optim, epochs = self.optim, self.train.epochs
+        given = list(optim.step_epochs)
+        if optim.warmup_epochs > epochs:
+            cure = f"should be at most those of the run ({epochs}, train.epochs)"
+            yield "optim.warmup_epochs", optim.warmup_epochs, cure
+        if optim.step_epochs and optim.schedule != "step":
+            yield "optim.step_epochs", given, "is for --optim.schedule step; give that too, or leave this away"
+        if optim.schedule == "step" and not optim.step_epochs:
+            yield "optim.step_epochs", given, "should be the epochs after which the rate falls, like 15 25"
+        if any(later <= before for before, later in pairwise((0, *optim.step_epochs))):
+            yield "optim.step_epochs", given, "should rise, and begin above 0"
 
 
 class RegressionDataConfig(Section):
@@ -179,6 +206,7 @@ class ClassifierConfig(JobConfig):
     model: ClassifierModelConfig = ClassifierModelConfig()
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        yield from super().mistakes()
         images = self.data.images
         if images and self.model.name == "mlp":
             yield "model.name", "mlp", f"is for the clusters; for {self.data.name} use lenet or resnet18"
@@ -200,7 +228,8 @@ class ClassifierConfig(JobConfig):
         return self.data.workers if self.data.images else 0
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        return name in ("data.memory_gb", "data.workers")  # where images are decoded, not which
+        decoding = name in ("data.memory_gb", "data.workers")  # where images are decoded, not which
+        return decoding or super().may_change(name, before, step)
 
 
 class SequenceDataConfig(Section):
@@ -238,6 +267,7 @@ class TransformerConfig(JobConfig):
     model: TransformerModelConfig = TransformerModelConfig()
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
+        yield from super().mistakes()
         model = self.model
         if model.n_embd % model.n_head or model.n_embd % 2:
             cure = f"should be even and a multiple of model.n_head ({model.n_head}), like {2 * model.n_head}"

@@ -75,7 +75,7 @@ class Schedule:
     def __init__(self, config: RunConfig, history: History, validates: bool, begun: bool):
         self.config, self.history, self.validates, self.begun = config, history, validates, begun
         self.steps: int | None = None  # of the whole run, by the start in force; None before the first one
-        self.rate: float | None = None  # of a small job
+        self.peak: float | None = None  # rate of a small job
         self.reached, self.saved_to = -1, 0  # steps of which rows and checkpoints have been looked for
         self.saved: set[int] = set()
         self.owed: tuple[int, Due | None] = (-1, None)  # a step whose row the next session writes; None: it may
@@ -135,7 +135,7 @@ class Schedule:
             self.config = read_config(self.config.kind, row["config"], "metrics.jsonl")
         except UserError as error:
             yield from error.mistakes
-        self.steps, self.rate, self.saved_to = row["steps"], row.get("lr"), step
+        self.steps, self.peak, self.saved_to = row["steps"], row.get("lr"), step
         self.saved.add(step)
 
     def _missing(self, end: int, one_in_flight: bool = False) -> Iterator[str]:
@@ -180,4 +180,8 @@ class Schedule:
             optim = self.config.optim
             return lr_at(step, optim) if optim.decay_steps or optim.schedule == "constant" else None
         assert isinstance(self.config, JobConfig), "the other kinds"
-        return self.rate if self.rate or self.config.scale_with_processes else self.config.optim.lr
+        peak = self.peak if self.peak or self.config.scale_with_processes else self.config.optim.lr
+        if not peak:
+            return None
+        feed = self.history.feed
+        return supervised.job_schedule(self.config, peak, math.ceil(len(feed.order) / feed.step_size))(step)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
+from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
 from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.processes.watch import Watch
 from gpt2_ddp.run.checkpoint import Checkpoint
@@ -119,12 +121,13 @@ class Supervised:
             workers=self.job.train.workers,
         )
         self.model = self.job.model
+        self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
 
     def build_optimizer(self) -> Optimizer:
         return build_job_optimizer(self.model, self.config.optim, self.lr)
 
     def lr_at(self, step: int) -> float:
-        return self.lr
+        return self._rate(step)
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Sum of the samples' losses, of inputs that are transformed as in training."""
@@ -176,6 +179,28 @@ def score_job(
 
     found = score_samples(accelerator, model, job.test, score, batch_size, poll)
     return {f"val_{name}": value for name, value in found.items()} | {"val_samples": len(job.test)}
+
+
+def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[int], float]:
+    """The learning rate of each optimizer step, of which the first is 1: that of `model.optim.lr_at`, in epochs.
+
+    Args:
+        lr: the peak, of all processes. epoch_steps: optimizer steps of an epoch.
+    """
+    optim = config.optim
+    in_steps = OptimConfig(
+        lr=lr,
+        min_lr=0.0,
+        schedule="cosine" if optim.schedule == "cosine" else "constant",
+        warmup_steps=round(optim.warmup_epochs * epoch_steps),
+        decay_steps=config.train.epochs * epoch_steps,
+    )
+
+    def rate(step: int) -> float:
+        falls = sum(step > epoch * epoch_steps for epoch in optim.step_epochs)
+        return lr_at(step, in_steps) * optim.step_factor**falls
+
+    return rate
 
 
 def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> Optimizer:
