@@ -1,12 +1,13 @@
 """Supervised: equal to a hand-written loop on any number of processes, exact in its scores, bitwise after any stop."""
 
+import io
 import json
 import math
 import random
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from functools import partial
 
 import numpy as np
@@ -14,15 +15,19 @@ import pytest
 import torch
 from cifar import pictures, write_cifar, write_parquet
 from ranks import RankError, run_ranks, start_ranks
+from safetensors.torch import load_file
 from small_jobs import job_config, killed_job, newest_checkpoint, rows, run_small_job, same, signalled_job, weights
 
+from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER
+from gpt2_ddp.run.snapshot import clear_moments
 from gpt2_ddp.tasks.samples import Samples, score_samples
 from gpt2_ddp.tasks.small_models import ResNet18
-from gpt2_ddp.tasks.supervised import job_schedule
+from gpt2_ddp.tasks.supervised import build_job_optimizer, job_schedule
 
 
 @pytest.fixture(scope="session")
@@ -370,6 +375,47 @@ def test_a_finished_run_says_so_and_more_epochs_go_on(tmp_path):
     run_ranks(run_small_job, 1, job_config("regression", tmp_path / "straight", {"train.epochs": 6}))
     one, other = weights(tmp_path / "straight/run"), weights(tmp_path / "run")
     assert all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
+
+
+def printed_job(config) -> str:
+    with redirect_stdout(io.StringIO()) as printed:
+        run_small_job(config)
+    return printed.getvalue()
+
+
+def test_checkpoints_without_moments(tmp_path, capsys):
+    """Adam's are two thirds. A resumed run says that they begin anew, and is intact; no replay is claimed."""
+    changes = {"train.epochs": 2, "checkpoint.save_optimizer": False}
+    run_ranks(run_small_job, 1, job_config("mlp", tmp_path, {**changes, "checkpoint.save_optimizer": True}))
+    bare = tmp_path / "bare"
+    assert "moments" not in run_ranks(printed_job, 1, job_config("mlp", bare, changes))[0]
+    sizes = [
+        sum((newest_checkpoint(place / "run") / name).stat().st_size for name in (MODEL, OPTIMIZER))
+        for place in (tmp_path, bare)
+    ]
+    assert sizes[1] < 0.4 * sizes[0]
+    assert load_file(newest_checkpoint(bare / "run") / OPTIMIZER) == {}
+    assert same(weights(tmp_path / "run"), weights(bare / "run"))
+    changes |= {"train.epochs": 3, "checkpoint.save_optimizer": True}
+    [printed] = run_ranks(printed_job, 1, job_config("mlp", bare, changes))
+    assert printed.count("note: the checkpoint of step 10 has no moments of the optimizer") == 1
+    moments = load_file(newest_checkpoint(bare / "run") / OPTIMIZER)
+    assert (newest_checkpoint(bare / "run").name, moments["step.0.weight"].item()) == ("step-00000015", 5)
+    assert verify_run(VerifyConfig(run=str(bare / "run"), replay="10:15")) == 0
+    assert "note    replay from step 10 to 15: its checkpoint has no moments" in capsys.readouterr().out
+
+
+def test_moments_begin_at_zero_again_in_place():
+    """What a skipped first step leaves untouched has to be there."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = build_job_optimizer(torch.nn.ParameterList([parameter]), JobOptimConfig(momentum=0.9), 0.1)
+    parameter.sum().backward()
+    optimizer.step()
+    buffer = optimizer.state[parameter]["momentum_buffer"]
+    assert buffer.tolist() == [1, 1, 1]
+    clear_moments(optimizer)
+    assert optimizer.state[parameter]["momentum_buffer"] is buffer
+    assert buffer.tolist() == [0, 0, 0]
 
 
 def test_a_folder_of_images_may_move(tmp_path, cifar):

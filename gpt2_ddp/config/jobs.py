@@ -78,6 +78,8 @@ class JobCheckpointConfig(KeepConfig):
     """epochs between checkpoints; a stop and the last epoch always save one"""
     keep_last: int = Field(default=2, ge=1)
     """newest verified checkpoints to keep, besides the one with the lowest loss on the test samples"""
+    save_optimizer: bool = True
+    """false: weights alone, a third of the size under Adam; a run that is resumed begins with moments of zero"""
 
 
 class JobConfig(RunConfig):

@@ -138,6 +138,11 @@ class RunConfig(Command):
         return getattr(self.guard, "rollbacks", 0)
 
     @property
+    def saves_moments(self) -> bool:
+        """Whether checkpoints hold the optimizer's state: `checkpoint.save_optimizer`."""
+        return getattr(self.checkpoint, "save_optimizer", True)
+
+    @property
     def loader_workers(self) -> int:
         """Loader processes per rank: `data.workers`."""
         return getattr(getattr(self, "data", None), "workers", 0)

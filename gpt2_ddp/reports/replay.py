@@ -94,7 +94,9 @@ def plan(run: Path, steps: str) -> Span:
     return Span(start, stop, own)
 
 
-def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None) -> Iterator[tuple[str, list[str]]]:
+def replay(
+    run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
+) -> Iterator[tuple[str, list[str] | None]]:
     """Trains the span again, each stretch from one checkpoint to the next on its own: where the run was stopped, it may
     have gone on with other processes, and a defect stays in its stretch. Rows are compared, and weights and moments
     where a stretch ends with a checkpoint.
@@ -104,7 +106,7 @@ def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
         data: folder of shards in place of the configured one.
 
     Yields:
-        Of each stretch, what was compared, and what is wrong.
+        Of each stretch, what was compared, and what is wrong; None where it cannot be trained again.
 
     Raises:
         UserError: the data are not those of the run, or this machine cannot train it.
@@ -128,9 +130,11 @@ def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
 
 def _replay_stretch(
     run: Path, span: Span, checkpoints: dict[int, Checkpoint], maker: Checkpoint | None, data: str | None
-) -> tuple[str, list[str]]:
+) -> tuple[str, list[str] | None]:
     what = f"replay from step {span.start} to {span.stop}"
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
+    if not begin.state.get("moments", True):  # zero, or those of the steps before: nobody wrote down which
+        return f"{what}: its checkpoint has no moments (checkpoint.save_optimizer), and training again takes them", None
     files = [*([maker.path / CONFIG] if maker else []), run / CONFIG]
     if defects := [f"{file.relative_to(run)}: {mistake}" for file in files for mistake in _changes(begin, file)]:
         return what, defects
@@ -150,7 +154,8 @@ def _replay_stretch(
         if end and bits:
             ours = again / "checkpoints" / f"step-{span.stop:08d}"
             defects += [defect for name in (MODEL, OPTIMIZER) for defect in _tensors(run, end.path / name, ours / name)]
-    compared = f"{len(span.rows)} row{'s' * (len(span.rows) != 1)}" + ", weights and moments" * bits
+    saved = "weights and moments" if end and end.state.get("moments", True) else "weights"
+    compared = f"{len(span.rows)} row{'s' * (len(span.rows) != 1)}" + f", {saved}" * bits
     compared += " (but not what its tasks scored)" * bool(begin.state.get("tasks"))
     how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
     return f"{what} by {processes} process{'es' * (processes > 1)}: {compared}, {how}", defects

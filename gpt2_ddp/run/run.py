@@ -33,7 +33,7 @@ from gpt2_ddp.run.peaks import device_name
 from gpt2_ddp.run.progress import Progress
 from gpt2_ddp.run.rows import finite
 from gpt2_ddp.run.sentinel import check_replicas
-from gpt2_ddp.run.snapshot import Snapshot, moments_of, put_moments, put_weights, weights_of
+from gpt2_ddp.run.snapshot import Snapshot, clear_moments, moments_of, put_moments, put_weights, weights_of
 from gpt2_ddp.run.stop import GivenUp, StopRequest
 from gpt2_ddp.run.task import MakeTask, Poll, Sample, Scores, Task
 
@@ -184,6 +184,8 @@ class Run(Progress):
         skipped, guard, facts = round(self.skipped.item()), self.guard.state(), self._facts()
         if self.folder is None:
             return None
+        moments = moments_of(task.model, self.optimizer.optimizer)
+        left_out = bool(moments) and not self.config.saves_moments
         state = {
             **self.standing(),
             "position": feed.position,
@@ -197,10 +199,11 @@ class Run(Progress):
             "guard": guard,
             "metrics_chain": self.folder.chain,
             "scaler": scaler.state_dict() if scaler else None,
+            **({"moments": False} if left_out else {}),
             **facts,
         }
-        moments = moments_of(task.model, self.optimizer.optimizer)
-        return Snapshot(finite(state), dump(self.config), weights_of(task.model), moments, task.files)
+        kept = {} if left_out else moments
+        return Snapshot(finite(state), dump(self.config), weights_of(task.model), kept, task.files)
 
     def _facts(self) -> dict[str, Any]:
         """What this process trains, and with what: in its checkpoints, and in the row of its start."""
@@ -222,7 +225,14 @@ class Run(Progress):
         task, held = self.task, snapshot or Snapshot({}, "", {}, {})
         state = on_main(self.accelerator, lambda: held.state)
         put_weights(self.accelerator, held.model, task.model)
-        put_moments(self.accelerator, held.optimizer, task.model, self.optimizer.optimizer)
+        if state.get("moments", True):
+            put_moments(self.accelerator, held.optimizer, task.model, self.optimizer.optimizer)
+        else:
+            clear_moments(self.optimizer.optimizer)
+            self.accelerator.print(
+                f"note: the checkpoint of step {state['step']} has no moments of the optimizer "
+                "(checkpoint.save_optimizer): they begin at zero again"
+            )
         if state.get("scaler") and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.stand_at(state)

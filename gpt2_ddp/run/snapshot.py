@@ -108,6 +108,14 @@ def put_moments(accelerator: Accelerator, moments: dict[str, Tensor], model: nn.
 
 
 @torch.no_grad()
+def clear_moments(optimizer: Optimizer) -> None:
+    """Gives the optimizer the state of zeros that it began with; in place where there is state already."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+@torch.no_grad()
 def share(accelerator: Accelerator, tensors: dict[str, Tensor]) -> None:
     """Gives every rank the main process's values of these tensors, in place; collective."""
     if accelerator.num_processes > 1:
