@@ -181,6 +181,7 @@ def test_a_schedule_that_is_none(tmp_path, kind, changes, mistake):
     assert [line.startswith(f"optim.{mistake}") for line in error.value.mistakes] == [True]
 
 
+@pytest.mark.slow
 def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
     """Stopped inside an epoch; another end would be another past."""
     changes = {"optim.schedule": "cosine", "optim.warmup_epochs": 1.5}
@@ -383,6 +384,7 @@ def printed_job(config) -> str:
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_checkpoints_without_moments(tmp_path, capsys):
     """Adam's are two thirds. A resumed run says that they begin anew, and is intact; no replay is claimed."""
     changes = {"train.epochs": 2, "checkpoint.save_optimizer": False}
