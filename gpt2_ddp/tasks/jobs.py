@@ -13,7 +13,6 @@ from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run.loop import Result, train
 from gpt2_ddp.tasks.images.augment import crop_and_flip, normalise
-from gpt2_ddp.tasks.images.load import load_images
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
 from gpt2_ddp.tasks.supervised import Job, Supervised
@@ -73,6 +72,8 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
     if synced and accelerator.device.type != "cuda":
         cure = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; leave it off"
         raise UserError("model.sync_batchnorm", "true", cure)
+    from gpt2_ddp.tasks.images.load import load_images  # Pillow and pyarrow: not for those that read no images
+
     images = load_images(accelerator, config.data, config.seed, facts)
     model = image_model(config, images.facts)
 
