@@ -40,7 +40,7 @@ def run_script(name: str, *flags: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", [pytest.param("1", marks=pytest.mark.soak), "2"])
 def test_the_transformer_learns_to_repeat(tmp_path, processes):
     run_script("train_transformer.py", "--output_dir", str(tmp_path), "--launch.processes", processes)
     found = rows(tmp_path / "transformer")
