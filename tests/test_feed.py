@@ -566,7 +566,7 @@ def delivered(folder: Path, workers: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (2, 0), (3, 1)])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 1), (2, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_each_rank_gets_its_windows(corpus, world, workers):
     """Rank r gets, as micro-batch m of b windows, the positions p + (m W + r) b onwards."""
     n = len(Windows(TokenStream(corpus, read_manifest(corpus), "train"), 32))

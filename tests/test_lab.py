@@ -201,6 +201,7 @@ def broken():
     return run_ranks(measure_broken, 2, timeout=120)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_NAME)
 def test_claim_fails_when_its_right_way_is_broken(broken, name):
     assert not BY_NAME[name].holds(SimpleNamespace(**broken[name])), broken[name]

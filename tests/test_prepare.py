@@ -177,6 +177,7 @@ def command(*arguments: object) -> list[str]:
     return [*SCRIPT, *map(str, arguments)]
 
 
+@pytest.mark.slow
 def test_killed_and_run_again(tmp_path):
     arguments = command("--tokenizer", "gpt2", "--shard_tokens", 20_000, "--workers", 2)
     output = tmp_path / "killed"

@@ -147,6 +147,7 @@ def prepare_with_hub(endpoint: str, folder: Path, *arguments: str) -> subprocess
     return subprocess.run([*PREPARE_DATA, *arguments], env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_hub_dataset(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
