@@ -21,6 +21,7 @@ TIMEOUT = 1.0
 
 
 def sum_over_ranks(value: float, group: dist.ProcessGroup) -> float:
+    """The sum of the ranks' values, on all of them. Collective; RuntimeError after the group's timeout."""
     total = torch.tensor(value)
     dist.all_reduce(total, group=group)
     return total.item()
