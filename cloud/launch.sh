@@ -5,22 +5,27 @@
 #
 # SIGTERM (`docker stop`, a preempted machine, a deleted pod) goes to the ranks alone of accelerate and torchrun. All save
 # and end by themselves, and so does the launcher; signalled itself, it kills its ranks 30 s later, saved or not.
-run=$1
+run=$1 stopped=
 stop() {
-    stopped=1
+    stopped+=1
     local ranks=
-    case "${1##*/}" in accelerate | torchrun | health.sh) ranks=$(cat "/proc/$command/task/"*/children) ;; esac
+    case "${1##*/} $* " in
+    "accelerate "* | "torchrun "* | "health.sh "* | *" -m torch.distributed.run "* | *" -m accelerate.commands.launch "*)
+        ranks=$(cat "/proc/$command/task/"*/children)
+        ;;
+    esac
     # unquoted: several of them. A launcher that has none yet has nothing to lose
     kill -TERM ${ranks:-$command}
 } 2>/dev/null
-trap 'stop "$2"' TERM INT  # before there is anything to stop
+trap 'stop "${@:2}"' TERM INT  # before there is anything to stop
 "${@:2}" &
 command=$!
-[[ $stopped ]] && stop "$2"
-while
-    wait "$command"  # a signal makes it return
+[[ $stopped ]] && stop "${@:2}"
+until
+    before=$stopped
+    wait "$command"
     code=$?
-    kill -0 "$command" 2>/dev/null
+    [[ $before == "$stopped" ]]  # or a signal may have made it return; again it says how the command has ended
 do :; done
 [[ $run == - ]] && exit "$code"
 

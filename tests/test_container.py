@@ -63,16 +63,23 @@ TINY = (
 )
 
 
-TRAINER = """trap 'echo saved; exit "$1"' TERM; echo up; for _ in {1..500}; do read -rt 0.02 <> <(:); done; exit 9"""
+TRAINER = """trap 'echo saved; exit "$1"' TERM; echo up; for _ in {1..500}; do sleep 0.02; done; exit 9"""
 LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [("-q train.py", 0), ("torchrun train.py", 0), ("bash trainer 75", 75), ("bash -c exit\\ 3", 3)]
+    ("words", "code"),
+    [
+        ("-q train.py", 0),
+        ("torchrun train.py", 0),
+        ("python -u -m torch.distributed.run train.py", 0),
+        ("bash trainer 75", 75),
+        ("bash -c exit\\ 3", 3),
+    ],
 )
 def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path, words, code):
     """With shells in place of the programs. A launcher would end with 1 if it were signalled itself."""
-    for name, text in {"trainer": TRAINER, "accelerate": LAUNCHER, "torchrun": LAUNCHER}.items():
+    for name, text in {"trainer": TRAINER, **dict.fromkeys(("accelerate", "torchrun", "python"), LAUNCHER)}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
