@@ -19,7 +19,8 @@ from gpt2_ddp.compare.run import Share
 from gpt2_ddp.compare.table import share_words
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.jobs import ClassifierConfig, CompareConfig
+from gpt2_ddp.config.compare import CompareConfig
+from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 

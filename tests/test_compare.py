@@ -33,7 +33,7 @@ from gpt2_ddp.compare.compare import (
 )
 from gpt2_ddp.compare.run import WARM_UP, Reading, Share, communication_share, measure, peak_memory
 from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown
-from gpt2_ddp.config.jobs import CompareConfig
+from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 
@@ -417,7 +417,7 @@ def test_the_command(tmp_path, corpus):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
         jobs[name] = f"{kind}:{tmp_path / name}.yaml"
     command = [sys.executable, "scripts/compare_parallel.py", "--jobs", *jobs.values(), "--repeats", "2"]
-    command += ["--busy_ok", "--seconds", "0.1", "--device", "cpu", "--output", str(tmp_path / "out")]
+    command += ["--busy_ok", "--steps", "5", "--device", "cpu", "--output", str(tmp_path / "out")]
     found = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.md", "compare.json", "compare.png"}

@@ -1,5 +1,6 @@
 """predict.py: the classes that a plain loop over the same pixels gives; and which script takes a classifier's run."""
 
+import base64
 import json
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from gpt2_ddp.config.tools import (
     VerifyConfig,
 )
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.tasks.confusion import confusion, save
 from gpt2_ddp.tasks.predict import predict
+from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
 
 
@@ -133,6 +136,16 @@ def test_what_is_taken_for_what(runs, capsys):
     cells = "".join(f"<td>{count}</td>" for count in counts[0])
     assert f"<th>cat</th><td>3</td><td>{counts[0, 0] / 3:.2%}</td>" in page
     assert cells + "</tr>" in page
+    picture = base64.b64encode((found / "wrong.png").read_bytes()).decode()
+    assert page.count(f'src="data:image/png;base64,{picture}"') == page.count("<img") == 1
+    assert "Not in this report" not in page
+    (found / "wrong.png").write_bytes(b"no picture")
+    report(ReportConfig(runs=(str(run),)))
+    assert "<img" not in (run / "report.html").read_text()
+    assert "wrong.png: unreadable" in (run / "report.html").read_text()
+    evaluated = np.array([[0, 1, 2], [0, 1, 2]])
+    save(found, 3, evaluated, confusion(evaluated, 3), names, Samples(torch.zeros(3), torch.zeros(3)))
+    assert {file.name for file in found.iterdir()} == {"classes.json"}, "all are right"
     (found / "classes.json").write_text('{"step": 3}')
     report(ReportConfig(runs=(str(run),)))
     assert "classes.json: unreadable" in (run / "report.html").read_text()

@@ -149,7 +149,7 @@ def test_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert set(re.findall(r'(?:xlink:href="|url\()#([^")]*)', text)) <= set(names)
     _, script = re.findall("<script[^>]*>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in text
+    assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'\"" in text
 
 
 def test_user_text_is_escaped(tmp_path: Path) -> None:

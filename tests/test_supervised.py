@@ -25,9 +25,9 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER
 from gpt2_ddp.run.snapshot import clear_moments
-from gpt2_ddp.tasks.samples import Samples, score_samples
+from gpt2_ddp.tasks.samples import Samples, score_each
 from gpt2_ddp.tasks.small_models import ResNet18
-from gpt2_ddp.tasks.supervised import build_job_optimizer, job_schedule
+from gpt2_ddp.tasks.supervised import build_job_optimizer, job_schedule, means
 
 
 @pytest.fixture(scope="session")
@@ -168,6 +168,7 @@ def warm_up_and_cosine(warm_up: int, steps: int) -> Callable[[int], float]:
     ("changes", "mistake"),
     [
         ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
+        ({"step_factor": 0.5}, "step_factor = 0.5: is for --optim.schedule step"),
         ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the rate falls"),
         ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should rise"),
         ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should rise, and begin above 0"),
@@ -263,7 +264,8 @@ def score_everything() -> list[tuple[dict[str, float], int]]:
             computed.append(len(targets))
             return {"accuracy": model(inputs).argmax(1) == targets, "weighted": targets * inputs[:, 0]}
 
-        found.append((score_samples(accelerator, torch.nn.Identity(), samples, score, batch_size), sum(computed)))
+        scored = score_each(accelerator, torch.nn.Identity(), samples, score, batch_size)
+        found.append((means(*scored), sum(computed)))
     return found
 
 
@@ -278,7 +280,8 @@ def test_each_test_sample_is_scored_once(world):
         weighted = (targets * inputs[:, 0]).double().mean().item()
         assert sum(found[number][1] for found in ranks) >= n
         for found in ranks:
-            assert found[number][0] == {"accuracy": accuracy, "weighted": pytest.approx(weighted, abs=1e-12)}
+            means = {"val_accuracy": accuracy, "val_weighted": pytest.approx(weighted, abs=1e-12)}
+            assert found[number][0] == {**means, "val_samples": n}
 
 
 def test_accuracy_is_the_same_on_1_2_and_3_processes(tmp_path, cifar):
@@ -350,7 +353,7 @@ def assert_same_rows(tmp_path) -> None:
 @pytest.mark.slow
 def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path, cifar):
     """ResNet-18 on two processes, whose BatchNorm statistics are in the checkpoint; the loss of the epoch goes on."""
-    changes = {"data.path": cifar, "train.epochs": 1}
+    changes = {"data.path": cifar, "data.image_size": 16, "train.epochs": 1}
     run_ranks(run_small_job, 2, job_config("resnet18", tmp_path / "whole", changes))
     parts = job_config("resnet18", tmp_path / "parts", changes)
     assert run_ranks(signalled_job, 2, parts, 5, signal.SIGTERM) == ["stopped"] * 2

@@ -14,7 +14,7 @@ from gpt2_ddp.compare.run import Reading, Share
 from gpt2_ddp.compare.table import Way, share_words
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.jobs import CompareConfig
+from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 

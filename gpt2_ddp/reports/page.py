@@ -150,7 +150,11 @@ def _classes(run: RunRecord) -> list[str]:
         most = "{1} ({0:,})".format(*max(others)) if others else UNKNOWN
         rows.append([name, _number(sum(row)), right, most, *(_number(row[other]) for other in shown)])
     head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
-    return [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
+    parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
+    if run.wrong:
+        source = f"data:image/png;base64,{base64.b64encode(run.wrong).decode()}"
+        parts.append(f'<img alt="test images that are taken wrongly" src="{source}">')
+    return parts
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_small
 from gpt2_ddp.reports.status import health
 from gpt2_ddp.run.checkpoint import MODEL, STATE, list_checkpoints
 from gpt2_ddp.run.rows import is_event, read_lines, standing
@@ -23,6 +24,8 @@ NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]
 """Steps [n] and values [n], float64; a value may be NaN or infinite."""
+LARGEST_PICTURE = 2**23
+"""Bytes of one that is shown, at most; 24 images take 300,000."""
 AXES = ("steps", "tokens", "time")
 """What a run can be drawn along; the time is that of its training, in seconds."""
 
@@ -40,6 +43,7 @@ class RunRecord:
         tokenizer: its SHA-256, by that checkpoint.
         notes: what was left out, in words.
         classes: what evaluate.py has found out of a classifier of images: `step`, `classes` by name, their `confusion`.
+        wrong: a PNG of test images that are taken wrongly, from there; empty where there is none.
     """
 
     name: str
@@ -53,6 +57,7 @@ class RunRecord:
     notes: list[str]
     unit: str = "tokens"
     classes: Row = field(default_factory=dict)
+    wrong: bytes = b""
     _series: dict[str, Series] = field(default_factory=dict, init=False, repr=False)
 
     def last(self, metric: str) -> Row:
@@ -154,7 +159,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     if classes and not {"step", "classes", "confusion"} <= classes.keys():
         classes = {}
         notes.append("classes.json: unreadable")
-    return RunRecord(name, rows, events, settings, status, samples, parameters, tokenizer, notes, unit, classes)
+    wrong = _read_picture(newest.with_name("wrong.png"), notes) if newest and classes else b""
+    return RunRecord(name, rows, events, settings, status, samples, parameters, tokenizer, notes, unit, classes, wrong)
 
 
 def _read_standing(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
@@ -179,6 +185,20 @@ def _read_mapping(file: Path, notes: list[str]) -> Row:
         return value
     notes.append(f"{file.name}: {'unreadable' if file.is_file() else 'missing'}")
     return {}
+
+
+def _read_picture(file: Path, notes: list[str]) -> bytes:
+    """A PNG; empty where there is none, or one that is unreadable, which goes to `notes`."""
+    if not file.exists():
+        return b""
+    try:
+        content = read_small(file, LARGEST_PICTURE)
+    except OSError:
+        content = b""
+    if content.startswith(b"\x89PNG"):
+        return content
+    notes.append(f"{file.name}: unreadable")
+    return b""
 
 
 def _count_parameters(folder: Path) -> int | None:

@@ -32,11 +32,12 @@ from gpt2_ddp.scoring.items import ItemSet
 from gpt2_ddp.scoring.result import Result, judge, save, table
 from gpt2_ddp.scoring.score import answer
 from gpt2_ddp.scoring.sources import load_sets
-from gpt2_ddp.tasks.confusion import classify, confusion, told
+from gpt2_ddp.tasks.confusion import confusion, telling_classes, told
 from gpt2_ddp.tasks.confusion import save as save_classes
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
-from gpt2_ddp.tasks.supervised import score_job
+from gpt2_ddp.tasks.samples import score_each
+from gpt2_ddp.tasks.supervised import means
 
 LONGEST = 2**28
 """Bytes of a file of prompts."""
@@ -182,12 +183,15 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     job = make_job(settings, accelerator, checkpoint.state)
     on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
-    scores = score_job(accelerator, job, prepared, config.batch_size)
+    names = job.facts.get("classes")
+    score = telling_classes(job).score if names else job.score
+    kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
+    scores = means(kinds[:-2], values[:, :-2]) if names else means(kinds, values)
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
-    if not (names := job.facts.get("classes")):
+    if not names:
         return line
-    found = classify(accelerator, job, prepared, config.batch_size)
+    found = values[:, -2:].T.long().numpy()
     counts = confusion(found, len(names))
     if not config.data:  # or they would stand for those of the run
         step, folder = checkpoint.state["step"], _evaluations(checkpoint)

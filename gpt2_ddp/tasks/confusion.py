@@ -3,14 +3,14 @@
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt2_ddp.files import write_atomically, writing
-from gpt2_ddp.tasks.samples import SampleSet, score_each
+from gpt2_ddp.tasks.samples import SampleSet
 from gpt2_ddp.tasks.supervised import Job
 
 WORST = 10
@@ -19,17 +19,21 @@ PICTURES, COLUMNS = 24, 6
 """Wrongly classified images that are drawn, and how many in a row."""
 
 
-def classify(accelerator: Accelerator, job: Job, model: nn.Module, batch_size: int) -> np.ndarray:
-    """int64 [2, N]: each test sample's class, and the one that it is taken for; equal on every rank. Collective."""
+def telling_classes(job: Job) -> Job:
+    """The same, whose last two scores are each sample's class, and the one that it is taken for."""
 
-    def classes(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"class": targets, "taken for": model(job.transform(inputs, False)).argmax(1)}
+    def scores(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {**job.scores(outputs, targets), "class": targets, "taken for": outputs.argmax(1)}
 
-    return score_each(accelerator, model, job.test, classes, batch_size)[1].T.long().numpy()
+    return replace(job, scores=scores)
 
 
 def confusion(found: np.ndarray, classes: int) -> np.ndarray:
-    """int64 [K, K]: how many of class i are taken for class j."""
+    """int64 [K, K]: how many of class i are taken for class j.
+
+    Args:
+        found: int64 [2, N], each sample's class and the one that it is taken for.
+    """
     return np.bincount(found[0] * classes + found[1], minlength=classes**2).reshape(classes, classes)
 
 
@@ -48,23 +52,26 @@ def told(counts: np.ndarray, names: Sequence[str]) -> str:
 
 
 def save(folder: Path, step: int, found: np.ndarray, counts: np.ndarray, names: Sequence[str], test: SampleSet) -> None:
-    """Writes classes.json, which report.py shows, and wrong.png."""
+    """Writes classes.json and, where there are some, the wrong ones as wrong.png; report.py shows both."""
+    wrong = np.flatnonzero(found[0] != found[1])[:PICTURES]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         content = {"step": step, "classes": [*names], "confusion": counts.tolist()}
         write_atomically(folder / "classes.json", json.dumps(content))
-        write_atomically(folder / "wrong.png", _draw(found, names, test))
+        if len(wrong):
+            write_atomically(folder / "wrong.png", _draw(wrong, found, names, test))
+        else:
+            (folder / "wrong.png").unlink(missing_ok=True)
 
 
-def _draw(found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
-    """A PNG of the first images that are taken wrongly, each with its class and the one that it is taken for."""
+def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
+    """A PNG of images, each with its class and the one that it is taken for."""
     from matplotlib.figure import Figure
 
-    items = np.flatnonzero(found[0] != found[1])[:PICTURES]
-    rows = max(-(-len(items) // COLUMNS), 1)
+    rows = -(-len(items) // COLUMNS)
     figure = Figure(figsize=(2 * COLUMNS, 2.4 * rows), layout="constrained")
     places = figure.subplots(rows, COLUMNS, squeeze=False).flat
-    images = test.read(items)[0].permute(0, 2, 3, 1).numpy() if len(items) else []
+    images = test.read(items)[0].permute(0, 2, 3, 1).numpy()
     for place in places:
         place.axis("off")
     for place, item, image in zip(places, items, images, strict=False):

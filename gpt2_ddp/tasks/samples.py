@@ -78,19 +78,6 @@ class IndexedSamples(Dataset):
         return inputs, targets, torch.from_numpy(index)
 
 
-def score_samples(
-    accelerator: Accelerator,
-    model: nn.Module,
-    samples: SampleSet,
-    score: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]],
-    batch_size: int,
-    poll: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Mean of each score over all samples, equal on every rank."""
-    names, values = score_each(accelerator, model, samples, score, batch_size, poll)
-    return dict(zip(names, values.mean(0).tolist(), strict=True))
-
-
 @torch.no_grad()
 def score_each(
     accelerator: Accelerator,

@@ -1,7 +1,7 @@
 """Supervised training on samples: what all small jobs have in common (see `run.task.Task`)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from gpt2_ddp.processes.watch import Watch
 from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.run.snapshot import share
 from gpt2_ddp.run.task import Due, Poll, Scores
-from gpt2_ddp.tasks.samples import SampleSet, score_samples
+from gpt2_ddp.tasks.samples import SampleSet, score_each
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Job:
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, bool], Tensor] = lambda inputs, training: inputs
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """`loss` and further scores of each sample, [batch] by name."""
+        outputs = model(self.transform(inputs, False)).float()
+        return {"loss": self.losses(outputs, targets), **self.scores(outputs, targets)}
 
 
 class Supervised:
@@ -166,19 +171,20 @@ def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int
 def score_job(
     accelerator: Accelerator, job: Job, model: nn.Module, batch_size: int, poll: Poll = lambda: None
 ) -> Scores:
-    """Means over the test samples, each scored once, with `val_` before their names; equal on every rank. Collective.
+    """Means over the test samples, each scored once; equal on every rank. Collective.
 
     Args:
         model: the job's, on the accelerator's device. batch_size: samples per forward pass and rank.
         poll: called once a batch.
     """
+    return means(*score_each(accelerator, model, job.test, job.score, batch_size, poll))
 
-    def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        outputs = model(job.transform(inputs, False)).float()
-        return {"loss": job.losses(outputs, targets), **job.scores(outputs, targets)}
 
-    found = score_samples(accelerator, model, job.test, score, batch_size, poll)
-    return {f"val_{name}": value for name, value in found.items()} | {"val_samples": len(job.test)}
+def means(names: Sequence[str], values: Tensor) -> Scores:
+    """Of scores fp64 [N, scores], with `val_` before their names; and how many samples they are of."""
+    return {f"val_{name}": value for name, value in zip(names, values.mean(0).tolist(), strict=True)} | {
+        "val_samples": len(values)
+    }
 
 
 def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[int], float]:
