@@ -9,11 +9,11 @@ The same command given again goes on where the run stopped.
 
 from importlib.util import find_spec
 
-from gpt2_ddp.config.cli import is_main_process, run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import is_newer
-from gpt2_ddp.processes.environment import exit_code
+from gpt2_ddp.processes.environment import exit_code, is_main_process
 from gpt2_ddp.project import said
 
 NEXT = """what next:

@@ -7,9 +7,9 @@
 The same command given again goes on where the run stopped.
 """
 
-from gpt2_ddp.config.cli import is_main_process, run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import TransformerConfig
-from gpt2_ddp.processes.environment import exit_code
+from gpt2_ddp.processes.environment import exit_code, is_main_process
 from gpt2_ddp.processes.spawn import run_processes
 
 

@@ -5,10 +5,10 @@ import os
 import pytest
 from ranks import free_port, run_ranks
 
-from gpt2_ddp.config.cli import is_main_process, run_command
+from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.environment import is_main_process, world_size
 from gpt2_ddp.processes.spawn import run_processes
 
 NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")

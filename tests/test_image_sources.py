@@ -260,9 +260,8 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_become_rgb(tmp_path, mode):
     found = read(one_image(tmp_path, MODES[mode])).train.inputs[0].permute(1, 2, 0).numpy()
-    grey = np.where(GREY > 127, 255, 0) if mode == "1" else GREY
-    right = found if mode == "1" else np.broadcast_to(grey[:, :, None], (8, 8, 3))  # which is dithered
-    assert np.array_equal(found, right)
+    grey = np.asarray(MODES[mode], np.uint8) * 255 if mode == "1" else GREY  # which is dithered
+    assert np.array_equal(found, np.broadcast_to(grey[:, :, None], (8, 8, 3)))
 
 
 def test_what_is_transparent_is_white(tmp_path):

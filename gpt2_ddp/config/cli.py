@@ -16,7 +16,7 @@ from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.mistakes import MOST, leaves, nearest, sections, told
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import UserError, shown
-from gpt2_ddp.processes.environment import under_launcher
+from gpt2_ddp.processes.environment import is_main_process, under_launcher
 from gpt2_ddp.processes.parent import end_with_parent
 from gpt2_ddp.processes.signals import listening
 
@@ -71,12 +71,6 @@ def _leave_process_group() -> None:
     distributed = sys.modules.get("torch.distributed")  # imported only if the command got that far
     if distributed and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-def is_main_process() -> bool:
-    """Whether this is rank 0, or the only process, or one whose RANK is no number; known before torch is imported."""
-    rank = os.environ.get("RANK", "")
-    return not rank.isdigit() or int(rank) == 0
 
 
 def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:

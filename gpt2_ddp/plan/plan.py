@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from gpt2_ddp.config.cli import is_main_process, load
+from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -28,7 +28,7 @@ from gpt2_ddp.plan.cost import Count, Disk, Rate, assumed_rate, count, disk, div
 from gpt2_ddp.plan.machine import Machine, find_machine
 from gpt2_ddp.plan.measure import Measured, base_memory, measure
 from gpt2_ddp.plan.refusals import Seen, look
-from gpt2_ddp.processes.environment import world_size
+from gpt2_ddp.processes.environment import is_main_process, world_size
 from gpt2_ddp.processes.launch import pick_precision
 from gpt2_ddp.run.background import pays
 

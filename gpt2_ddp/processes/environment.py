@@ -24,6 +24,12 @@ _NUMBERS = {
 """Variables that launchers set, with what they may hold."""
 
 
+def is_main_process() -> bool:
+    """Whether this is rank 0, or the only process, or one whose RANK is no number; known before torch is imported."""
+    rank = os.environ.get("RANK", "")
+    return not rank.isdigit() or int(rank) == 0
+
+
 def world_size() -> int:
     """How many processes the launcher started in all; 1 without one.
 

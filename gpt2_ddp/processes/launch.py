@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.environment import accelerate_words, under_launcher, world_size
+from gpt2_ddp.processes.environment import accelerate_words, is_main_process, under_launcher, world_size
 
 USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
@@ -73,7 +73,10 @@ def start_run(config: RunConfig) -> Accelerator:
         )
     except RuntimeError as error:  # gloo has no class of its own
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            raise _not_connected(str(error).splitlines()[0].rpartition("] ")[2]) from error
+            mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
+            if not is_main_process():  # a command speaks for that one alone, and here no rank can for another
+                print(f"error: {mistake}", file=sys.stderr)
+            raise mistake from error
         raise
     finally:
         timer.cancel()
@@ -87,25 +90,20 @@ def start_run(config: RunConfig) -> Accelerator:
 def _give_up(seconds: float) -> None:
     """Ends a rank that still waits for another: gloo tries five times to reach one that does not answer, and takes its
     timeout for each."""
-    mistake = _not_connected(f"one of them has not answered within {seconds:.0f} s")
-    if os.environ.get("RANK") == "0":
-        print(f"error: {mistake}", file=sys.stderr)
-    sys.stderr.flush()
+    print(
+        f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}", file=sys.stderr, flush=True
+    )
     os._exit(2)
 
 
 def _not_connected(why: str) -> UserError:
-    """What to do about ranks that have met, and cannot reach each other. Every rank says so: it is in no group in which
-    one could speak for all."""
-    rank = os.environ.get("RANK", "?")
+    """What to do about ranks that have met, and cannot reach each other."""
     cure = (
-        f"rank {rank} on {socket.gethostname()} cannot connect to the others ({why[-100:]}); open all ports between "
-        "the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or NCCL_SOCKET_IFNAME for GPUs"
+        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others ({why[-100:]}); "
+        "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
+        "NCCL_SOCKET_IFNAME for GPUs"
     )
-    mistake = UserError("processes", os.environ["WORLD_SIZE"], cure)
-    if rank != "0":  # a command speaks for its main process alone
-        print(f"error: {mistake}", file=sys.stderr)
-    return mistake
+    return UserError("processes", world_size(), cure)
 
 
 def build_accelerator(

@@ -184,8 +184,6 @@ class Run(Progress):
         skipped, guard, facts = round(self.skipped.item()), self.guard.state(), self._facts()
         if self.folder is None:
             return None
-        moments = moments_of(task.model, self.optimizer.optimizer)
-        left_out = bool(moments) and not self.config.saves_moments
         state = {
             **self.standing(),
             "position": feed.position,
@@ -199,11 +197,11 @@ class Run(Progress):
             "guard": guard,
             "metrics_chain": self.folder.chain,
             "scaler": scaler.state_dict() if scaler else None,
-            **({"moments": False} if left_out else {}),
             **facts,
         }
-        kept = {} if left_out else moments
-        return Snapshot(finite(state), dump(self.config), weights_of(task.model), kept, task.files)
+        weights, moments = weights_of(task.model), moments_of(task.model, self.optimizer.optimizer)
+        whole = Snapshot(finite(state), dump(self.config), weights, moments, task.files)
+        return whole if self.config.saves_moments else whole.without_moments()
 
     def _facts(self) -> dict[str, Any]:
         """What this process trains, and with what: in its checkpoints, and in the row of its start."""

@@ -21,7 +21,7 @@ class Snapshot:
     """Everything that a checkpoint holds; on the main process.
 
     Args:
-        state: what state.json holds; plain JSON values.
+        state: what state.json holds; plain JSON values. `moments` is False where the optimizer's were left out.
         config: the run's configuration as YAML.
         model: parameters and buffers by their plain names.
         optimizer: `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`.
@@ -38,6 +38,10 @@ class Snapshot:
     def bytes(self) -> int:
         """Of its tensors: nearly all that it takes on a disk."""
         return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
+
+    def without_moments(self) -> "Snapshot":
+        """Weights alone, for who does not go on from them as if nothing had been; `state` says what is missing."""
+        return replace(self, state=self.state | {"moments": False}, optimizer={}) if self.optimizer else self
 
     def copied(self, memory: dict[str, Tensor]) -> "Snapshot":
         """The same on the host, where training does not change it.
