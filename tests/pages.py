@@ -40,7 +40,7 @@ CANNOT = {
     "cloud/launch.sh": "GPUs, and the Hub; test_cloud.py runs it",
     "--source hub:": "the Hub",
     "--config configs/gpt2_124m.yaml": "GPUs, and the Hub",
-    "--output runs/compare_again": "ten minutes",
+    "--output runs/compare_again": "25 minutes",
     "--jobs classifier:configs/cifar100_resnet18.yaml": "GPUs; test_compare.py has the steps of --epochs",
     "--config configs/cifar100_resnet18.yaml": "minutes, on a CPU; test_small_jobs.py trains it on fewer images",
     "--config configs/cifar100_lenet.yaml$": "the Hub; the same with --data.path FOLDER is run",
