@@ -130,7 +130,8 @@ def test_what_is_taken_for_what(runs, capsys):
     (found,) = (run / "evaluations").glob("step-*")
     assert json.loads((found / "classes.json").read_text())["confusion"] == counts.tolist()
     with Image.open(found / "wrong.png") as picture:
-        assert picture.format == "PNG"
+        seen = {color for _, color in picture.convert("RGB").getcolors(maxcolors=2**24) or ()}
+    assert sum(len({*color}) > 1 for color in seen) > 1000, "letters are grey, images are not"
     report(ReportConfig(runs=(str(run),)))
     page = (run / "report.html").read_text()
     cells = "".join(f"<td>{count}</td>" for count in counts[0])

@@ -275,7 +275,7 @@ def test_a_small_job_counts_samples(tmp_path: Path) -> None:
     page = Page(write_report([job], job))
     assert page.tables[0]["samples"] == ["36"]
     assert page.tables[0]["samples per second (median)"] == ["500"]
-    assert page.tables[1]["validation accuracy"] == ["0.75"]
+    assert page.tables[1]["validation accuracy"] == ["0.7500"]
     assert "perplexity" not in page.text
     assert "Throughput (samples per second)" in page.text
     both = Page(write_report([job, make_run(tmp_path / "gpt", metrics(3))], tmp_path / "both"))

@@ -98,6 +98,12 @@ def _summary(run: RunRecord) -> dict[str, str]:
     alike = [row for row in run.rows if row.get("val_tokens") == newest.get("val_tokens")]
     best = min((row for row in alike if is_finite(row.get("val_loss"))), key=lambda row: row["val_loss"], default={})
     digests = [row["order_digest"] for row in run.rows if row.get("order_digest")]
+    gpt = {
+        "MFU (median)": _number(run.median("mfu"), ".1%"),
+        " / ".join(SHAPE): " / ".join(_text(setting(f"model.{name}")) for name in SHAPE),
+        "global batch (tokens)": _number(setting("train.global_batch_tokens")),
+    }
+    job = {"model": _text(setting("model.name")), "global batch (samples)": _number(setting("train.global_batch_size"))}
     return {
         "state": f"{state}: {reason}" if reason else _text(state),
         "steps": _number(run.rows[-1]["step"]),
@@ -107,11 +113,9 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "last validation loss": _validation(run, newest),
         "best validation loss": _validation(run, best),
         f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
-        "MFU (median)": _number(run.median("mfu"), ".1%"),
         "time in training steps": _training_time(run),
         "parameters (without positions)": _number(run.parameters),
-        " / ".join(SHAPE): " / ".join(_text(setting(f"model.{name}")) for name in SHAPE),
-        "global batch (tokens)": _number(setting("train.global_batch_tokens")),
+        **(gpt if run.unit == "tokens" else job),
         "learning rate": _text(setting("optim.lr")),
         "seed": _text(setting("seed")),
         "order digest": str(digests[-1])[:12] if digests else UNKNOWN,
@@ -122,7 +126,11 @@ def _evaluation(run: RunRecord) -> dict[str, str]:
     row = run.last("val_loss")
     loss = row["val_loss"]
     if run.unit != "tokens":
-        scores = {name.replace("val_", "validation "): _text(value) for name, value in row.items() if "val_" in name}
+        scores = {
+            name.replace("val_", "validation "): _number(value, ".4f" if isinstance(value, float) else ",")
+            for name, value in row.items()
+            if "val_" in name
+        }
         return {"step": _number(row["step"]), f"{run.unit} seen": _number(row.get("tokens")), **scores}
     return {
         "step": _number(row["step"]),

@@ -70,7 +70,7 @@ def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: Samp
 
     rows = -(-len(items) // COLUMNS)
     figure = Figure(figsize=(2 * COLUMNS, 2.4 * rows), layout="constrained")
-    places = figure.subplots(rows, COLUMNS, squeeze=False).flat
+    places = [*figure.subplots(rows, COLUMNS, squeeze=False).flat]
     images = test.read(items)[0].permute(0, 2, 3, 1).numpy()
     for place in places:
         place.axis("off")
