@@ -290,6 +290,16 @@ def test_all_mistakes_at_once(write):
     assert len(found) == 7
 
 
+def test_a_file_for_another_script_is_one_mistake(write):
+    lenet, preset = (str(ROOT / f"configs/{name}.yaml") for name in ("cifar100_lenet", "gpt2_124m"))
+    assert mistakes("--config", lenet) == [f"--config = {lenet}: is for train_classifier.py: name one for this script"]
+    with pytest.raises(UserError, match=r"gpt2_124m.yaml: is for train_gpt2.py") as error:
+        load(ClassifierConfig, ["--config", preset])
+    assert len(error.value.mistakes) == 1
+    assert mistakes("--config", write("model: {hidden: [5], heads: 3}")) != [], "of no script: each key is told"
+    assert "did you mean" in mistakes("--config", write("optim: {lrr: 3}"))[0]
+
+
 def test_all_mistakes_between_fields_at_once():
     argv = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
     text = "\n".join(mistakes(*argv, "--optim.decay_steps", "5"))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.base import Command, flat
 from gpt2_ddp.config.mistakes import MOST, leaves, nearest, sections, told
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import UserError, shown
@@ -126,12 +126,25 @@ def resolve(
     try:
         config = command.model_validate(values)
     except UserError as error:
-        raise told([*mistakes, *error.mistakes]) from error
+        raise told([*mistakes, *(_of_other_kinds(command, files) or error.mistakes)]) from error
     if mistakes:
         raise told(mistakes)
     if note:
         _say(note)
     return config
+
+
+def _of_other_kinds(command: type[Command], files: Sequence[str]) -> list[str]:
+    """A mistake for each file that has keys which `command` lacks, and all of them are those of a training."""
+    from gpt2_ddp.config.kinds import CONFIGS  # which reads by what is here
+
+    found = []
+    for file in files:
+        keys = {*flat(read_yaml(file))}
+        scripts = [str(kind.__doc__).partition(":")[0] for kind in CONFIGS.values() if keys <= {*dict(leaves(kind))}]
+        if scripts and not keys <= {*dict(leaves(command))}:
+            found += UserError("--config", file, f"is for {' or '.join(scripts)}: name one for this script").mistakes
+    return found
 
 
 def dump(config: Command) -> str:
