@@ -76,7 +76,7 @@ SMALLER = {
     "compare_parallel.py": "--jobs regression --steps 4 --repeats 1 --busy_ok",
     "ddp_lab.py": "--only set_epoch",
     "generate.py": "--max_new_tokens 8",
-    "benchmark.py": "--block_size 32 --micro_batch 1 --seconds 0.01 --repeats 1",
+    "benchmark.py": "--preset configs/gpt2_30m.yaml --block_size 32 --micro_batch 1 --seconds 0.01 --repeats 1",
 }
 """Script -> flags that stand before those of the page, which win; none where a run's own configuration is given."""
 
