@@ -29,7 +29,7 @@ IN_HARDWARE = pytest.mark.skipif(
 
 def measured(tmp_path: Path, **changes: object) -> dict[str, list[Reading]]:
     """Readings of ours and of the bare loop, of a tiny model or of the preset, in turn."""
-    config = BenchmarkConfig(device="cpu", repeats=5, **changes)  # pyright: ignore[reportArgumentType]
+    config = BenchmarkConfig(device="cpu", repeats=3, **changes)  # pyright: ignore[reportArgumentType]
     tiny = changes.get("preset") is None
     precision = step.precisions(config)[0]
     run = step.short_run(config, str(tmp_path), 4 if tiny else 2, precision, "off", step.TINY if tiny else None)
@@ -80,7 +80,7 @@ def test_accelerate_launch_is_as_fast_as_python(corpus, tmp_path):
         "accelerate": [str(Path(sys.executable).with_name("accelerate")), "launch"],
     }
     rates: dict[str, list[float]] = {name: [] for name in launchers}
-    for repeat in range(3):
+    for repeat in range(2):
         for name, launcher in launchers.items():
             run = f"{name}{repeat}"
             file = tmp_path / f"{run}.yaml"

@@ -318,8 +318,9 @@ def evaluate_checkpoint(config) -> dict[str, float]:
         ("lenet", 1),
         ("mlp", 2),
         ("transformer", 2),
-        *[pytest.param(*rest, marks=pytest.mark.slow) for rest in (("lenet", 2), ("mlp", 1), ("transformer", 1))],
-        *[pytest.param("regression", world, marks=pytest.mark.slow) for world in (1, 2)],
+        pytest.param("lenet", 2, marks=pytest.mark.slow),
+        *[pytest.param(*rest, marks=pytest.mark.soak) for rest in (("mlp", 1), ("transformer", 1))],
+        *[pytest.param("regression", world, marks=pytest.mark.soak) for world in (1, 2)],
     ],
 )
 def test_killed_and_restarted_is_bitwise_equal(tmp_path, cifar, kind, world):

@@ -26,7 +26,7 @@ def is_intact(run: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [clean, poisoned])
+@pytest.mark.parametrize("factor", [pytest.param(clean, marks=pytest.mark.soak), poisoned])
 def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, factor):
     """The last rank is killed at a step, and the others are; with and without data that the run goes back from."""
     rng = random.Random(1337)
