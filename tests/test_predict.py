@@ -12,6 +12,7 @@ from PIL import Image
 from ranks import run_ranks
 from small_jobs import job_config, run_small_job, weights
 
+from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import (
     EvaluateConfig,
     ExportConfig,
@@ -21,8 +22,9 @@ from gpt2_ddp.config.tools import (
     VerifyConfig,
 )
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.tasks.confusion import confusion, save
-from gpt2_ddp.tasks.predict import predict
+from gpt2_ddp.tasks.predict import facts_of, predict
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
 
@@ -91,6 +93,12 @@ def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image, messag
         predict(predicted(runs / run, tmp_path / image))
     assert len(error.value.mistakes) == 1
     assert str(error.value).startswith("run_and_images = ")
+
+
+def test_classes_without_names_are_told_as_numbers():
+    """Those of the first releases' checkpoints: folders may be named 0, 1, ... in another order."""
+    settings = ClassifierConfig.model_validate({"data": {"name": "cifar10"}, "model": {"name": "lenet"}})
+    assert facts_of(Checkpoint(Path(), {}, {}), settings)["classes"] == [f"number {k}" for k in range(10)]
 
 
 def test_a_run_alone_is_no_command():

@@ -56,8 +56,8 @@ def predict(config: PredictConfig) -> int:
 
 
 def facts_of(checkpoint: Checkpoint, settings: ClassifierConfig) -> Mapping[str, Any]:
-    """The classes and the size of images that a checkpoint is for; those of the first releases are CIFAR's."""
-    classes = [*map(str, range(CIFAR_CLASSES.get(settings.data.name, 0)))]
+    """The classes and the size of images that a checkpoint is for; the first releases' are CIFAR's, without names."""
+    classes = [f"number {k}" for k in range(CIFAR_CLASSES.get(settings.data.name, 0))]  # folders may be named 0, 1, ...
     return {"classes": classes, "image_shape": [3, 32, 32]} | checkpoint.state
 
 
