@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import psutil
@@ -467,6 +467,38 @@ def workers_of_a_moving_feed() -> list[int]:
         assert len(list(feed.next_step().micro_batches)) == 2
         counts.append(len(multiprocessing.active_children()))
     return counts
+
+
+class Vanished(Numbers):
+    """Items whose file is gone."""
+
+    workers = 1
+
+    def read(self, items: np.ndarray) -> Any:
+        raise UserError("data.path", "photos/1.png", "is not an image")
+
+
+def mistakes_in_workers() -> list[str]:
+    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.tasks.samples import score_each
+
+    accelerator = build_accelerator("cpu", "no")
+    source = Vanished(4)
+    told = []
+    for read in (
+        lambda: Feed(source, 1, 4, interleaved(1, 4), accelerator, workers=1).first_micro_batch(),
+        lambda: score_each(accelerator, torch.nn.Identity(), cast(Any, source), lambda *_: {}, 4),
+    ):
+        try:
+            read()
+        except UserError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_loader_s_worker_stays_one():
+    assert run_ranks(mistakes_in_workers, 1) == [["data.path = photos/1.png: is not an image"] * 2]
 
 
 def test_seeking_ends_the_loader_s_workers():

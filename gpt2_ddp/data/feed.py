@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gpt2_ddp.data.loader import prepare_loader
+from gpt2_ddp.data.loader import prepare_loader, raised
 from gpt2_ddp.data.mixture import MixedOrder
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
 from gpt2_ddp.processes.parent import helper_context
@@ -112,6 +112,7 @@ class Feed:
 
         Raises:
             RuntimeError: from the micro-batches, when the loader delivers other items than the order's.
+            UserError: from them too, when the source cannot be read any more.
         """
         begun, positions = self.position, self.take(self.position)
         items = self.order.at(positions)
@@ -178,7 +179,7 @@ class Feed:
             own = ranks[self._accelerator.process_index]
             self._batches = self._batches or self._load(self._accelerator, position)
             asked = time.perf_counter()
-            rows, delivered = next(self._batches)
+            rows, delivered = raised(next(self._batches))
             self.waited += time.perf_counter() - asked
             if not np.array_equal(delivered, _part(items, own)):
                 raise RuntimeError(f"micro-batch {number} holds items {delivered}, not the order's {_part(items, own)}")

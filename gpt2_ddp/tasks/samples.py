@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from gpt2_ddp.data.feed import Source
-from gpt2_ddp.data.loader import prepare_loader
+from gpt2_ddp.data.loader import prepare_loader, raised
 from gpt2_ddp.processes.parent import helper_context
 
 
@@ -112,7 +112,7 @@ def score_each(
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets, index in loader:
+        for inputs, targets, index in map(raised, loader):
             poll()
             with accelerator.autocast():
                 scores = score(model, inputs, targets)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
+from gpt2_ddp.data.loader import Reading, as_read, raised
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.parent import helper_context
@@ -196,16 +197,14 @@ def _look_at(images: StoredImages) -> list[bytes]:
     def batches() -> Iterator[Tensor]:
         context = helper_context() if images.workers else None
         scan = DataLoader(
-            _Scanned(images),
+            Reading(_Scanned(images)),
             SCANNED,
             num_workers=images.workers,
-            collate_fn=_as_read,
+            collate_fn=as_read,
             multiprocessing_context=context,
             generator=torch.Generator(),  # or starting it would draw from the one that makes the initial weights
         )
-        for read in scan:
-            if isinstance(read, UserError):
-                raise read
+        for read in map(raised, scan):
             digests.extend(map(_digest, read))
             yield read
 
@@ -214,7 +213,7 @@ def _look_at(images: StoredImages) -> list[bytes]:
 
 
 class _Scanned(Dataset):
-    """Map-style: items -> their images; or the mistake, which is more than a worker can raise."""
+    """Map-style: items -> their images."""
 
     def __init__(self, images: StoredImages):
         self.images = images
@@ -222,15 +221,8 @@ class _Scanned(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitems__(self, items: list[int]) -> Tensor | UserError:
-        try:
-            return self.images.read(np.array(items))[0]
-        except UserError as error:
-            return error
-
-
-def _as_read(batch: Any) -> Any:
-    return batch
+    def __getitems__(self, items: list[int]) -> Tensor:
+        return self.images.read(np.array(items))[0]
 
 
 def _digest(image: Tensor) -> bytes:
