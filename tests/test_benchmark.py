@@ -1,11 +1,13 @@
 """benchmark.py: its tables, turns and mistakes on made-up sides; and, slowly, real ones on a tiny model."""
 
 import json
+import os
 import time
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +153,63 @@ def test_the_commands_for_a_gpu_are_such_that_a_script_takes_them(device):
             if name in ("AdamW", "200 in bf16"):
                 assert config.optim.name == {"AdamW": "adamw"}.get(name, "muon"), "one is compared with the other"
             assert name != "ResNet" or config.model.sync_batchnorm == (device == "cuda")
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Three parts on a clock of their own: what each takes, and (part, seconds it was given) of those that were run."""
+    clock, takes, given = [0.0], {"short": 5.0, "long": 100.0, "broken": 5.0}, []
+
+    def run(part, environment, limit, log):
+        given.append((part, limit))
+        log.write_text("...\nlast words")
+        os.utime(log, (len(given), len(given)))
+        clock[0] += min(takes[part], limit)
+        return 124 if takes[part] > limit else int(part == "broken"), min(takes[part], limit)
+
+    monkeypatch.setattr(gpu, "PARTS", {name: name for name in takes})
+    monkeypatch.setattr(gpu, "LIMITS", {"short": 20, "long": 100, "broken": 20})
+    monkeypatch.setattr(gpu, "_run", run)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(gpu, "random_tokens", lambda *_: None)
+    monkeypatch.setattr(gpu, "_pictures", lambda _: None)
+    return SimpleNamespace(clock=clock, takes=takes, given=given)
+
+
+def call(output: Path, within: float | None) -> Table:
+    return gpu.measure(BenchmarkConfig(device="cpu", output=str(output), within=within))
+
+
+def test_a_call_for_a_gpu_ends_within_its_seconds_and_the_next_one_goes_on(parts, tmp_path):
+    first = call(tmp_path, 60)
+    assert parts.given == [("short", 40), ("broken", 40)], "limits are twice as long on a CPU; `long` does not fit"
+    assert first.notes[-1].endswith("goes on: long")
+    call(tmp_path, 60)
+    assert parts.given[2:] == [("long", 50)], "never begun; no call has its 200 s: it gets what there is"
+    call(tmp_path, 60)
+    assert parts.given[3:] == [("broken", 40)], "tried before `long`, whose turn was later"
+    parts.takes["long"] = 30
+    call(tmp_path, 60)
+    assert parts.given[4:] == [("long", 50)]
+    assert [case.what for case in call(tmp_path, None).cases] == list(gpu.PARTS), "in their order, whatever ran first"
+
+
+def test_a_part_for_a_gpu_that_did_not_end_well_is_told_and_run_again(parts, tmp_path):
+    parts.takes["long"] = 300
+    table = call(tmp_path, None)
+    assert [(case.what, case.unit) for case in table.cases] == [
+        ("short", "s"),
+        ("long", "s, out of time"),
+        ("broken", "s, FAILED"),
+    ]
+    assert [note.split(" (")[0] for note in table.notes] == [
+        "long: ended with 124: last words",
+        "broken: ended with 1: last words",
+    ]
+    call(tmp_path, None)
+    assert [part for part, _ in parts.given] == ["short", "long", "broken", "long", "broken"]
+    assert "long: ended with 124 after the 50 of 200 s that --within left" in call(tmp_path, 60).notes[0]
+    assert "broken: ended with 1: " in call(tmp_path, 30).notes[0], "not for want of time"
 
 
 def checkpoints(folder: Path) -> None:

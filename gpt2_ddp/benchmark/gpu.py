@@ -2,6 +2,7 @@
 goes on with those that have not ended well."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from gpt2_ddp.files import write_atomically
 from gpt2_ddp.project import PROJECT
 from gpt2_ddp.run.rows import is_event
 
-MOST, USUAL = 540, 120
-"""Seconds that a part may take: at most, and where `LIMITS` does not say."""
+USUAL, TO_END = 120, 10
+"""Seconds that a part may take where `LIMITS` does not say, twice as many on a CPU; and to end once it was told so."""
 TINY = (
     " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
     " --optim.warmup_steps 2 --eval.tokens 512"
@@ -56,7 +57,8 @@ PARTS = {
     "verify": "scripts/verify_run.py {out}/resumed",
     "generate": "scripts/generate.py {out}/resumed --max_new_tokens 20",
     "evaluate": "scripts/evaluate.py {out}/resumed --device {device}",
-    "torchrun": f"-m torch.distributed.run --nproc_per_node 1 {SMALL} --run_name torchrun --train.steps 20",
+    "torchrun": f"-m torch.distributed.run --standalone --nproc_per_node 1 {SMALL} --run_name torchrun"
+    " --train.steps 20",
     # the step
     "step": f"{STEP}step --repeats 3 --compile model --micro_batch 32{{checkouts}}{{short}}",
     "step of 64": f"{STEP}step_64 --repeats 3 --compile model --micro_batch 64",
@@ -125,38 +127,49 @@ RATES = {
 
 
 def measure(config: BenchmarkConfig) -> Table:
-    """Runs each part that has not ended well before, its log in `config.output`, those that were never begun first. A
-    failure ends its part alone; a part whose limit exceeds what is left of `config.within` waits for another call."""
+    """Runs each part that has not ended well before, its log in `config.output`: those that were never begun first,
+    then those whose log is oldest. A failure ends its part alone. A part whose limit exceeds what is left of
+    `config.within` waits for another call; but the first one of a call is begun with what there is, or one whose limit
+    exceeds all of `config.within` would wait forever."""
     begun, device, out = time.monotonic(), find_machine(config.device).device, Path(config.output)
     small, words = device == "cpu", _words(config, device)
     (out / "tiny.yaml").write_text(TINY_PRESET)
     random_tokens(out / "random", GPT2_IDS, 10_000_000)
     _pictures(out / "images")
     names = [name for name in PARTS if not (small and name in GPU_ALONE)]
-    names.sort(key=lambda name: _log(out, name).exists())
-    cases, notes, waiting = [], [], []
-    for name in names:
+    cases, notes, waiting = {}, [], []
+    ran = False
+    for name in sorted(names, key=lambda name: _written_at(_log(out, name))):
         done, log = _log(out, name).with_suffix(".done"), _log(out, name)
-        limit = MOST if small else LIMITS.get(name, USUAL)
+        limit = LIMITS.get(name, USUAL) * (2 if small else 1)
+        left = config.within - TO_END - (time.monotonic() - begun) if config.within else math.inf
         if done.exists():
             seconds, unit = float(done.read_text()), "s"
-        elif config.within and time.monotonic() - begun + limit > config.within:
+        elif limit > left and (ran or left < 1):
             waiting.append(name)
             continue
         else:
             print(f"{name} ...", file=sys.stderr, flush=True)
-            code, seconds = _run(PARTS[name].format(**words), ENVIRONMENT.get(name, {}), limit, log)
+            ran, given = True, min(limit, left)
+            code, seconds = _run(PARTS[name].format(**words), ENVIRONMENT.get(name, {}), given, log)
             if code == CODES.get(name, 0):
                 unit = "s"
                 write_atomically(done, f"{seconds:.1f}")
             else:
-                unit = "s, out of time" if code in OUT_OF_TIME else "s, FAILED"
+                late = code in OUT_OF_TIME
+                unit = "s, out of time" if late else "s, FAILED"
                 last = next(filter(None, reversed(log.read_text(errors="replace").splitlines())), "-")
-                notes.append(f"{name}: ended with {code}: {last[:200]} ({log})")
-        cases.append(Case(name, unit, {device: [seconds]}, False))
+                of = f" after the {given:.0f} of {limit} s that --within left" if late and given < limit else ""
+                notes.append(f"{name}: ended with {code}{of}: {last[:200]} ({log})")
+        cases[name] = Case(name, unit, {device: [seconds]}, False)
     if waiting:
-        notes.append(f"not begun, for want of time; the same command again goes on with {', '.join(waiting)}")
-    return Table("gpu", [*cases, *_rates(out)], config.model_dump(mode="json"), [*notes, *_findings(out)])
+        notes.append(f"no time was left for these, with which the same command again goes on: {', '.join(waiting)}")
+    told = [cases[name] for name in names if name in cases]
+    return Table("gpu", [*told, *_rates(out)], config.model_dump(mode="json"), [*notes, *_findings(out)])
+
+
+def _written_at(log: Path) -> float:
+    return log.stat().st_mtime if log.exists() else 0
 
 
 def _log(out: Path, name: str) -> Path:
@@ -166,7 +179,7 @@ def _log(out: Path, name: str) -> Path:
 def _run(part: str, environment: dict[str, str], limit: float, log: Path) -> tuple[int, float]:
     """The exit code of a part, with which all that it has started is ended, and how many seconds it took."""
     words = [str(PROJECT / word) if word.startswith("scripts/") else word for word in part.split()]
-    begun, command = time.monotonic(), ["timeout", "-k", "10", str(limit), sys.executable, *words]
+    begun, command = time.monotonic(), ["timeout", "-k", str(TO_END), str(limit), sys.executable, *words]
     with log.open("w") as file:
         done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | environment)
     return done.returncode, time.monotonic() - begun

@@ -41,7 +41,7 @@ class BenchmarkConfig(Command):
     """step: a checkout of build-nanogpt, the same"""
     seconds: float = Field(default=1, gt=0)
     """step, ceiling: about how long a turn lasts, of at least one step"""
-    within: float | None = Field(default=None, gt=0)
+    within: float | None = Field(default=None, ge=30)
     """gpu: seconds of this call, which leaves what does not fit to the next one; none: all parts"""
     text: str | None = None
     """prepare: a jsonl file with a column `text`; none: 40 MB of the standard library's source"""
