@@ -131,6 +131,11 @@ raise SystemExit("a training")
 """
 
 
+def test_a_table_is_written_where_git_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert json.loads(Table("step", [], {}, []).as_json())["commit"] == ""
+
+
 def test_a_checkouts_classes_are_had_without_its_training(tmp_path):
     (tmp_path / "beside.py").write_text("raise ValueError")
     (tmp_path / "train.py").write_text(CHECKOUT)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from shutil import which
 from statistics import median
 from typing import Any, TypeVar
 
@@ -100,9 +101,10 @@ def in_turn(sides: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -
 
 
 def circumstances() -> dict[str, Any]:
-    """The machine, the versions, the commit and the command."""
+    """The machine, the versions, the commit, if git is here and says it, and the command."""
     git = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"]
-    commit = "" if INSTALLED else subprocess.run(git, capture_output=True, text=True).stdout  # or some other project's
+    told = not INSTALLED and which("git")  # an installed one lies in some other project
+    commit = subprocess.run(git, capture_output=True, text=True).stdout if told else ""
     cards = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return {
         "machine": {
