@@ -449,7 +449,7 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "Is a directory" in mistakes("--config", str(tmp_path))[0]
     assert "File name too long" in mistakes("--config", "a" * 5000)[0]
     assert "cannot be read (No file can have such a name" in mistakes("--config", "a\0b")[0]
-    assert "--config = []" in mistakes("--config=--")[0]
+    assert "cannot be read" in mistakes("--config=--")[0]  # [] in argparse before Python 3.13
     assert "missing.yaml" in mistakes("--config", "missing.yaml")[0]
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"\xff\xfe\x00\x81")

@@ -177,7 +177,7 @@ def test_when_a_training_is_over_there_is_nothing_to_stop(tmp_path):
 
 
 def test_a_forked_process_does_not_hear_for_its_parent(tmp_path):
-    process = start(tmp_path, FORKS)
+    process = start(tmp_path, FORKS, PYTHONWARNINGS="ignore::DeprecationWarning")  # Python 3.12 warns: we have a thread
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (0, f"{-signal.SIGTERM}\n3\ndone\n", "")
 
