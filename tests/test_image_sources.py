@@ -19,7 +19,7 @@ from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.images.load import StoredImages, read_images
-from gpt2_ddp.tasks.images.tables import split_files
+from gpt2_ddp.tasks.images.tables import ParquetTable, split_files
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
 
@@ -225,6 +225,80 @@ def test_columns_and_labels_of_any_name(tmp_path, drawn):
     found = read(tmp_path, image_column="photo", label_column="kind")
     assert found.classes == [str(label * 3 + 5) for label in range(10)]
     assert len(found.train) == 54
+
+
+IMAGE = png(np.zeros((4, 4, 3), np.uint8))
+
+
+def write_rows(folder: Path, name: str, *columns: tuple[str, list[Any]]) -> None:
+    """`folder/<name>.parquet`, of columns that may be called alike."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    table = pa.table([pa.array(values) for _, values in columns], names=[column for column, _ in columns])
+    pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        ([IMAGE, None], [0, 1], r"row 1: is not an image \(there is None instead\)"),
+        (
+            [{"bytes": IMAGE, "path": None}, {"bytes": None, "path": None}],
+            [0, 1],
+            r"row 1: .* \(there is None instead\)",
+        ),
+        (["a.png", "b.png"], [0, 1], r"row 0: is not an image \(there is a.png instead\)"),
+        ([3, 4], [0, 1], r"row 0: is not an image \(there is 3 instead\)"),
+        ([b"", IMAGE], [0, 1], r"row 0: is not an image \(of no format that Pillow knows\)"),
+        ([IMAGE, IMAGE], [[0], [1]], r"row 0: has the label \[0\]; labels are whole numbers from 0, or texts"),
+        ([IMAGE, IMAGE], [0, None], r"row 1: has the label None; labels are 0 to 0"),
+        ([IMAGE, IMAGE], [0.0, 1.0], r"row 0: has the label 0.0; labels are whole numbers from 0, or texts"),
+    ],
+)
+def test_cells_that_hold_something_else_are_named(tmp_path, images, labels, message):
+    for split in ("train", "test"):
+        write_rows(tmp_path, split, ("image", images), ("label", labels))
+    with pytest.raises(UserError, match=f"split train, {message}"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "second"),
+    [
+        ("label", [("image", [IMAGE]), ("kind", [0])]),
+        ("image", [("photo", [IMAGE]), ("label", [0])]),
+        ("label", [("image", [IMAGE]), ("label", [0]), ("label", [1])]),
+    ],
+)
+def test_a_column_has_to_be_in_all_files_once(tmp_path, field, second):
+    write_rows(tmp_path, "train-0", ("image", [IMAGE]), ("label", [0]))
+    write_rows(tmp_path, "train-1", *second)
+    with pytest.raises(
+        UserError, match=f"data.{field}_column = None: split train has no column .*, in all of its files"
+    ):
+        read(tmp_path)
+
+
+def test_parquet_files_that_go_are_named(tmp_path):
+    write_rows(tmp_path, "train", ("image", [IMAGE]), ("label", [0]))
+    table = ParquetTable([tmp_path / "train.parquet"])
+    (tmp_path / "train.parquet").unlink()
+    for read_one in (lambda: table.cell(0, "image"), lambda: table.column("label")):
+        with pytest.raises(UserError, match=r"data.path = .*train.parquet: cannot be read"):
+            read_one()
+
+
+def test_spare_classes_have_names_of_their_own(tmp_path):
+    """CIFAR-10 has ten classes, also where a folder lacks some: as the first releases numbered them."""
+    images, _ = pictures(3)
+    for split in ("train", "test"):
+        for name, image in zip("567", images, strict=True):
+            (tmp_path / split / name).mkdir(parents=True)
+            (tmp_path / split / name / "0.png").write_bytes(png(image))
+    found = read(tmp_path, "cifar10")
+    assert found.classes == ["5", "6", "7", "3", "4", "8", "9", "10", "11", "12"]
+    assert found.train.targets.tolist() == [0, 1, 2]
 
 
 def test_one_list_of_classes_for_all_splits(tmp_path):

@@ -5,9 +5,9 @@ import warnings
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.files import regular
 
 Stored = bytes | Path | np.ndarray
@@ -41,7 +41,9 @@ def pixels(
             image = _open(stored)
             found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size, field))
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError(field, where, f"is not an image ({error})") from error
+        # by its own words, the file would be named again, or an object in memory
+        told = "of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        raise UserError(field, where, f"is not an image ({getattr(told, 'strerror', None) or told})") from error
     if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
         shape = " x ".join(map(str, found.shape))
         cure = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"
@@ -52,6 +54,8 @@ def pixels(
 def _open(stored: Stored) -> Image.Image:
     if isinstance(stored, np.ndarray):
         return Image.fromarray(stored)
+    if not isinstance(stored, bytes | Path):  # a table's cell may hold anything
+        raise TypeError(f"there is {shown(stored, 40)} instead")
     return Image.open(io.BytesIO(stored if isinstance(stored, bytes) else regular(stored).read_bytes()))
 
 

@@ -1,6 +1,7 @@
 """Where images come from: each split's as they are stored, and their classes. Which split an image is of, is never
 guessed: what a folder is named that is not the split's own has no say in it."""
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[st
 
 
 def _unlabelled(split: Split) -> bool:
-    return {*split.labels} == {-1}
+    return bool(split.labels) and all(label == -1 for label in split.labels)
 
 
 def _read_folder(config: ClassifierDataConfig, folder: str) -> dict[str, Split]:
@@ -192,7 +193,8 @@ def number_classes(
     if known is None:
         known = given or sorted(there, key=int if numbers else str)
         known = [] if numbers and count else known
-        known = [*known, *map(str, range(len(known), count or 0))]
+        spare = (name for name in map(str, itertools.count(len(known))) if name not in known)
+        known = [*known, *itertools.islice(spare, max((count or 0) - len(known), 0))]
     place = {name: number for number, name in enumerate(known)}
     for split, names in named.items():
         wrong = next((row for row, name in enumerate(names) if name not in place), None)
@@ -219,6 +221,8 @@ def _name(names: Sequence[str] | None, label: Any) -> str | None:
 
 
 def _told(names: Sequence[str]) -> str:
+    if not names:
+        return "whole numbers from 0, or texts"
     if [*names] == [*map(str, range(len(names)))]:
         return f"0 to {len(names) - 1}"
     return ", ".join(map(str, [*names[:8], *(["..."] if len(names) > 8 else [])]))

@@ -2,10 +2,11 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -20,7 +21,7 @@ LABEL_COLUMNS = ("label", "fine_label", "labels", "class")
 
 
 class Table(Protocol):
-    """Rows that can be read in any order; `features` are those of `datasets`, by column."""
+    """Rows that can be read in any order; `features` are those of `datasets`, by column that all rows have."""
 
     features: Mapping[str, Any]
 
@@ -40,7 +41,11 @@ class ParquetTable:
         sizes = [file.metadata.row_group(group).num_rows for file in opened for group in range(file.num_row_groups)]
         self.ends = list(accumulate(sizes))
         self.groups = [(number, group) for number, file in enumerate(opened) for group in range(file.num_row_groups)]
-        self.features = cast(Mapping[str, Any], datasets.Features.from_arrow_schema(opened[0].schema_arrow))
+        features = datasets.Features.from_arrow_schema(opened[0].schema_arrow)
+        columns = [file.schema_arrow.names for file in opened]
+        self.features: Mapping[str, Any] = {
+            name: of for name, of in features.items() if all(names.count(name) == 1 for names in columns)
+        }
         self._last: tuple[int, str, pa.ChunkedArray] | None = None
 
     def __len__(self) -> int:
@@ -50,15 +55,18 @@ class ParquetTable:
         return self.__dict__ | {"_last": None}
 
     def column(self, name: str) -> list[Any]:
-        return [
-            value for file in self.files for value in pyarrow.parquet.read_table(file, columns=[name])[name].to_pylist()
-        ]
+        values: list[Any] = []
+        for file in self.files:
+            with _reading(str(file)):
+                values += pyarrow.parquet.read_table(file, columns=[name])[name].to_pylist()
+        return values
 
     def cell(self, row: int, name: str) -> Any:
         place = bisect_right(self.ends, row)
         if self._last is None or self._last[:2] != (place, name):
             file, group = self.groups[place]
-            with pyarrow.parquet.ParquetFile(self.files[file], memory_map=True) as opened:
+            path = self.files[file]
+            with _reading(str(path)), pyarrow.parquet.ParquetFile(path, memory_map=True) as opened:
                 self._last = place, name, opened.read_row_group(group, columns=[name])[name]
         column = self._last[2]
         return column[row - self.ends[place] + len(column)].as_py()
@@ -96,7 +104,8 @@ class Cells(Sequence[Stored]):
     def __getitem__(self, row: Any) -> Any:
         cell = self.table.cell(row, self.name)
         if isinstance(cell, Mapping):
-            cell = cell.get("bytes") if cell.get("bytes") is not None else Path(str(cell.get("path")))
+            content, path = cell.get("bytes"), cell.get("path")
+            cell = Path(path) if content is None and path else content
         return cell
 
 
@@ -119,7 +128,8 @@ def _pick(field: str, given: str | None, usual: Sequence[str], typed: list[str],
     usual = (given,) if given else usual
     found = [name for name in usual if name in table.features] or (typed if len(typed) == 1 and not given else [])
     if not found:
-        cure = f"split {split} has no column {' or '.join(usual)}, but {', '.join(table.features) or 'none'}; name it"
+        there = ", ".join(table.features) or "none"
+        cure = f"split {split} has no column {' or '.join(usual)}, but {there}, in all of its files; name it"
         raise UserError(f"data.{field}", given, cure)
     return found[0]
 
@@ -133,11 +143,18 @@ def parquet_tables(source: str, files: Mapping[str, Sequence[Path]]) -> dict[str
     """Raises: UserError where one cannot be read."""
     found: dict[str, Table] = {}
     for split, of_split in files.items():
-        try:
+        with _reading(source, f"split {split} "):
             found[split] = ParquetTable(of_split)
-        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            raise unreadable("data.path", source, f"split {split} ", error) from error
     return found
+
+
+@contextmanager
+def _reading(source: str, what: str = "") -> Iterator[None]:
+    """Raises: UserError where parquet files cannot be read in it."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        raise unreadable("data.path", source, what, error) from error
 
 
 def saved_tables(folder: str) -> dict[str, Table]:
