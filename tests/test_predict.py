@@ -21,7 +21,7 @@ from gpt2_ddp.config.tools import (
     ReportConfig,
     VerifyConfig,
 )
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.tasks.confusion import confusion, save
 from gpt2_ddp.tasks.predict import facts_of, predict
@@ -47,15 +47,15 @@ def predicted(*words: object, **fields) -> PredictConfig:
 
 
 def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
-    """A grey photograph of another size, and a folder, in batches that their number is no multiple of."""
-    Image.fromarray(np.arange(40 * 20, dtype=np.uint16).reshape(20, 40).astype(np.uint8)).save(tmp_path / "photo.bmp")
+    """A grey photograph of another size, with a name of two lines, and a folder, in batches that their number is no
+    multiple of."""
+    photo = tmp_path / "a\nphoto.bmp"
+    Image.fromarray(np.arange(40 * 20, dtype=np.uint16).reshape(20, 40).astype(np.uint8)).save(photo)
     output = tmp_path / "predictions.jsonl"
     images = runs / "images/test"
-    assert (
-        predict(predicted(runs / "scaled/run", tmp_path / "photo.bmp", images, output=str(output), batch_size=4)) == 0
-    )
+    assert predict(predicted(runs / "scaled/run", photo, images, output=str(output), batch_size=4)) == 0
     lines = [json.loads(line) for line in output.read_text().splitlines()]
-    files = [tmp_path / "photo.bmp", *sorted(images.rglob("*.png"), key=str)]
+    files = [photo, *sorted(images.rglob("*.png"), key=str)]
     assert [line["file"] for line in lines] == [*map(str, files)]
     model = LeNet(3, (20, 20))
     model.load_state_dict(weights(runs / "scaled/run"))
@@ -67,7 +67,7 @@ def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
         assert [line["probabilities"][name] for name in ("cat", "dog", "owl")] == pytest.approx(right, abs=1e-5)
         likeliest = max(line["probabilities"], key=line["probabilities"].get)
         assert line["class"] == likeliest
-        assert printed.startswith(f"{file}: {likeliest} {max(right):.2%}, ")
+        assert printed.startswith(f"{shown(file, 4096)}: {likeliest} {max(right):.2%}, ")
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,20 @@ def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsy
     assert f"accuracy {right / 4:.6f} over 4 test" in printed
     with pytest.raises(UserError, match=r"has the label yak; labels are cat, dog, owl"):
         evaluate_checkpoint(config.model_copy(update={"data": str(tmp_path / "others")}))
+
+
+def test_test_images_that_have_changed_are_not_scored(runs):
+    """Another file of a class, or another order of the classes, would be scored without a word."""
+    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
+
+    image = runs / "images/test/cat/0.png"
+    before = image.read_bytes()
+    image.write_bytes((runs / "images/test/owl/0.png").read_bytes())
+    try:
+        with pytest.raises(UserError, match=r"images: has other test samples than those that the run was started"):
+            evaluate_checkpoint(EvaluateConfig(checkpoint=str(runs / "scaled/run"), device="cpu", mixed_precision="no"))
+    finally:
+        image.write_bytes(before)
 
 
 def test_scripts_that_take_a_gpt_refuse(runs):

@@ -181,6 +181,10 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
     job = make_job(settings, accelerator, checkpoint.state)
+    data, hashed = saved.get("data", {}), checkpoint.state.get("data_hash")  # of training and test samples
+    if hashed and not config.data and not hashed.endswith(job.test.sha256()):
+        cure = "has other test samples than those that the run was started with; give them back"
+        raise UserError("data", data.get("path") or data.get("name") or "generated", cure)
     on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
     names = job.facts.get("classes")

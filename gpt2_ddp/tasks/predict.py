@@ -12,7 +12,7 @@ import torch
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import PredictConfig
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.files import check_writable, write_atomically, writing
 from gpt2_ddp.processes.launch import pick_device
 from gpt2_ddp.run.checkpoint import CONFIG, Checkpoint, find_checkpoint
@@ -22,6 +22,9 @@ from gpt2_ddp.tasks.images.decode import pixels
 from gpt2_ddp.tasks.images.sources import image_files
 from gpt2_ddp.tasks.jobs import image_model
 from gpt2_ddp.tasks.pretraining import load_weights
+
+LONGEST_NAME = 4096
+"""Characters of a file's, as systems allow them."""
 
 
 def predict(config: PredictConfig) -> int:
@@ -47,7 +50,9 @@ def predict(config: PredictConfig) -> int:
         files, _probabilities(config, checkpoint, settings, facts, files, device), strict=True
     ):
         ranked = sorted(zip(facts["classes"], probabilities, strict=True), key=lambda pair: -pair[1])
-        print(f"{file}: {', '.join(f'{name} {share:.2%}' for name, share in ranked[: config.top])}")
+        print(
+            f"{shown(file, LONGEST_NAME)}: {', '.join(f'{name} {share:.2%}' for name, share in ranked[: config.top])}"
+        )
         lines.append({"file": str(file), "class": ranked[0][0], "probabilities": dict(ranked)})
     if config.output:
         with writing(Path(config.output)):
