@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-WORKERS := --numprocesses auto --maxprocesses 4  # of pytest: one per core, as most tests wait for others now and then
+# of pytest: one more than there are cores, as most tests wait for others now and then
+WORKERS = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14

@@ -26,8 +26,7 @@ CANNOT = {
     "make soak": "half an hour",
     "make gpu": "half an hour, and a GPU; test_benchmark.py has its parts",
     "scripts/benchmark.py$": "minutes",
-    "--nanogpt": "checkouts of others",
-    "--compile off blocks model": "a GPU",
+    "scripts/benchmark.py step": "a minute and more; test_benchmark.py has every side of it, tiny",
     "pip install -r requirements.txt": "a package index",
     "docker build": "docker",
     "docker run": "docker",
@@ -76,7 +75,7 @@ SMALLER = {
     "compare_parallel.py": "--jobs regression --steps 4 --repeats 1 --busy_ok",
     "ddp_lab.py": "--only set_epoch",
     "generate.py": "--max_new_tokens 8",
-    "benchmark.py": "--preset configs/gpt2_30m.yaml --block_size 32 --micro_batch 1 --seconds 0.01 --repeats 1",
+    "benchmark.py": "--block_size 32 --micro_batch 1 --seconds 0.01 --repeats 1",
 }
 """Script -> flags that stand before those of the page, which win; none where a run's own configuration is given."""
 
