@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.tasks.jobs import image_model
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
 
 
@@ -81,3 +84,14 @@ def test_sinusoids_are_those_of_the_paper():
         angle = torch.tensor(position / 10_000 ** (2 * pair / 12))
         expected = torch.stack([torch.sin(angle), torch.cos(angle)])
         assert torch.allclose(table[position, 2 * pair : 2 * pair + 2], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "model"), [("lenet", LeNet), ("resnet18", ResNet18)])
+def test_images_that_are_too_small_for_a_model_are_refused(name, model):
+    """Of the smallest that are taken, a micro-batch may be a single one."""
+    config = ClassifierConfig.model_validate({"data": {"name": "cifar10"}, "model": {"name": name}})
+    least = model.least
+    with pytest.raises(UserError, match=rf"model.name = {name}: takes images of {least} .* not {least - 1} x 40"):
+        image_model(config, {"classes": ["a", "b"], "image_shape": [3, 40, least - 1]})
+    smallest = image_model(config, {"classes": ["a", "b"], "image_shape": [3, least, least]})
+    smallest(torch.randn(1, 3, least, least)).sum().backward()

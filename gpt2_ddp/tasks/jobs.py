@@ -91,11 +91,10 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
         UserError: it takes no images as small.
     """
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
-    if config.model.name == "lenet" and min(H, W) < LeNet.least:
-        cure = (
-            f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}; use resnet18, or data.image_size"
-        )
-        raise UserError("model.name", "lenet", cure)
+    least = LeNet.least if config.model.name == "lenet" else ResNet18.least
+    if min(H, W) < least:
+        cure = f"takes images of {least} pixels each way at least, not {W} x {H}; scale them by data.image_size"
+        raise UserError("model.name", config.model.name, cure)
     model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 

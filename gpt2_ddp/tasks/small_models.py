@@ -80,7 +80,13 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M."""
+    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M.
+
+    Images have at least `least` pixels each way: of smaller ones the last layers see one, of which BatchNorm has no
+    variance where a micro-batch is a single image.
+    """
+
+    least = 9
 
     def __init__(self, classes: int):
         super().__init__()
