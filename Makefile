@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# of pytest: one more than there are cores, as most tests wait for others now and then
-WORKERS = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
+WORKERS := --numprocesses auto --maxprocesses 4  # of pytest: one per core
+# one more, as most of the slow tests wait for others now and then
+MORE = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -25,7 +26,7 @@ test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minute
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 20 minutes more)
-	$(BIN)/pytest $(WORKERS) -m 'slow and not soak and not timed and not cluster' $(ARGS)
+	$(BIN)/pytest $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
 	$(BIN)/pytest -m timed $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
 
 test-cluster: $(VENV)/.installed-dev  ## a real Slurm, and machines made of network namespaces; some minutes; as root

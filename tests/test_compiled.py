@@ -53,7 +53,9 @@ CASES = [
     (2, "model", {}),
     (1, "model", {"model.document_mask": True}),
     (1, "blocks", {"eval.tasks": ["cloze"], "eval.task_items": 9, "tracking.sample_every": 4}),
-    (2, "blocks", {"model.document_mask": True, "train.activation_checkpointing": True}),
+    pytest.param(
+        2, "blocks", {"model.document_mask": True, "train.activation_checkpointing": True}, marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -255,6 +255,7 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, caps
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     output = str(tmp_path / "lab.json")
     command = [sys.executable, "scripts/ddp_lab.py", "--only", "set_epoch", "rank_0s_loss", "--output", output]

@@ -133,7 +133,10 @@ def test_trained_on_all_the_same_a_bad_gradient_ruins_the_run(corpus, tmp_path):
     assert "not finite" in status(tmp_path / "run")["reason"]
 
 
-@pytest.mark.parametrize("world", [2, *[pytest.param(world, marks=pytest.mark.slow) for world in (1, 3)]])
+@pytest.mark.parametrize(
+    "world",
+    [pytest.param(1, marks=pytest.mark.soak), *[pytest.param(world, marks=pytest.mark.slow) for world in (2, 3)]],
+)
 def test_poisoned_data_are_passed_over(corpus, tmp_path, world, capsys):
     """The run goes back to step 5 or to its beginning, passes over the poison, and ends as good as a clean one. Killed
     in the bad stretch, behind the rollback, and stopped there, it decides and trains the same."""
