@@ -154,6 +154,20 @@ def test_epochs_end_and_items_are_counted(n, size):
         assert by_epoch.ended_epoch == (step % per_epoch == 0)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 12, 25, 26, 27, 28])
+@pytest.mark.parametrize(("world", "size", "largest"), [(1, 12, 12), (1, 12, 5), (3, 12, 12), (2, 100, 3)])
+def test_the_smallest_micro_batch_of_an_epoch(n, world, size, largest):
+    """A stand-in, where a share is empty, is one row, too."""
+    share = contiguous(world, largest)
+    feed = Feed(range(n), 1, size, share, by_epoch=True)
+    rows = []
+    for _ in range(math.ceil(n / size)):
+        rows += [max(len(own), 1) for ranks in share(len(feed.next_step().items)) for own in ranks]
+    assert feed.ended_epoch
+    assert feed.least_rows == min(rows)
+    assert Feed(range(n), 1, 12, interleaved(2, 3)).least_rows == 3
+
+
 def test_a_far_position_is_reached_without_visiting_others(monkeypatch):
     """Counted: the items of the one step are looked up, and no others."""
     counted, at = [], Order.at

@@ -86,12 +86,19 @@ def test_sinusoids_are_those_of_the_paper():
         assert torch.allclose(table[position, 2 * pair : 2 * pair + 2], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "model"), [("lenet", LeNet), ("resnet18", ResNet18)])
-def test_images_that_are_too_small_for_a_model_are_refused(name, model):
-    """Of the smallest that are taken, a micro-batch may be a single one."""
-    config = ClassifierConfig.model_validate({"data": {"name": "cifar10"}, "model": {"name": name}})
-    least = model.least
-    with pytest.raises(UserError, match=rf"model.name = {name}: takes images of {least} .* not {least - 1} x 40"):
-        image_model(config, {"classes": ["a", "b"], "image_shape": [3, 40, least - 1]})
-    smallest = image_model(config, {"classes": ["a", "b"], "image_shape": [3, least, least]})
-    smallest(torch.randn(1, 3, least, least)).sum().backward()
+def test_images_that_are_too_small_for_lenet_are_refused():
+    config = ClassifierConfig.model_validate({"data": {"name": "cifar10"}, "model": {"name": "lenet"}})
+    with pytest.raises(UserError, match=r"model.name = lenet: takes images of 16 .* not 15 x 40"):
+        image_model(config, {"classes": ["a", "b"], "image_shape": [3, 40, 15]})
+    smallest = image_model(config, {"classes": ["a", "b"], "image_shape": [3, 16, 16]})
+    smallest(torch.randn(1, 3, 16, 16)).sum().backward()
+
+
+@pytest.mark.parametrize(("H", "W", "least"), [(1, 1, 2), (8, 8, 2), (8, 9, 1), (9, 8, 1), (9, 9, 1)])
+def test_resnet18_trains_on_as_few_images_as_it_says(H, W, least):
+    model = ResNet18(2)
+    assert model.least_rows(H, W) == least
+    model(torch.randn(least, 3, H, W)).sum().backward()
+    if least > 1:
+        with pytest.raises(ValueError, match="more than 1 value"):
+            model(torch.randn(1, 3, H, W))

@@ -491,6 +491,17 @@ def test_what_a_run_keeps_cannot_change(tmp_path):
         run_ranks(run_small_job, 1, job_config("regression", tmp_path, {"fresh": True}))
 
 
+def test_batchnorm_is_not_given_a_single_value(tmp_path):
+    """The last step of an epoch has one of 17 images, on one process; ResNet-18 makes one pixel of 8 x 8."""
+    images, labels = pictures(17, 2, size=8)
+    write_parquet(tmp_path / "data", "train", images, labels)
+    write_parquet(tmp_path / "data", "test", images[:3], labels[:3])
+    changes = {"data.name": "images", "data.path": str(tmp_path / "data")}
+    config = job_config("resnet18", tmp_path, changes | {"train.global_batch_size": 16, "train.micro_batch_size": 16})
+    with pytest.raises(RankError, match=r"UserError: train.global_batch_size = 16: makes a micro-batch of 1"):
+        run_ranks(run_small_job, 1, config)
+
+
 def test_the_batch_has_to_be_a_multiple_of_the_processes(tmp_path):
     with pytest.raises(RankError, match=r"UserError: train.global_batch_size = 7: should be a multiple of the 2"):
         run_ranks(run_small_job, 2, job_config("regression", tmp_path, {"train.global_batch_size": 7}))

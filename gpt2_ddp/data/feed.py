@@ -162,6 +162,13 @@ class Feed:
         epochs, rest = divmod(steps, ceil(len(self.order) / self.step_size))
         return epochs * len(self.order) + rest * self.step_size
 
+    @property
+    def least_rows(self) -> int:
+        """Those of the smallest micro-batch of an epoch, of all ranks'."""
+        n, size = len(self.order), self.step_size
+        steps = {min(size, n), (n - 1) % size + 1} if self._by_epoch else {size}
+        return min(len(own) or 1 for step in steps for ranks in self.share(step) for own in ranks)
+
     def _free(self, position: int) -> int:
         for start, stop in sorted(self.passed):
             position = stop if start <= position < stop else position

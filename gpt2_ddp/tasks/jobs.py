@@ -81,7 +81,8 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
         return normalise(crop_and_flip(images) if training and config.data.augment else images)
 
     ranks = _top(1, 5) if len(images.classes) > 5 else _top(1)
-    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts)
+    least_rows = model.least_rows(*images.facts["image_shape"][1:]) if isinstance(model, ResNet18) else 1
+    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts, least_rows)
 
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
@@ -91,10 +92,11 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
         UserError: it takes no images as small.
     """
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
-    least = LeNet.least if config.model.name == "lenet" else ResNet18.least
-    if min(H, W) < least:
-        cure = f"takes images of {least} pixels each way at least, not {W} x {H}; scale them by data.image_size"
-        raise UserError("model.name", config.model.name, cure)
+    if config.model.name == "lenet" and min(H, W) < LeNet.least:
+        cure = (
+            f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}; use resnet18, or data.image_size"
+        )
+        raise UserError("model.name", "lenet", cure)
     model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 

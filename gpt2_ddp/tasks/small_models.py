@@ -80,13 +80,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M.
-
-    Images have at least `least` pixels each way: of smaller ones the last layers see one, of which BatchNorm has no
-    variance where a micro-batch is a single image.
-    """
-
-    least = 9
+    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M."""
 
     def __init__(self, classes: int):
         super().__init__()
@@ -103,6 +97,11 @@ class ResNet18(nn.Module):
         """x: [B, 3, H, W] -> logits [B, K]."""
         x = self.blocks(F.relu(self.bn1(self.conv1(x))))  # [B, 512, H / 8, W / 8], rounded up
         return self.fc(x.mean((2, 3)))
+
+    @staticmethod
+    def least_rows(H: int, W: int) -> int:
+        """Images that it can be trained on at a time: BatchNorm needs two values, and the last layers may have one."""
+        return 2 if max(H, W) <= 8 else 1
 
 
 class TransformerLM(nn.Module):

@@ -36,6 +36,7 @@ class Job:
         scores: (outputs, targets) -> further scores of each sample, [batch] by name.
         transform: (inputs as stored, training) -> what the model takes; on the device, a batch at a time.
         facts: of the data, that checkpoints keep and a resumed run has to have: the names of `classes`.
+        least_rows: that the model can be trained on at a time.
     """
 
     model: nn.Module
@@ -45,6 +46,7 @@ class Job:
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, bool], Tensor] = lambda inputs, training: inputs
     facts: Mapping[str, Any] = field(default_factory=dict)
+    least_rows: int = 1
 
     def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """`loss` and further scores of each sample, [batch] by name."""
@@ -125,6 +127,9 @@ class Supervised:
             by_epoch=True,
             workers=self.job.train.workers,
         )
+        if self.feed.least_rows < self.job.least_rows:
+            cure = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
+            raise UserError("train.global_batch_size", self.batch_size, cure + "try another, or larger data.image_size")
         self.model = self.job.model
         self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
 
