@@ -2,7 +2,7 @@
 
     python scripts/train_classifier.py                                        # the MLP, one process
     python scripts/train_classifier.py --config configs/cifar100_lenet.yaml --launch.processes 2
-    python scripts/train_classifier.py --data.name images --data.path FOLDER --data.image_size 64 --model.name lenet
+    python scripts/train_classifier.py --data.path FOLDER --data.image_size 64    # LeNet, images of your own
     torchrun --nproc_per_node 2 scripts/train_classifier.py --config configs/cifar100_lenet.yaml
     accelerate launch scripts/train_classifier.py --config configs/cifar100_resnet18.yaml --model.sync_batchnorm
 
@@ -10,6 +10,7 @@ The same command given again goes on where the run stopped.
 """
 
 from gpt2_ddp.config.cli import run_command
+from gpt2_ddp.config.defaults import classifier_default
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.processes.environment import exit_code, is_main_process
 from gpt2_ddp.processes.spawn import run_processes
@@ -33,4 +34,4 @@ def main(config: ClassifierConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(ClassifierConfig, main, default="configs/mlp_clusters.yaml")
+    run_command(ClassifierConfig, main, default=classifier_default)

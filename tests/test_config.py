@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from gpt2_ddp.config.cli import complete, dump, load
-from gpt2_ddp.config.defaults import BUILT_IN, OWN_TEXT, training_default
+from gpt2_ddp.config.defaults import BUILT_IN, CLUSTERS, OWN_IMAGES, OWN_TEXT, classifier_default, training_default
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -134,6 +134,35 @@ def test_a_default_run_that_an_older_release_began_goes_on_as_it_began(tmp_path,
         assert ("runs/stdlib/config.yaml, as it began" in capsys.readouterr().err) is otherwise
         assert load(TrainingConfig, flags, training_default) == begun
         capsys.readouterr()
+
+
+def test_images_do_not_inherit_the_configuration_of_the_clusters(tmp_path, monkeypatch, capsys):
+    """One epoch at 1e-4 made an MLP tell the clusters apart, and LeNet nothing."""
+    monkeypatch.chdir(tmp_path)
+    assert load(ClassifierConfig, [], classifier_default) == load(ClassifierConfig, ["--config", CLUSTERS])
+    assert load(ClassifierConfig, ["--data.name", "clusters"], classifier_default).model.name == "mlp"
+    assert capsys.readouterr().err == ""
+    for flags in (
+        ["--data.path", "photos"],
+        ["--data.name", "cifar10"],
+        ["--data.path", "x", "--data.name", "cifar10"],
+    ):
+        found = load(ClassifierConfig, flags, classifier_default)
+        assert found == load(ClassifierConfig, ["--config", OWN_IMAGES, *flags])
+        assert (found.model.name, found.optim.name, found.train.epochs) == ("lenet", "adam", 20)
+        assert capsys.readouterr().err.startswith(f"note: no --config, so {flags[1]} is trained on with {OWN_IMAGES}")
+    with pytest.raises(UserError, match=r"data.path = photos: is for images; set data.name images"):
+        load(ClassifierConfig, ["--config", CLUSTERS, "--data.path", "photos"])
+
+
+def test_a_run_on_images_that_an_older_release_began_goes_on_as_it_began(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data.name", "images", "--data.path", "photos", "--model.name", "lenet", "--run_name", "old"]
+    begun = load(ClassifierConfig, ["--config", CLUSTERS, *flags])
+    (tmp_path / "runs/old").mkdir(parents=True)
+    (tmp_path / "runs/old/config.yaml").write_text(dump(begun))
+    assert load(ClassifierConfig, flags, classifier_default) == begun
+    assert "goes on with its own runs/old/config.yaml, as it began" in capsys.readouterr().err
 
 
 def test_a_run_folder_with_a_strange_configuration_counts_as_new(tmp_path, monkeypatch):

@@ -219,6 +219,8 @@ class ClassifierConfig(JobConfig):
             yield "model.name", self.model.name, cure
         if self.data.name == "images" and not self.data.path:
             yield "data.path", self.data.path, "should be the folder of your images; or name a data set of the Hub"
+        if not images and self.data.path:
+            yield "data.path", self.data.path, "is for images; set data.name images, or leave it away"
         if "/" in self.data.name and self.data.path:
             yield "data.path", self.data.path, f"takes the place of {self.data.name}; set data.name images, or leave it"
         if self.model.sync_batchnorm and self.model.name != "resnet18":
