@@ -1,6 +1,7 @@
 """Processes from Python: results and mistakes come back, signals go out, nobody is left behind."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -49,14 +50,24 @@ def test_without_processes_it_is_a_call(monkeypatch):
     assert run_processes(os.getpid, 2) == os.getpid()
 
 
-def process_and_rank() -> tuple[int, str | None]:
-    return os.getpid(), os.environ.get("RANK")
+def start_from_a_fresh_process() -> tuple[int, str | None, str, int]:
+    """Its pid, rank and start method; and the pid of what it forks, which stays, like a loader's worker that is stuck
+    in a disk."""
+    if child := os.fork():
+        return os.getpid(), os.environ.get("RANK"), multiprocessing.get_start_method(), child
+    time.sleep(30)
+    os._exit(0)
 
 
-def test_one_fresh_process_has_no_rank():
-    process, rank = start_processes(process_and_rank, 1)
+def test_one_fresh_process_has_no_rank_starts_others_as_usual_and_is_alone_waited_for():
+    """Loader workers that are spawned, too, would import torch in every evaluation."""
+    process, rank, method, child = start_processes(start_from_a_fresh_process, 1)
     assert process != os.getpid()
     assert rank is None
+    assert method == multiprocessing.get_start_method()
+    left = psutil.Process(child)
+    assert left.status() != psutil.STATUS_ZOMBIE
+    left.kill()
 
 
 def test_a_mistake_comes_back_as_one():

@@ -2,11 +2,13 @@
 parent starts them before any thread pool exists."""
 
 import atexit
+import math
 import multiprocessing
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -17,7 +19,7 @@ from typing import TypeVar
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.cores import usable_cores
 from gpt2_ddp.processes.environment import STOPPED, world_size
-from gpt2_ddp.processes.parent import end_with_parent
+from gpt2_ddp.processes.parent import LOOK_SECONDS, end_with_parent
 from gpt2_ddp.processes.signals import Stopped, heard_by, held_back, let_in, listening, start_resource_tracker
 
 T = TypeVar("T")
@@ -90,6 +92,8 @@ def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[objec
 
 def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
     os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
+    # as usual again: a fresh interpreter for each loader worker would import torch for seconds, in every evaluation
+    multiprocessing.set_start_method(None, force=True)
     with listening(lambda line: None):  # the parent says it
         let_in()
         end_with_parent(signal.SIGTERM)
@@ -114,24 +118,26 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
     """The main rank's answer, once all ranks have ended; when one fails, the others soon have to end as well. When one
     is stopped on its own, the others are told to stop."""
-    answer, told = None, False
+    answer, told, deadline = None, False, math.inf
     running = list(ranks)
     while running:
-        failed = any(rank.exitcode for rank in ranks)
         if not told and any(rank.exitcode == STOPPED for rank in ranks):
             told = True
             _signal(running, signal.SIGTERM)
-        sources = [rank.sentinel for rank in running] + ([receiver] if answer is None else [])
-        if not wait(sources, GRACE_SECONDS if failed else None):
-            for rank in running:
-                rank.kill()
+        # a rank's end may not show in these: what it has forked holds the other ends of its pipes
+        wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), LOOK_SECONDS)
+        before, running = running, [rank for rank in running if rank.exitcode is None]
         if answer is None and receiver.poll():
             try:
                 answer = receiver.recv()
             except EOFError:  # the main rank ended without one
                 receiver.close()
                 answer = (None, None)
-        running = [rank for rank in running if rank.exitcode is None]
+        if len(running) < len(before) and any(rank.exitcode for rank in ranks):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if time.monotonic() > deadline:
+            for rank in running:
+                rank.kill()
     return answer
 
 
