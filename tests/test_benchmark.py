@@ -24,6 +24,10 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data import building
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.tokenizer import TOKENIZER_FILE
 from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -215,6 +219,37 @@ def test_a_part_for_a_gpu_that_did_not_end_well_is_told_and_run_again(parts, tmp
     assert [part for part, _ in parts.given] == ["short", "long", "broken", "long", "broken"]
     assert "long: ended with 124 after the 50 of 200 s that --within left" in call(tmp_path, 60).notes[0]
     assert "broken: ended with 1: " in call(tmp_path, 30).notes[0], "not for want of time"
+
+
+def test_a_part_for_a_gpu_begins_its_run_anew_but_where_it_goes_on_with_one(monkeypatch, tmp_path):
+    """The run of one that failed would be resumed, and `straight` not be straight."""
+    monkeypatch.setattr(gpu, "random_tokens", lambda *_: None)
+    monkeypatch.setattr(gpu, "_pictures", lambda _: None)
+    monkeypatch.setattr(gpu, "PARTS", {name: gpu.PARTS[name] for name in ("straight", "first half", "second half")})
+    codes, begun = {"straight": [1, 0], "first half": [1, 0], "second half": [1, 0]}, []
+
+    def run(part, environment, limit, log):
+        name, folder = log.stem.replace("_", " "), tmp_path / part.partition("--run_name ")[2].split()[0]
+        begun.append((name, folder.exists()))
+        folder.mkdir(exist_ok=True)
+        log.write_text("last words")
+        return codes[name].pop(0), 1.0
+
+    monkeypatch.setattr(gpu, "_run", run)
+    assert call(tmp_path, None).notes[-1].endswith("goes on: second half")
+    for _ in range(3):
+        call(tmp_path, None)
+    anew = [("straight", False), ("first half", False)]
+    assert begun == anew * 2 + [("second half", True)] * 2
+
+
+def test_random_tokens_that_a_kill_has_cut_short_are_written_anew(tmp_path):
+    folder = tmp_path / "random"
+    folder.mkdir()
+    for name in (building.LOCK, TOKENIZER_FILE, ".train_000000.bin.tmp"):
+        (folder / name).touch()
+    step.random_tokens(folder, 257, 1000)
+    assert len(TokenStream(folder, read_manifest(folder), "train")) == 1000
 
 
 def checkpoints(folder: Path) -> None:

@@ -4,6 +4,7 @@ goes on with those that have not ended well."""
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ LARGE = (
 """GPT-2 (124M), bf16, 64 windows a step, random tokens."""
 CURVE = f"{SMALL} --tracking.log_every 1 --train.steps 200"
 STEP = "scripts/benchmark.py step --precision bf16 --device {device} --output {out}/"
-JOB = "--output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
+JOB = "scripts/train_classifier.py --output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
 JOB += " --train.device {device} --tracking.log_every 1"
 PARTS = {
     # does it work at all
@@ -92,13 +93,14 @@ PARTS = {
     " --optim.name adamw --optim.lr 2e-3 --optim.muon_lr 0.01",  # the default training has Muon, at another rate
     "a run": "scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}",
     # small jobs
-    "LeNet": f"scripts/train_classifier.py --config configs/cifar100_lenet.yaml {JOB} --run_name lenet",
-    "ResNet": f"scripts/train_classifier.py --config configs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
-    " --train.mixed_precision {fp16}",
+    "LeNet": f"{JOB} --run_name lenet --model.name lenet",
+    "ResNet": f"{JOB} --run_name resnet --model.name resnet18{{sync}} --train.mixed_precision {{fp16}}",
     "compare": "scripts/compare_parallel.py --jobs regression classifier --seconds 2 --repeats 2 --busy_ok"
     " --device {device} --output {out}/compare",
 }
 """Name -> what Python runs; tiny on a CPU, where it shows that the commands are right."""
+GOES_ON = {"second half": "first half", "after the stop": "a stop"}
+"""Part -> the one whose run it goes on with, once that has ended well. All others begin their runs anew."""
 ENVIRONMENT = {
     "cuDNN": {"TORCH_CUDNN_SDPA_PREFERRED": "1"},
     "flash": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"},
@@ -129,9 +131,10 @@ RATES = {
 
 def measure(config: BenchmarkConfig) -> Table:
     """Runs each part that has not ended well before, its log in `config.output`: those that were never begun first,
-    then those whose log is oldest. A failure ends its part alone. A part whose limit exceeds what is left of
-    `config.within` waits for another call; but the first one of a call is begun with what there is, or one whose limit
-    exceeds all of `config.within` would wait forever."""
+    then those whose log is oldest. A failure ends its part alone, and what its run left is removed before it is tried
+    again: `straight` would not be straight. A part whose limit exceeds what is left of `config.within` waits for
+    another call; but the first one of a call is begun with what there is, or one whose limit exceeds all of
+    `config.within` would wait forever."""
     begun, device, out = time.monotonic(), find_machine(config.device).device, Path(config.output)
     small, words = device == "cpu", _words(config, device)
     (out / "tiny.yaml").write_text(TINY_PRESET)
@@ -141,18 +144,21 @@ def measure(config: BenchmarkConfig) -> Table:
     cases, notes, waiting = {}, [], []
     ran = False
     for name in sorted(names, key=lambda name: _written_at(_log(out, name))):
-        done, log = _log(out, name).with_suffix(".done"), _log(out, name)
+        done, log, before = _done(out, name), _log(out, name), GOES_ON.get(name)
         limit = LIMITS.get(name, USUAL) * (2 if small else 1)
         left = config.within - TO_END - (time.monotonic() - begun) if config.within else math.inf
         if done.exists():
             seconds, unit = float(done.read_text()), "s"
-        elif limit > left and (ran or left < 1):
+        elif (limit > left and (ran or left < 1)) or (before and not _done(out, before).exists()):
             waiting.append(name)
             continue
         else:
             print(f"{name} ...", file=sys.stderr, flush=True)
             ran, given = True, min(limit, left)
-            code, seconds = _run(PARTS[name].format(**words), ENVIRONMENT.get(name, {}), given, log)
+            part = PARTS[name].format(**words)
+            if not before and "--run_name" in part:
+                shutil.rmtree(out / part.partition("--run_name ")[2].split()[0], ignore_errors=True)
+            code, seconds = _run(part, ENVIRONMENT.get(name, {}), given, log)
             if code == CODES.get(name, 0):
                 unit = "s"
                 write_atomically(done, f"{seconds:.1f}")
@@ -164,7 +170,8 @@ def measure(config: BenchmarkConfig) -> Table:
                 notes.append(f"{name}: ended with {code}{of}: {last[:200]} ({log})")
         cases[name] = Case(name, unit, {device: [seconds]}, False)
     if waiting:
-        notes.append(f"no time was left for these, with which the same command again goes on: {', '.join(waiting)}")
+        why = "no time was left for these, or for what they go on with; the same command again goes on"
+        notes.append(f"{why}: {', '.join(waiting)}")
     told = [cases[name] for name in names if name in cases]
     return Table("gpu", [*told, *_rates(out)], config.model_dump(mode="json"), [*notes, *_findings(out)])
 
@@ -175,6 +182,10 @@ def _written_at(log: Path) -> float:
 
 def _log(out: Path, name: str) -> Path:
     return out / f"{name.replace(' ', '_')}.log"
+
+
+def _done(out: Path, name: str) -> Path:
+    return _log(out, name).with_suffix(".done")
 
 
 def _run(part: str, environment: dict[str, str], limit: float, log: Path) -> tuple[int, float]:

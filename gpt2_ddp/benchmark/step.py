@@ -20,7 +20,8 @@ from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, write_manifest
+from gpt2_ddp.data.building import alone_in
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, write_manifest
 from gpt2_ddp.data.shards import ShardWriter
 from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.errors import UserError
@@ -167,10 +168,9 @@ def precisions(config: BenchmarkConfig) -> tuple[Literal["no", "bf16"], ...]:
 
 def random_tokens(folder: Path, ids: int, count: int = 1_000_000) -> None:
     """Shards of random tokens, where there are none yet, with a tokenizer of so many ids that needs no package and no
-    network: bytes, pairs of them, end-of-text."""
-    if folder.exists():
+    network: bytes, pairs of them, end-of-text. What a call that was killed left behind is written anew."""
+    if (folder / MANIFEST).exists():
         return
-    folder.mkdir()
     letters = list(BYTE_OF_CHARACTER)
     merges = [f"{first} {second}" for first, second in islice(product(letters, letters), ids - len(letters) - 1)]
     vocabulary = {token: rank for rank, token in enumerate([*letters, *(pair.replace(" ", "") for pair in merges)])}
@@ -180,11 +180,12 @@ def random_tokens(folder: Path, ids: int, count: int = 1_000_000) -> None:
         "normalizer": None,
         "added_tokens": [{"id": ids - 1, "content": END_OF_TEXT}],
     }
-    (folder / TOKENIZER_FILE).write_text(json.dumps(definition))
-    tokenizer, writer = load_tokenizer(str(folder)), ShardWriter(folder, "train", count, ids)
-    writer.add(np.random.default_rng(0).integers(0, ids, count))
-    shards = {"train": writer.close()}
-    write_manifest(folder, Manifest(2, TOKENIZER_FILE, tokenizer.sha256, ids, tokenizer.eot, "random", shards))
+    with alone_in(folder):
+        (folder / TOKENIZER_FILE).write_text(json.dumps(definition))
+        tokenizer, writer = load_tokenizer(str(folder)), ShardWriter(folder, "train", count, ids)
+        writer.add(np.random.default_rng(0).integers(0, ids, count))
+        shards = {"train": writer.close()}
+        write_manifest(folder, Manifest(2, TOKENIZER_FILE, tokenizer.sha256, ids, tokenizer.eot, "random", shards))
 
 
 def as_cases(
