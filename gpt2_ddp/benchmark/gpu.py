@@ -42,7 +42,7 @@ LARGE = (
 """GPT-2 (124M), bf16, 64 windows a step, random tokens."""
 CURVE = f"{SMALL} --tracking.log_every 1 --train.steps 200"
 STEP = "scripts/benchmark.py step --precision bf16 --device {device} --output {out}/"
-JOB = "scripts/train_classifier.py --output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
+JOB = "--output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
 JOB += " --train.device {device} --tracking.log_every 1"
 PARTS = {
     # does it work at all
@@ -93,8 +93,9 @@ PARTS = {
     " --optim.name adamw --optim.lr 2e-3 --optim.muon_lr 0.01",  # the default training has Muon, at another rate
     "a run": "scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}",
     # small jobs
-    "LeNet": f"{JOB} --run_name lenet --model.name lenet",
-    "ResNet": f"{JOB} --run_name resnet --model.name resnet18{{sync}} --train.mixed_precision {{fp16}}",
+    "LeNet": f"scripts/train_classifier.py --config configs/cifar100_lenet.yaml {JOB} --run_name lenet",
+    "ResNet": f"scripts/train_classifier.py --config configs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
+    " --train.mixed_precision {fp16}",
     "compare": "scripts/compare_parallel.py --jobs regression classifier --seconds 2 --repeats 2 --busy_ok"
     " --device {device} --output {out}/compare",
 }

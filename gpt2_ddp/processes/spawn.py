@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -107,7 +107,8 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
     except UserError as error:
         answer = (None, error)
     if main:
-        sender.send(answer)
+        with suppress(BrokenPipeError):  # the parent was killed: there is nobody to tell
+            sender.send(answer)
     sender.close()
     if answer[1] is not None:
         sys.stderr.flush()
