@@ -1,7 +1,10 @@
 """Images of any kind and from anywhere: each in its split, of its class, read the same way whatever holds them."""
 
+import ctypes
 import pickle
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ from test_supervised import evaluate_checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.tasks.images.decode import pixels
 from gpt2_ddp.tasks.images.load import StoredImages, read_images
+from gpt2_ddp.tasks.images.sources import image_files
 from gpt2_ddp.tasks.images.tables import ParquetTable, split_files
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
@@ -48,7 +53,8 @@ def test_classes_that_are_called_like_splits(tmp_path, test, capsys):
     assert found.classes == sorted(WORDS)
     assert counts(found.train) == [trained[name] for name in sorted(WORDS)]
     assert counts(found.test) == [tested.get(name, 0) for name in sorted(WORDS)]
-    assert capsys.readouterr().err == ""
+    told = f"note: {tmp_path}: no test image of 2 of the 9 classes: training, validation\n"
+    assert capsys.readouterr().err == told
 
 
 def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
@@ -84,7 +90,8 @@ def test_other_splits_are_left_out_and_told(tmp_path, capsys):
         (["cat/1.png", "2.png"], r"2.png: is not in a folder CLASS, as others are"),
         (["train/cat/1.png", "test/cat/1.png"], r"has 1 classes \(cat\), where there should be 2 at least"),
         (["test/cat/1.png", "cat/1.png"], r"folders of folders \(test\), but none named train"),
-        (["notes.txt"], "there are no images in it"),
+        (["notes.txt"], "has no images in it; give one with"),
+        (["train/cat/1.heic", "train/dog/2.heic"], r"has no images in it, but 2 .heic; give one with"),
     ],
 )
 def test_folders_that_may_mean_two_things(tmp_path, files, message):
@@ -107,6 +114,39 @@ def test_a_duplicate_between_splits_is_told(tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         pair = f"{tmp_path}/test/a/2.bmp = {tmp_path}/train/b/3.png"
         assert line == f"note: 1 of 10 test images are training images, too, such as {pair}"
+
+
+def test_files_of_other_suffixes_and_folders_without_images_are_told(tmp_path, capsys):
+    """But for those beside the images that none would take for one; and not those of a split that is not used."""
+    write_images(tmp_path / "train", {"a": 2, "b": 2}, 1)
+    write_images(tmp_path / "test", {"a": 2, "b": 2}, 2)
+    write_images(tmp_path / "val", {"a": 2}, 3)
+    names = ["train/c/1.heic", "train/c/2.HEIC", "train/c/3.heic", "train/a/1.svg", "train/b/1", "val/a/1.jxl"]
+    for name in [*names, "train/a/1.txt", "test/a/Thumbs.db", "test/b/.DS_Store"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "test/empty\n").mkdir()
+    read(tmp_path)
+    others = "2 .heic, 1 .svg, 1 without a suffix, 1 .HEIC left out; save as .png or .jpg what is to be taken"
+    assert capsys.readouterr().err.splitlines() == [
+        f"note: {tmp_path}: val left out; train and test used",
+        f"note: {tmp_path}/train: {others}; there are no images in c",
+        rf"note: {tmp_path}/test: there are no images in empty\n",
+    ]
+
+
+def test_many_others_are_told_in_one_bounded_line(tmp_path, capsys):
+    """Classes side by side, of which most have no image, or none in a split."""
+    write_images(tmp_path, {f"{number:0200d}": 1 for number in range(20)}, 1)
+    for number in range(20):
+        (tmp_path / f"other {number:0200d}").mkdir()
+        (tmp_path / f"1.{'x' * 90}{number}").touch()
+    read(tmp_path)
+    (left, _, *without) = capsys.readouterr().err.splitlines()
+    assert left.count("1 .xxx") <= 8
+    assert "..." in left
+    assert [line.partition(" image ")[0][-6:] for line in without] == [" train", "o test"]
+    assert max(map(len, [left, *without])) < 620
 
 
 @pytest.mark.parametrize(
@@ -197,19 +237,47 @@ def test_idx_files_that_are_wrong(tmp_path, how):
         read(tmp_path)
 
 
-def test_save_to_disk(tmp_path, drawn):
+@pytest.fixture
+def saved(tmp_path, drawn):
+    """What `save_to_disk` writes."""
     import datasets
 
-    pixels, labels = drawn
+    images, labels = drawn
     features = datasets.Features({"image": datasets.Image(), "kind": datasets.ClassLabel(names=list("jihgfedcba"))})
-    rows = {"image": [Image.fromarray(image) for image in pixels], "kind": labels}
+    rows = {"image": [Image.fromarray(image) for image in images], "kind": labels}
     whole = datasets.Dataset.from_dict(rows, features=features)
-    datasets.DatasetDict({"train": whole.select(range(50)), "validation": whole.select(range(50, 60))}).save_to_disk(
-        tmp_path
-    )
-    found = read(tmp_path)
+    splits = datasets.DatasetDict({"train": whole.select(range(50)), "validation": whole.select(range(50, 60))})
+    splits.save_to_disk(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def test_save_to_disk(saved, drawn):
+    found = read(saved)
     held(found, drawn)
     assert found.classes == list("jihgfedcba"), "in the order of their numbers"
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("train/data-00000-of-00001.arrow", b""),
+        ("train/data-00000-of-00001.arrow", 5000),
+        ("train/state.json", b"{}"),
+        ("train/state.json", None),
+        ("train/dataset_info.json", b"[]"),
+        ("train/dataset_info.json", b'{"features": 3}'),
+        ("train/dataset_info.json", None),
+        ("dataset_dict.json", b"\xff{"),
+        ("dataset_dict.json", b"[1]"),
+    ],
+)
+def test_what_was_saved_and_is_damaged(saved, file, content):
+    """Cut after so many bytes, gone, or another's content."""
+    place = saved / file
+    before = place.read_bytes()
+    place.unlink() if content is None else place.write_bytes(before[:content] if isinstance(content, int) else content)
+    with pytest.raises(UserError, match=r"data.path = .*saved: cannot be read \(.*\); give intact files"):
+        read(saved)
 
 
 def test_columns_and_labels_of_any_name(tmp_path, drawn):
@@ -378,6 +446,47 @@ def test_a_broken_file_is_named(tmp_path, memory_gb):
     (folder / "test/b/0.png").write_bytes((folder / "test/b/0.png").read_bytes()[:60])
     with pytest.raises(UserError, match=r"test/b/0.png: is not an image"):
         read(folder, memory_gb=memory_gb)
+
+
+@contextmanager
+def denied(place: Path, mode: int) -> Iterator[None]:
+    """What is there has these rights, for root as well, whom all is allowed otherwise (capabilities(7))."""
+    libc = ctypes.CDLL(None)
+    version, granted = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc.capget(version, granted)
+    fewer = (ctypes.c_uint32 * 6)(*granted)
+    fewer[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH of those in effect
+    before = place.stat().st_mode
+    place.chmod(mode)
+    libc.capset(version, fewer)
+    try:
+        yield
+    finally:
+        libc.capset(version, granted)
+        place.chmod(before)
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "message"),
+    [
+        ("train/a/0.png", 0, r"train/a/0.png: cannot be read \(Permission denied\)"),
+        ("train/a", 0, r"train/a: cannot be listed; it takes the rights r and x"),
+        ("train/a", 0o444, r"train/a/0.png: cannot be listed; it takes the rights r and x"),
+        ("test", 0, r"test: cannot be listed"),
+        (".", 0, r": cannot be listed"),
+        (".", 0o444, r"test: cannot be listed"),
+    ],
+)
+def test_what_may_not_be_read_is_named(tmp_path, place, mode, message):
+    folder = one_image(tmp_path / "images", Image.fromarray(GREY))
+    with denied(folder / place, mode):
+        with pytest.raises(UserError, match=f"data.path = .*{message}"):
+            read(folder)
+        with pytest.raises(UserError, match=f"run_and_images = .*{message}"):
+            [
+                pixels(file, str(file), None, field="run_and_images")
+                for file in image_files([str(folder)], "run_and_images")
+            ]
 
 
 def test_scaled_to_one_size(tmp_path):

@@ -88,7 +88,7 @@ def damaged(good, tmp_path, how: str):
         ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
         ("split", r"has no split train, but test"),
         ("torn", r"cannot be read"),
-        ("empty", r"cannot be read"),
+        ("empty", r"has no images in it"),
         ("absent", r"there is no such folder"),
     ],
 )

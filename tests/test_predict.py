@@ -78,9 +78,10 @@ def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
             "wide.png",
             r"wide.png: is 30 x 16 pixels; the run was trained on 16 x 16, without data.image_size",
         ),
-        ("scaled/run", "no.png", r"no.png: is not an image \(.*No such file"),
+        ("scaled/run", "no.png", r"no.png: cannot be read \(No such file"),
         ("scaled/run", "text.png", r"text.png: is not an image"),
-        ("scaled/run", "empty", r"has no images in it"),
+        ("scaled/run", "empty", r"has no images in it; name others"),
+        ("scaled/run", "photos", r"has no images in it, but 1 .heic; name others"),
         ("clusters/run", "wide.png", r"classifies points of clusters, and no images"),
         ("images", "wide.png", r"holds no intact checkpoint"),
     ],
@@ -89,10 +90,21 @@ def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image, messag
     (tmp_path / "wide.png").write_bytes(png(np.zeros((16, 30, 3), np.uint8)))
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/1.heic").touch()
     with pytest.raises(UserError, match=message) as error:
         predict(predicted(runs / run, tmp_path / image))
     assert len(error.value.mistakes) == 1
     assert str(error.value).startswith("run_and_images = ")
+
+
+def test_files_of_other_suffixes_are_told(runs, tmp_path, capsys):
+    for name in ("1.png", "2.png", "3.heic", "notes.txt"):
+        (tmp_path / name).write_bytes(png(np.zeros((16, 16, 3), np.uint8)))
+    predict(predicted(runs / "kept/run", tmp_path))
+    told = capsys.readouterr()
+    assert told.out.count("\n") == 2
+    assert told.err == f"note: {tmp_path}: 1 .heic left out\n"
 
 
 def test_classes_without_names_are_told_as_numbers():

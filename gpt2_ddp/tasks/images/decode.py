@@ -43,7 +43,9 @@ def pixels(
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         # by its own words, the file would be named again, or an object in memory
         told = "of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
-        raise UserError(field, where, f"is not an image ({getattr(told, 'strerror', None) or told})") from error
+        strerror = getattr(error, "strerror", None)  # where the system refused
+        cure = f"cannot be read ({strerror})" if strerror else f"is not an image ({told})"
+        raise UserError(field, where, cure) from error
     if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
         shape = " x ".join(map(str, found.shape))
         cure = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"

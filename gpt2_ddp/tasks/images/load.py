@@ -17,14 +17,16 @@ from torch.utils.data import DataLoader, Dataset
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.data.loader import Reading, as_read, raised
 from gpt2_ddp.data.order import Order
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.processes.parent import helper_context
 from gpt2_ddp.processes.ranks import PREPARATION, on_every_rank
 from gpt2_ddp.tasks.images.decode import pixels
-from gpt2_ddp.tasks.images.sources import Split, number_classes, read_source
+from gpt2_ddp.tasks.images.sources import Split, number_classes, read_source, some
 from gpt2_ddp.tasks.samples import Samples, SampleSet, hash_of
 
 Shape = tuple[int, ...]
+NOTE = 600
+"""Characters of a line that tells something."""
 SCANNED = 64
 """Images that are decoded at a time before training."""
 
@@ -162,9 +164,9 @@ def read_images(
     for split, images in stored.items():
         found[split], digests[split] = _keep(images) if fits else (images, _look_at(images) if look else [])
     if tell:
-        notes += _duplicates(stored, digests)
+        notes += [*_without_images(source, classes, stored), *_duplicates(stored, digests)]
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            print(f"note: {shown(note, NOTE)}", file=sys.stderr)
     return Images(found["train"], found["test"], classes, shape)
 
 
@@ -227,6 +229,14 @@ class _Scanned(Dataset):
 
 def _digest(image: Tensor) -> bytes:
     return hashlib.blake2b(image.numpy().data, digest_size=16).digest()
+
+
+def _without_images(source: str, classes: list[str], stored: Mapping[str, StoredImages]) -> Iterator[str]:
+    """A line for each split that has no image of some classes: nothing trains, or nothing scores them."""
+    for split, images in stored.items():
+        counts = torch.bincount(images.targets, minlength=len(classes)).tolist()
+        if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
+            yield f"{source}: no {split} image of {len(missing):,} of the {len(classes):,} classes: {some(missing)}"
 
 
 def _duplicates(stored: Mapping[str, StoredImages], digests: Mapping[str, list[bytes]]) -> Iterator[str]:

@@ -3,8 +3,11 @@ guessed: what a folder is named that is not the split's own has no say in it."""
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import stat
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +33,8 @@ IDX = {"train": ("train",), "test": ("t10k", "test")}
 IDX_NAMES = ("{}-images-idx3-ubyte", "{}-images.idx3-ubyte", "{}-labels-idx1-ubyte", "{}-labels.idx1-ubyte")
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".tif", ".tiff", ".webp", ".avif"}
 SUFFIXES |= {".pbm", ".pgm", ".pnm", ".ppm"}
+BESIDE = {".csv", ".db", ".html", ".ini", ".json", ".jsonl", ".md", ".txt", ".xml", ".yaml", ".yml"}
+"""Suffixes of what lies beside images, and is left out without a word."""
 CURE = (
     "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
     " unpacked archive of CIFAR or MNIST"
@@ -43,12 +48,14 @@ class Split:
     Args:
         place: what a message calls it.
         names: of the classes, by number, where the source has them.
+        left_out: a line on what is there and not taken, if anything.
     """
 
     place: str
     images: Sequence[Stored]
     labels: list[Any]
     names: list[str] | None = None
+    left_out: str = ""
 
     def where(self, row: int) -> str:
         """What a message calls an image."""
@@ -72,6 +79,7 @@ def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[st
     used = {"train": "train"} | ({"test": test} if test else {})
     rest = sorted(name or "files of no split" for name in splits if name not in used.values())
     notes = [f"{source}: {', '.join(rest)} left out; {' and '.join(used.values())} used"] if rest else []
+    notes += [splits[name].left_out for name in used.values() if splits[name].left_out]
     return {split: splits[name] for split, name in used.items()}, notes
 
 
@@ -82,7 +90,7 @@ def _unlabelled(split: Split) -> bool:
 def _read_folder(config: ClassifierDataConfig, folder: str) -> dict[str, Split]:
     if not os.path.isdir(folder):
         raise UserError("data.path", folder, f"there is no such folder; {CURE}")
-    place = Path(folder)
+    place, files = Path(folder), _files_below(folder, "data.path")
     if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
         return _of_tables(saved_tables(folder), config)
     for names, splits in CIFAR_FILES.items():
@@ -92,10 +100,6 @@ def _read_folder(config: ClassifierDataConfig, folder: str) -> dict[str, Split]:
             return {split: Split(_place(folder, split), [*images], labels) for split, (images, labels) in found.items()}
     if idx := dict(_idx_splits(place)):
         return idx
-    try:
-        files = [*find_files(folder)]
-    except UserError:
-        files = []
     if tables := [file for file in files if file.suffix == ".parquet"]:
         return _of_tables(parquet_tables(folder, split_files(folder, tables)), config)
     return _class_folders(folder, files)
@@ -136,25 +140,55 @@ def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
         if not os.path.isdir(name):
             yield Path(name)
             continue
-        try:
-            found = [file for file in find_files(name) if file.suffix.lower() in SUFFIXES]
-        except UserError:
-            found = []
+        files = _files_below(name, field)
+        found, others = [file for file in files if _is_image(file)], _others(files)
         if not found:
-            raise UserError(field, name, "has no images in it; name images, or a folder of them")
-        yield from sorted(found, key=str)
+            raise UserError(field, name, f"has no images in it{others and f', but {others}'}; name others")
+        if others:
+            print(f"note: {shown(name)}: {others} left out", file=sys.stderr)
+        yield from found
+
+
+def _is_image(file: Path) -> bool:
+    return file.suffix.lower() in SUFFIXES
+
+
+def _files_below(folder: str, field: str) -> list[Path]:
+    """The files in a folder and the folders in it, in order. Raises: UserError where one of these cannot be listed."""
+    try:
+        found = sorted(find_files(folder), key=str)
+    except UserError:
+        return []
+    for file in found:
+        if _is_denied(file):
+            raise UserError(field, file, "cannot be listed; it takes the rights r and x to all of its folders")
+    return found
+
+
+def _is_denied(file: Path) -> bool:
+    """Whether it is a folder that could not be listed, or lies in one that may only be listed."""
+    try:
+        return stat.S_ISDIR(file.stat().st_mode)
+    except OSError as error:  # or a link to nothing, of which reading tells
+        return isinstance(error, PermissionError)
+
+
+def _others(files: Iterable[Path]) -> str:
+    """How many files of which suffixes are none of images, but may be meant as some; the most first."""
+    counts = Counter(
+        shown(file.suffix or "without a suffix", 20) for file in files if not _is_image(file)
+    ).most_common()
+    return some([f"{count:,} {suffix}" for suffix, count in counts if suffix.lower() not in BESIDE])
 
 
 def _class_folders(folder: str, files: Sequence[Path]) -> dict[str, Split]:
     """`train/CLASS/1.png`, and as much for the other splits; or `CLASS/1.png`, of no split, where there is no folder
     `train` of folders. What is below a class's folder is of the class."""
-    parts = {file: file.relative_to(folder).parts for file in sorted(files, key=str)}
-    for file in parts:
-        if file.is_dir():  # which could not be listed
-            raise UserError("data.path", file, "cannot be listed; make it readable")
-    images = {file: names for file, names in parts.items() if file.suffix.lower() in SUFFIXES}
+    parts = {file: file.relative_to(folder).parts for file in files}
+    images = {file: names for file, names in parts.items() if _is_image(file)}
     if not images:
-        raise UserError("data.path", folder, f"cannot be read: there are no images in it; {CURE}")
+        others = _others(files)
+        raise UserError("data.path", folder, f"has no images in it{others and f', but {others}'}; {CURE}")
     of_splits = any(names[0].lower() == "train" and len(names) > 2 for names in images.values())
     nested = {names[0] for names in images.values() if len(names) > 2}
     nested -= {names[0] for names in images.values() if len(names) == 2}
@@ -171,7 +205,21 @@ def _class_folders(folder: str, files: Sequence[Path]) -> dict[str, Split]:
         if split in ("train", *TEST):
             cast(list[Stored], own.images).append(file)
             own.labels.append(label)
+    tops = {names[0].lower(): Path(folder, names[0]) for names in images.values()} if of_splits else {}
+    for split, of in found.items():
+        here = [file for file, names in parts.items() if not of_splits or names[0].lower() == split]
+        found[split] = replace(of, left_out=_left_out(tops.get(split, Path(folder)), here, {*of.labels}))
     return found
+
+
+def _left_out(folder: Path, files: Iterable[Path], classes: Set[str]) -> str:
+    """A line on the files in a split's folder that are not taken, and the folders that give no class, if any."""
+    empty = [entry.name for entry in os.scandir(folder) if os.path.isdir(entry) and entry.name[0] != "."]
+    empty = sorted({*empty} - classes)
+    others = _others(files)
+    notes = [f"{others} left out; save as .png or .jpg what is to be taken"] if others else []
+    notes += [f"there are no images in {some(empty)}"] if empty else []
+    return f"{folder}: {'; '.join(notes)}" if notes else ""
 
 
 def number_classes(
@@ -223,6 +271,9 @@ def _name(names: Sequence[str] | None, label: Any) -> str | None:
 def _told(names: Sequence[str]) -> str:
     if not names:
         return "whole numbers from 0, or texts"
-    if [*names] == [*map(str, range(len(names)))]:
-        return f"0 to {len(names) - 1}"
-    return ", ".join(map(str, [*names[:8], *(["..."] if len(names) > 8 else [])]))
+    return f"0 to {len(names) - 1}" if [*names] == [*map(str, range(len(names)))] else some(names)
+
+
+def some(names: Sequence[str]) -> str:
+    """The first eight, and whether there are more."""
+    return ", ".join([*map(str, names[:8]), *(["..."] if len(names) > 8 else [])])

@@ -162,9 +162,10 @@ def saved_tables(folder: str) -> dict[str, Table]:
     import datasets
     import datasets.exceptions
 
+    wrong = OSError, ValueError, LookupError, TypeError, AttributeError  # what a file of JSON that holds others makes
     try:
         found = datasets.load_from_disk(folder)
-    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+    except (*wrong, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
         raise unreadable("data.path", folder, "", error) from error
     return _arrow_tables(found if isinstance(found, datasets.DatasetDict) else {"train": found})
 
