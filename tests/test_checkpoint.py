@@ -30,6 +30,7 @@ from gpt2_ddp.run import checkpoint_folder as checkpoint
 from gpt2_ddp.run.background import Background
 from gpt2_ddp.run.checkpoint import (
     DTYPES,
+    Checkpoint,
     Damaged,
     as_safetensors,
     find_checkpoint,
@@ -349,6 +350,29 @@ def test_find_checkpoint_takes_a_run_or_a_checkpoint(tmp_path):
     shutil.rmtree(first)
     with pytest.raises(UserError, match="no intact checkpoint"):
         find_checkpoint(tmp_path)
+
+
+def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch, capsys):
+    """By a run that goes on: the newest at first is none any longer, and there is a newer one."""
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+
+    def late(place: Path, weights: bool) -> Checkpoint:
+        if place.name == "step-00000001":
+            save(folder, 2, keep_last=1)
+        return verify(place, weights)
+
+    monkeypatch.setattr("gpt2_ddp.run.checkpoint.verify", late)
+    assert find_checkpoint(tmp_path).path.name == "step-00000002"
+    assert capsys.readouterr().err == ""
+
+
+def test_weights_that_are_removed_before_they_are_loaded(tmp_path):
+    model, _ = trained_model()
+    checkpoint = verify(save(tmp_path, 1))
+    save(tmp_path, 2, keep_last=1)
+    with pytest.raises(UserError, match=r"step-00000001: was removed meanwhile, as by a run that goes on"):
+        load_weights(checkpoint, model)
 
 
 def test_weights_of_another_shape_are_refused(tmp_path):

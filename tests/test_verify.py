@@ -23,7 +23,8 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_config import check_end
 from gpt2_ddp.reports.verify_order import History, Records, in_parts, replay_order
-from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, MODEL, STATE, seal
+from gpt2_ddp.reports.verify_rows import read_metrics
+from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, MODEL, STATE, list_checkpoints, seal
 from gpt2_ddp.run.rows import FIRST_CHAIN, next_chain
 
 
@@ -151,6 +152,22 @@ def test_a_line_that_is_no_row(run: Path, capsys: pytest.CaptureFixture) -> None
     expect_defect(
         run, capsys, "metrics.jsonl, line 5: is not a row", "metrics.jsonl, line 6: its chain does not follow"
     )
+
+
+def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """And remove checkpoints that were verified, and of which the rows that were read tell."""
+
+    def read(file: Path) -> tuple[Records, list[str]]:
+        found = read_metrics(file)
+        *old, _ = list_checkpoints(run / "checkpoints")
+        assert old
+        for place in old:
+            shutil.rmtree(place)
+        return found
+
+    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", read)
+    code, defects, _ = verified(run, capsys)
+    assert (code, defects) == (0, [])
 
 
 def test_step_that_nobody_could_reach_costs_nothing(run: Path, capsys: pytest.CaptureFixture) -> None:

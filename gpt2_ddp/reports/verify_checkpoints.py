@@ -47,18 +47,23 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
     heads = {row["chain"] for row in rows.values() if "chain" in row}
     there = list_checkpoints(run / "checkpoints")
     names = [f"checkpoints/step-{step:08d}" for step in kept]
-    yield from (f"{name}: is missing" for name in names if not (run / name).is_dir())
+    gone = (name for name in names if f"{name}/{STATE}" not in checkpoints and not (run / name).is_dir())
+    yield from (f"{name}: is missing" for name in gone)
     if not there and not kept and _was_saved(run, config, rows):
         yield "checkpoints: none is there, and the run has saved some"
     by_step = {row["step"]: row for row in standing(rows.values())}
     ended = max((row["step"] for row in rows.values() if row.get("event") in ("checkpoint", "end")), default=0)
     for place, checkpoint in checkpoints.items():
         state, folder = checkpoint.state, checkpoint.path
-        step, sha256 = int(folder.name[5:]), described(folder)["sha256"]
+        try:
+            step, sha256 = int(folder.name[5:]), described(folder)["sha256"]
+            misshapen = [*_check_shapes(run, folder, config, state)]
+        except FileNotFoundError:  # removed meanwhile by a run that goes on
+            continue
         if step in recorded and sha256 != recorded[step]:
             yield f"checkpoints/{folder.name}: is not the one that metrics.jsonl recorded, by its manifest's SHA-256"
         ours = first is not None and step > first  # and not an older release's
-        if ours and step not in recorded and (folder != there[-1] or step <= ended):  # or a kill came before its row
+        if ours and step not in recorded and ([folder] != there[-1:] or step <= ended):  # or a kill came before its row
             yield f"checkpoints/{folder.name}: is none that metrics.jsonl recorded"
         if (chain := state.get("metrics_chain")) not in heads and (ours or chain):
             yield f"{place}: the rows that it follows, by its metrics_chain, are not those of metrics.jsonl"
@@ -66,7 +71,7 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
         for name in SHARED:
             if None not in (state.get(name), row.get(name)) and state[name] != row[name]:
                 yield f"{place}: {name} is {state[name]}, in the row of step {state['step']} {row[name]}"
-        yield from _check_shapes(run, folder, config, state)
+        yield from misshapen
 
 
 def unconfirmed(rows: Records, states: Records) -> int:

@@ -121,6 +121,8 @@ def newest_intact(
         try:
             return verify(place, weights)
         except Damaged as damage:
+            if not place.is_dir():  # removed meanwhile by a run that goes on, which has a newer one
+                return newest_intact(folder, weights, put_aside, quiet)
             then = "trying the one before it"
             if put_aside:
                 aside = free_name(place.with_name(f"{place.name}.corrupt"))

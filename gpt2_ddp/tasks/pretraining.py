@@ -336,5 +336,14 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Copies a checkpoint's weights into the plain module. Raises: UserError when names or shapes differ."""
-    fit_weights(load_file(checkpoint.path / MODEL), model, checkpoint.path)
+    """Copies a checkpoint's weights into the plain module.
+
+    Raises:
+        UserError: when names or shapes differ, or it was removed since it was verified.
+    """
+    try:
+        weights = load_file(checkpoint.path / MODEL)
+    except FileNotFoundError as error:
+        cure = "was removed meanwhile, as by a run that goes on; give the same command again, or name a copy of it"
+        raise UserError("checkpoint", checkpoint.path, cure) from error
+    fit_weights(weights, model, checkpoint.path)
