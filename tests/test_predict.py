@@ -23,7 +23,7 @@ from gpt2_ddp.config.tools import (
 )
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.run.checkpoint import Checkpoint
-from gpt2_ddp.tasks.confusion import confusion, save
+from gpt2_ddp.tasks.confusion import confusion, save, told
 from gpt2_ddp.tasks.predict import facts_of, predict
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
@@ -148,7 +148,9 @@ def test_what_is_taken_for_what(runs, capsys):
     wrong = {name: row for name, row in zip(names, counts, strict=True) if row.sum() > row[names.index(name)]}
     assert {line.split(":")[0].strip() for line in lines} == set(wrong)
     (found,) = (run / "evaluations").glob("step-*")
-    assert json.loads((found / "classes.json").read_text())["confusion"] == counts.tolist()
+    assert json.loads((found / "classes.json").read_text())["confusion"] == [
+        {str(other): count for other, count in enumerate(row) if count} for row in counts.tolist()
+    ]
     with Image.open(found / "wrong.png") as picture:
         seen = {color for _, color in picture.convert("RGB").getcolors(maxcolors=2**24) or ()}
     assert sum(len({*color}) > 1 for color in seen) > 1000, "letters are grey, images are not"
@@ -170,6 +172,34 @@ def test_what_is_taken_for_what(runs, capsys):
     (found / "classes.json").write_text('{"step": 3}')
     report(ReportConfig(runs=(str(run),)))
     assert "classes.json: unreadable" in (run / "report.html").read_text()
+
+
+def test_a_confusion_takes_no_more_than_its_images(runs, capsys):
+    """Of ten thousand classes the page has the worst thousand; and it shows what older releases wrote, too."""
+    from gpt2_ddp.reports.report import report
+
+    names = [f"class {number}" for number in range(10_000)]
+    found = np.stack([np.arange(5000), np.arange(5000)])
+    found[1, 4500:] = 7
+    found[1, 9] = 7
+    counts = confusion(found, len(names))
+    assert sum(map(len, counts)) == 5000
+    assert told(counts, names).splitlines()[0] == "  class 9: 0 of 1 right, 0.00%; mostly taken for class 7 (1)"
+    assert told(counts, names).endswith("  and 491 more classes that are not all right")
+    folder = runs / "kept/run/evaluations/step-00000003"
+    save(folder, 3, found, counts, names, Samples(torch.zeros(5000, 3, 4, 4, dtype=torch.uint8), torch.zeros(5000)))
+    assert (folder / "classes.json").stat().st_size < 400_000
+    report(ReportConfig(runs=(str(runs / "kept/run"),)))
+    page = (runs / "kept/run/report.html").read_text()
+    assert page.count("<th>class ") == 1000
+    assert "<th>class 4999</th>" in page
+    assert "<th>class 5000</th>" not in page, "it has no images"
+    assert "The 1,000 with the lowest share of right ones, of 10,000." in page
+    assert "<th>class 9</th><td>1</td><td>0.00%</td><td>class 7 (1)</td>" in page
+    (folder / "classes.json").write_text(json.dumps({"step": 3, "classes": ["a", "b"], "confusion": [[3, 1], [0, 0]]}))
+    report(ReportConfig(runs=(str(runs / "kept/run"),)))
+    page = (runs / "kept/run/report.html").read_text()
+    assert "<th>a</th><td>4</td><td>75.00%</td><td>b (1)</td><td>3</td><td>1</td>" in page
 
 
 def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsys):

@@ -22,6 +22,8 @@ SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
 """Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
 MATRIX = 20
 """Classes whose whole confusion matrix is shown, at most."""
+LISTED = 1000
+"""Classes that are listed, at most: of more, those with the lowest share of right ones."""
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
@@ -149,16 +151,26 @@ def _classes(run: RunRecord) -> list[str]:
     """Which of a classifier's classes are taken for which, where evaluate.py has counted them."""
     if not run.classes:
         return []
-    names, counts = run.classes["classes"], run.classes["confusion"]
+    names = run.classes["classes"]
+    counts = [  # the first releases wrote whole rows
+        dict(enumerate(row)) if isinstance(row, list) else {int(other): count for other, count in row.items()}
+        for row in run.classes["confusion"]
+    ]
+    shares = {k: row.get(k, 0) / sum(row.values()) if any(row.values()) else 1.0 for k, row in enumerate(counts)}
+    listed = sorted(sorted(shares, key=lambda k: shares[k])[:LISTED])
     shown = range(len(names)) if len(names) <= MATRIX else []
     rows = []
-    for number, (name, row) in enumerate(zip(names, counts, strict=True)):
-        right = f"{row[number] / sum(row):.2%}" if sum(row) else UNKNOWN
-        others = [(count, names[other]) for other, count in enumerate(row) if other != number and count]
+    for number in listed:
+        name, row = names[number], counts[number]
+        total = sum(row.values())
+        right = f"{shares[number]:.2%}" if total else UNKNOWN
+        others = [(count, names[other]) for other, count in row.items() if other != number and count]
         most = "{1} ({0:,})".format(*max(others)) if others else UNKNOWN
-        rows.append([name, _number(sum(row)), right, most, *(_number(row[other]) for other in shown)])
+        rows.append([name, _number(total), right, most, *(_number(row.get(other, 0)) for other in shown)])
     head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
     parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
+    if len(names) > LISTED:
+        parts.append(f"<p>The {LISTED:,} with the lowest share of right ones, of {len(names):,}.</p>")
     if run.wrong:
         source = f"data:image/png;base64,{base64.b64encode(run.wrong).decode()}"
         parts.append(f'<img alt="test images that are taken wrongly" src="{source}">')

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from gpt2_ddp.files import write_atomically, writing
 from gpt2_ddp.tasks.samples import SampleSet
 from gpt2_ddp.tasks.supervised import Job
 
+Counts = list[dict[int, int]]
+"""Of each class, how many of it are taken for which: no more numbers than samples, however many classes there are."""
 WORST = 10
 """Classes that are told."""
 PICTURES, COLUMNS = 24, 6
@@ -28,35 +31,39 @@ def telling_classes(job: Job) -> Job:
     return replace(job, scores=scores)
 
 
-def confusion(found: np.ndarray, classes: int) -> np.ndarray:
-    """int64 [K, K]: how many of class i are taken for class j.
+def confusion(found: np.ndarray, classes: int) -> Counts:
+    """How many of class i are taken for class j.
 
     Args:
         found: int64 [2, N], each sample's class and the one that it is taken for.
     """
-    return np.bincount(found[0] * classes + found[1], minlength=classes**2).reshape(classes, classes)
+    counts: Counts = [{} for _ in range(classes)]
+    for (one, other), count in sorted(Counter(zip(*found.tolist(), strict=True)).items()):
+        counts[one][other] = count
+    return counts
 
 
-def told(counts: np.ndarray, names: Sequence[str]) -> str:
+def told(counts: Counts, names: Sequence[str]) -> str:
     """Lines on the classes that are taken wrongly most often, the worst first."""
-    totals, right = counts.sum(1), counts.diagonal()
-    worst = sorted(np.flatnonzero(right < totals), key=lambda k: right[k] / totals[k])
+    shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
+    worst = sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])
     lines = []
     for k in worst[:WORST]:
-        others = counts[k] * (np.arange(len(names)) != k)
-        taken = f"mostly taken for {names[int(others.argmax())]} ({others.max():,})"
-        lines.append(f"  {names[int(k)]}: {right[k]:,} of {totals[k]:,} right, {right[k] / totals[k]:.2%}; {taken}")
+        total, right = sum(counts[k].values()), counts[k].get(k, 0)
+        other, most = max(((other, n) for other, n in counts[k].items() if other != k), key=lambda pair: pair[1])
+        taken = f"mostly taken for {names[other]} ({most:,})"
+        lines.append(f"  {names[k]}: {right:,} of {total:,} right, {right / total:.2%}; {taken}")
     if len(worst) > WORST:
-        lines.append(f"  and {len(worst) - WORST} more classes that are not all right")
+        lines.append(f"  and {len(worst) - WORST:,} more classes that are not all right")
     return "\n".join(lines)
 
 
-def save(folder: Path, step: int, found: np.ndarray, counts: np.ndarray, names: Sequence[str], test: SampleSet) -> None:
+def save(folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet) -> None:
     """Writes classes.json and, where there are some, the wrong ones as wrong.png; report.py shows both."""
     wrong = np.flatnonzero(found[0] != found[1])[:PICTURES]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"step": step, "classes": [*names], "confusion": counts.tolist()}
+        content = {"step": step, "classes": [*names], "confusion": counts}
         write_atomically(folder / "classes.json", json.dumps(content))
         if len(wrong):
             write_atomically(folder / "wrong.png", _draw(wrong, found, names, test))
