@@ -37,7 +37,7 @@ BESIDE = {".csv", ".db", ".html", ".ini", ".json", ".jsonl", ".md", ".txt", ".xm
 """Suffixes of what lies beside images, and is left out without a word."""
 CURE = (
     "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
-    " unpacked archive of CIFAR or MNIST"
+    "unpacked archive of CIFAR or MNIST"
 )
 
 
