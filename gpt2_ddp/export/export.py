@@ -18,7 +18,7 @@ from gpt2_ddp.export.tokenizer_files import write_tokenizer
 from gpt2_ddp.files import sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
-from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors
+from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors, still_there
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model
 
@@ -72,15 +72,12 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         Rejected: it does not; the folder is left under the name of `.rejected`.
     """
     with made_whole(output) as folder:
-        try:
+        with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)
             shutil.copyfile(checkpoint.path / CONFIG, folder / TRAINING)
             definition = checkpoint.path / checkpoint.state["tokenizer"]
             definition = definition.read_bytes() if definition.is_file() else None
             sha256 = sha256_file(checkpoint.path / MANIFEST)
-        except FileNotFoundError as error:
-            cure = "is gone; a run that goes on removes old checkpoints: give the same command again"
-            raise UserError("checkpoint", checkpoint.path, cure) from error
         write_tokenizer(tokenizer, definition, model.config.block_size, folder)
         write_model(model, tokenizer, folder)
         findings = check_export(folder, model, tokenizer)

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +107,16 @@ def steps_of(checkpoints: list[Path]) -> list[int]:
 def described(checkpoint: Path) -> dict[str, Any]:
     """What rows say of a checkpoint: its step, and the SHA-256 of its manifest, which holds those of all files."""
     return {"step": int(checkpoint.name[5:]), "sha256": sha256_file(checkpoint / MANIFEST)}
+
+
+@contextmanager
+def still_there(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raises: UserError where a file of a checkpoint, which was verified before, is gone by now."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        cure = "is gone; a run that goes on removes old checkpoints: give the same command again"
+        raise UserError("checkpoint", checkpoint.path, cure) from error
 
 
 def newest_intact(

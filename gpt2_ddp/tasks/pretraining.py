@@ -31,7 +31,7 @@ from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.optim import build_optimizer, lr_at, schedule_note
 from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.processes.watch import FIRST_TIME, Watch
-from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint
+from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint, still_there
 from gpt2_ddp.run.peaks import device_name
 from gpt2_ddp.run.snapshot import fit_weights
 from gpt2_ddp.run.task import Due, Poll, Sample, Scores
@@ -341,9 +341,6 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     Raises:
         UserError: when names or shapes differ, or it was removed since it was verified.
     """
-    try:
+    with still_there(checkpoint):
         weights = load_file(checkpoint.path / MODEL)
-    except FileNotFoundError as error:
-        cure = "was removed meanwhile, as by a run that goes on; give the same command again, or name a copy of it"
-        raise UserError("checkpoint", checkpoint.path, cure) from error
     fit_weights(weights, model, checkpoint.path)
