@@ -50,7 +50,7 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
 
 CASES = [
     (1, "model", {"eval.tasks": ["cloze"], "eval.task_items": 9}),
-    (2, "model", {}),
+    pytest.param(2, "model", {}, marks=pytest.mark.slow),
     (1, "model", {"model.document_mask": True}),
     (1, "blocks", {"eval.tasks": ["cloze"], "eval.task_items": 9, "tracking.sample_every": 4}),
     pytest.param(

@@ -212,6 +212,7 @@ def killed(accelerator, seed):
     raise AssertionError("never measured: its name is unknown to the ranks")
 
 
+@pytest.mark.slow
 def test_a_failing_experiment_does_not_stop_the_next():
     rows = list(run_experiments([killed, BY_NAME["set_epoch"]], seed=0))
     assert [row.holds for row in rows] == [False, True]

@@ -80,10 +80,13 @@ def test_one_process_is_launched_quietly():
 
 
 CPU_TEMPLATE = str(ROOT / "configs/accelerate/cpu_processes.yaml")
-TWO_PROCESSES = [
-    pytest.param([*TORCHRUN, "--nproc_per_node", "2", "--master_port", "{port}"], id="torchrun"),
-    pytest.param([*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "{port}"], id="multi_gpu"),
-    pytest.param([*ACCELERATE, "--config_file", CPU_TEMPLATE, "--main_process_port", "{port}"], id="cpu_processes"),
+TORCHRUN_TWO = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", "{port}"]
+MULTI_GPU = [*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "{port}"]
+CPU_PROCESSES = [*ACCELERATE, "--config_file", CPU_TEMPLATE, "--main_process_port", "{port}"]
+TWO_PROCESSES = [  # the other two are on README, whose commands test_docs.py runs
+    pytest.param(TORCHRUN_TWO, id="torchrun", marks=pytest.mark.soak),
+    pytest.param(MULTI_GPU, id="multi_gpu"),
+    pytest.param(CPU_PROCESSES, id="cpu_processes", marks=pytest.mark.soak),
 ]
 
 

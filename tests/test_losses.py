@@ -90,7 +90,7 @@ def train(config: TrainingConfig, folder: Path, dies_at: int = 0, sent: int = si
     return loop.train(config, Pretraining).outcome
 
 
-@pytest.mark.parametrize("world", [1, *[pytest.param(world, marks=pytest.mark.slow) for world in (2, 3)]])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.slow)])
 def test_the_mean_loss_of_the_steps_since_the_last_row(corpus, tmp_path, world):
     """Rows come every 4 steps, checkpoints every 5: stopped and killed in between, the next row is the same."""
     changes = {"train.steps": 14, "tracking.log_every": 4, "optim.decay_steps": 20, "model.dropout": 0.1}

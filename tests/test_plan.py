@@ -217,10 +217,13 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
     arguments = ["--config", str(tmp_path / "config.yaml"), *MEMORY[case]]
     code, _, said = peak_of_a_run([*arguments, "--json"], "plan")
     assert code == 0
-    runs = [peak_of_a_run([*arguments, "--run_name", name], "train_gpt2") for name in ("one", "two", "three")]
-    assert [code for code, *_ in runs] == [0] * 3
-    measured = min(most for _, most, _ in runs)  # on a busy machine, one in ten holds memory for longer
-    assert json.loads(said)["memory"]["peak"] == pytest.approx(measured, rel=0.1)
+    planned = json.loads(said)["memory"]["peak"]
+    for name in ("one", "two", "three"):  # on a busy machine, one in ten holds memory for longer
+        code, measured, _ = peak_of_a_run([*arguments, "--run_name", name], "train_gpt2")
+        assert code == 0
+        if planned == pytest.approx(measured, rel=0.1):
+            break
+    assert planned == pytest.approx(measured, rel=0.1)
 
 
 def setting(**changes: Any) -> Setting:

@@ -152,7 +152,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", LAUNCHERS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.soak if way == "torchrun" else ()) for way in LAUNCHERS]
+)
 def test_regression_by_every_launcher(tmp_path, way):
     port = {"torchrun": "--master_port", "accelerate": "--main_process_port"}.get(way)
     launcher = LAUNCHERS[way] + ([port, str(free_port())] if port else [])

@@ -135,7 +135,7 @@ def test_trained_on_all_the_same_a_bad_gradient_ruins_the_run(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     "world",
-    [pytest.param(1, marks=pytest.mark.soak), *[pytest.param(world, marks=pytest.mark.slow) for world in (2, 3)]],
+    [pytest.param(world, marks=pytest.mark.slow if world == 2 else pytest.mark.soak) for world in (1, 2, 3)],
 )
 def test_poisoned_data_are_passed_over(corpus, tmp_path, world, capsys):
     """The run goes back to step 5 or to its beginning, passes over the poison, and ends as good as a clean one. Killed
