@@ -3,8 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# threads that wait sleep: spinning ones took the cores from other tests', and twice the CPU time
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/pytest
 WORKERS := --numprocesses auto --maxprocesses 4  # of pytest: one per core
 # one more, as most of the slow tests wait for others now and then
 MORE = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_count()))")
@@ -25,10 +23,10 @@ train: $(VENV)/.installed  ## train the default model on the built-in corpus; AR
 	$(BIN)/accelerate launch -q --config_file configs/accelerate/one_process.yaml scripts/train_gpt2.py $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minutes on 2 cores)
-	$(PYTEST) $(WORKERS) $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
 test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 20 minutes more)
-	$(PYTEST) $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
+	$(BIN)/pytest $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
 	$(BIN)/pytest -m timed $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
 
 test-cluster: $(VENV)/.installed-dev  ## a real Slurm, and machines made of network namespaces; some minutes; as root

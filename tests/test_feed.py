@@ -164,8 +164,8 @@ def test_the_smallest_micro_batch_of_an_epoch(n, world, size, largest):
     for _ in range(math.ceil(n / size)):
         rows += [max(len(own), 1) for ranks in share(len(feed.next_step().items)) for own in ranks]
     assert feed.ended_epoch
-    assert feed.least_rows == min(rows)
-    assert Feed(range(n), 1, 12, interleaved(2, 3)).least_rows == 3
+    assert feed.smallest_micro_batch == min(rows)
+    assert Feed(range(n), 1, 12, interleaved(2, 3)).smallest_micro_batch == 3
 
 
 def test_a_far_position_is_reached_without_visiting_others(monkeypatch):

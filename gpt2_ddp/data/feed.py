@@ -163,8 +163,8 @@ class Feed:
         return epochs * len(self.order) + rest * self.step_size
 
     @property
-    def least_rows(self) -> int:
-        """Those of the smallest micro-batch of an epoch, of all ranks'."""
+    def smallest_micro_batch(self) -> int:
+        """Rows of the smallest one of an epoch, of all ranks'."""
         n, size = len(self.order), self.step_size
         steps = {min(size, n), (n - 1) % size + 1} if self._by_epoch else {size}
         return min(len(own) or 1 for step in steps for ranks in self.share(step) for own in ranks)

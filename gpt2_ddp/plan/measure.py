@@ -93,6 +93,7 @@ class _Short(Pretraining):
         return STEPS if self.is_open else super().total_steps(epoch_size)
 
     def due(self, step: int, last: bool) -> Due:
+        """A row every READING steps; a checkpoint at the first of them and at the end, and there all else."""
         validates = self.validates
         samples = self.config.tracking.sample_every > 0
         return Due(step % READING == 0, last and validates, last or step == READING, last and samples)

@@ -86,6 +86,7 @@ class _SpawnedHelper(_Helper, SpawnProcess):
     """In a fresh interpreter, which does not run the user's script again: what helpers call is of modules."""
 
     def start(self) -> None:
+        """Starts it without this process's main module, which it would import otherwise."""
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
             super().start()

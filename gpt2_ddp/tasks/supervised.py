@@ -127,7 +127,7 @@ class Supervised:
             by_epoch=True,
             workers=self.job.train.workers,
         )
-        if self.feed.least_rows < self.job.least_rows:
+        if self.feed.smallest_micro_batch < self.job.least_rows:
             cure = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
             raise UserError("train.global_batch_size", self.batch_size, cure + "try another, or larger data.image_size")
         self.model = self.job.model

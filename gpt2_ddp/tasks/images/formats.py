@@ -121,6 +121,7 @@ class _Unpickler(pickle.Unpickler):
     """Of arrays, lists, texts and numbers alone: every name that a pickle may ask for is one of ours."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """One of NAMES. Raises: UnpicklingError for any other, which a pickle could have run."""
         if (module, name) not in NAMES:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return NAMES[module, name]

@@ -26,8 +26,14 @@ class Table(Protocol):
     features: Mapping[str, Any]
 
     def __len__(self) -> int: ...
-    def column(self, name: str) -> list[Any]: ...
-    def cell(self, row: int, name: str) -> Any: ...
+
+    def column(self, name: str) -> list[Any]:
+        """All of its values, by row. Raises: UserError where they cannot be read."""
+        ...
+
+    def cell(self, row: int, name: str) -> Any:
+        """One of them. Raises: UserError where it cannot be read."""
+        ...
 
 
 class ParquetTable:
