@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import training_config
+from ranks import run_ranks
+from small_jobs import job_config
 
 from gpt2_ddp.benchmark.start import _lengths
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.files import is_newer
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.optim import build_optimizer, light
+from gpt2_ddp.tasks.jobs import run_job
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
@@ -37,10 +41,8 @@ HEAVY = (
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
 
 
-def loaded(corpus: Path, folder: Path, steps: int) -> tuple[list[str], str]:
-    """The heavy modules that a command has imported, and what it has printed; matplotlib's at the very end aside."""
-    config = folder / "config.yaml"
-    config.write_text(dump(training_config(corpus, folder, {"train.steps": steps})))
+def loaded(folder: Path, script: str, *flags: str) -> tuple[list[str], str]:
+    """The heavy modules that a command has imported, after training and at its end; and what it has printed."""
     code = (
         "import sys, runpy; from gpt2_ddp.files import is_newer\n"
         "import gpt2_ddp.run.loop as loop\n"
@@ -55,7 +57,7 @@ def loaded(corpus: Path, folder: Path, steps: int) -> tuple[list[str], str]:
     )
     code = code.replace("import sys, runpy", "import sys, runpy; sys.argv = sys.argv[1:]", 1)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", code, str(ROOT / "scripts/train_gpt2.py"), "--config", str(config)]
+    words = [sys.executable, "-c", code, str(ROOT / "scripts" / script), *flags]
     done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith(("after train", "at the end"))], done.stdout
@@ -63,17 +65,37 @@ def loaded(corpus: Path, folder: Path, steps: int) -> tuple[list[str], str]:
 
 @pytest.mark.slow
 def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
-    heavy, _ = loaded(corpus, tmp_path, 2)
+    config = tmp_path / "config.yaml"
+    config.write_text(dump(training_config(corpus, tmp_path, {"train.steps": 2})))
+    command = tmp_path, "train_gpt2.py", "--config", str(config)
+    heavy, _ = loaded(*command)
     assert heavy == ["after train []", "at the end ['matplotlib']"], "the report is drawn"
-    heavy, printed = loaded(corpus, tmp_path, 2)
+    heavy, printed = loaded(*command)
     assert heavy == ["after train []", "at the end []"], "it was complete, and its report is there"
     assert "is complete at step 2" in printed
     assert "report: " in printed
     os.utime(tmp_path / "run/metrics.jsonl")  # a kill came before the report
-    assert loaded(corpus, tmp_path, 2)[0][1] == "at the end ['matplotlib']"
+    assert loaded(*command)[0][1] == "at the end ['matplotlib']"
     assert is_newer(tmp_path / "run/report.html", tmp_path / "run/metrics.jsonl")
-    heavy, _ = loaded(corpus, tmp_path, 3)
+    heavy, _ = loaded(*command, "--train.steps", "3")
     assert heavy[0] == "after train []", "resumed"
+
+
+@pytest.mark.slow
+def test_nor_does_a_small_job(tmp_path):
+    flags = ("--train.epochs", "1", "--data.points", "100", "--output_dir", str(tmp_path))
+    assert loaded(tmp_path, "train_regression.py", *flags)[0][0] == "after train []"
+
+
+def test_several_processes_import_no_data_sets(tmp_path):
+    """Accelerate's loaders for several processes do, to find out that these are not theirs."""
+    config = job_config("regression", tmp_path, {"train.epochs": 1, "data.points": 20, "data.test_points": 7})
+    assert run_ranks(imported, 2, config) == [[], []]
+
+
+def imported(config: JobConfig) -> list[str]:
+    run_job(config)
+    return [name for name in ("datasets", "pandas", "pyarrow") if name in sys.modules]
 
 
 def test_a_file_is_newer_than_one_that_was_written_before_it(tmp_path):

@@ -196,8 +196,8 @@ class Feed:
         prepared = prepare_loader(
             accelerator,
             _Positions(self.source, self.order),
+            _Ahead(self, position),
             even_batches=False,
-            batch_sampler=_Ahead(self, position),
             num_workers=self._workers,
             prefetch_factor=4 if self._workers else None,
             multiprocessing_context=helper_context() if self._workers else None,

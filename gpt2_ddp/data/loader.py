@@ -4,7 +4,7 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch.utils.data import DataLoader, Dataset
 
 from gpt2_ddp.errors import UserError
@@ -12,32 +12,31 @@ from gpt2_ddp.errors import UserError
 T = TypeVar("T")
 
 
-def prepare_loader(accelerator: Accelerator, dataset: Dataset, even_batches: bool, **options: Any) -> Any:
+def prepare_loader(
+    accelerator: Accelerator, dataset: Dataset, batch_sampler: Any, even_batches: bool, **options: Any
+) -> Any:
     """The batches that `dataset.__getitems__` reads whole, number k for rank k mod W, on its device; or what `raised`
     raises, which each goes through.
 
     Args:
+        batch_sampler: all ranks' batches.
         even_batches: fills up the last ones with items seen before, which `gather_for_metrics` drops.
         options: DataLoader's.
     """
+    world, rank = accelerator.num_processes, accelerator.process_index
+    if world > 1:
+        batch_sampler = BatchSamplerShard(batch_sampler, world, rank, even_batches=even_batches)
     loader = DataLoader(
         Reading(dataset),
+        batch_sampler=batch_sampler,
         collate_fn=as_read,
         pin_memory=accelerator.device.type == "cuda",
         generator=torch.Generator(),  # or starting it would draw from the generator that dropout uses
         **options,
     )
-    # not the accelerator's own method, which would hold every loader that a seek has left
-    return prepare_data_loader(
-        loader,
-        accelerator.device,
-        accelerator.num_processes,
-        accelerator.process_index,
-        put_on_device=True,
-        rng_types=[],
-        even_batches=even_batches,
-        non_blocking=True,
-    )
+    # not the accelerator's own method, which would hold every loader that a seek has left; and as if for one process,
+    # since it imports `datasets` and pandas for several, to find out that these are not theirs: a second on each rank
+    return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
 
 
 class Reading(Dataset):

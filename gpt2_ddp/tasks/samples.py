@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, Dataset
 
 from gpt2_ddp.data.feed import Source
 from gpt2_ddp.data.loader import prepare_loader, raised
@@ -101,8 +101,8 @@ def score_each(
     loader = prepare_loader(
         accelerator,
         IndexedSamples(samples),
+        BatchSampler(range(len(samples)), batch_size, drop_last=False),
         even_batches=True,
-        batch_size=batch_size,
         num_workers=samples.workers,
         multiprocessing_context=helper_context() if samples.workers else None,
     )

@@ -15,7 +15,7 @@ from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
 from gpt2_ddp.errors import UserError, shown
-from gpt2_ddp.model.optim import lr_at
+from gpt2_ddp.model.optim import light, lr_at
 from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.processes.watch import Watch
 from gpt2_ddp.run.checkpoint import Checkpoint
@@ -218,10 +218,10 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> 
     """The fused optimizer over all parameters of the plain model."""
     parameters = list(model.parameters())
     if config.name == "sgd":
-        optimizer = SGD(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
+        optimizer = light(SGD)(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
         if config.momentum:  # there from the start: a first step that is skipped would leave it uninitialised
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     kind = Adam if config.name == "adam" else AdamW
-    return kind(parameters, lr, weight_decay=config.weight_decay, fused=True)
+    return light(kind)(parameters, lr, weight_decay=config.weight_decay, fused=True)
