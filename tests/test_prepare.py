@@ -179,7 +179,8 @@ def command(*arguments: object) -> list[str]:
 
 @pytest.mark.slow
 def test_killed_and_run_again(tmp_path):
-    arguments = command("--tokenizer", "gpt2", "--shard_tokens", 20_000, "--workers", 2)
+    source = f"{Path(os.__file__).parent}/*.py"
+    arguments = command("--source", source, "--tokenizer", "gpt2", "--shard_tokens", 20_000, "--workers", 2)
     output = tmp_path / "killed"
     process = subprocess.Popen([*arguments, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not list(output.glob("train_*.bin")):
@@ -193,7 +194,8 @@ def test_killed_and_run_again(tmp_path):
     (output / "train_000999.bin").touch()  # as a run with smaller shards would leave
     (output / ".val_000999.bin.tmp").touch()
     subprocess.run([*arguments, "--output", str(output)], check=True)
-    whole = prepare(PrepareConfig(output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000, workers=1))
+    alone = PrepareConfig(source=source, output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000)
+    whole = prepare(alone.model_copy(update={"workers": 1}))
     assert read_manifest(output) == whole
     assert {path.name for path in output.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
     verify_shards(output, whole)

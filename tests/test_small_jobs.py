@@ -114,7 +114,7 @@ def test_an_epoch_on_two_processes_waits_little_for_data(tmp_path, n_train, n_te
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("points", [4000, pytest.param(20_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("points", [1000, pytest.param(20_000, marks=pytest.mark.soak)])
 def test_the_mlp_tells_the_clusters_apart(tmp_path, points):
     flags = ("--output_dir", str(tmp_path), "--launch.processes", "2", "--data.points", str(points))
     flags += ("--data.test_points", "1000")

@@ -29,10 +29,10 @@ IN_HARDWARE = pytest.mark.skipif(
 
 def measured(tmp_path: Path, **changes: object) -> dict[str, list[Reading]]:
     """Readings of ours and of the bare loop, of a tiny model or of the preset, in turn."""
-    config = BenchmarkConfig(device="cpu", repeats=3, **changes)  # pyright: ignore[reportArgumentType]
+    config = BenchmarkConfig(device="cpu", repeats=5, **changes)  # pyright: ignore[reportArgumentType]
     tiny = changes.get("preset") is None
     precision = step.precisions(config)[0]
-    run = step.short_run(config, str(tmp_path), 4 if tiny else 2, precision, "off", step.TINY if tiny else None)
+    run = step.short_run(config, str(tmp_path), 4 if tiny else 1, precision, "off", step.TINY if tiny else None)
     readings, _ = step.compare(
         config, run, step.TINY_IDS if tiny else step.GPT2_IDS, torch.device("cpu"), (OURS, step.BARE)
     )
@@ -53,8 +53,8 @@ def test_a_tiny_step_costs_little_more_than_in_plain_pytorch(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=IN_HARDWARE)])
 def test_gpt2_124m_is_as_fast_as_a_loop_written_by_hand(tmp_path, precision):
-    """B = 2, T = 256, one thread: CPU seconds per step, through the whole loop."""
-    readings = measured(tmp_path, preset=str(ROOT / step.PRESET), precision=(precision,))
+    """B = 1, T = 128, one thread: CPU seconds per step, through the whole loop."""
+    readings = measured(tmp_path, preset=str(ROOT / step.PRESET), precision=(precision,), block_size=128)
     least = {name: min(one.seconds for one in of) for name, of in readings.items()}  # the least disturbed of each
     print(precision, least)
     assert least[OURS] <= least[step.BARE] / 0.92, least  # the same arithmetic: only noise between them
@@ -69,10 +69,10 @@ def test_accelerate_launch_is_as_fast_as_python(corpus, tmp_path):
         "model.block_size": 128,
         "train.global_batch_tokens": 16 * 128,
         "train.micro_batch_size": 16,
-        "train.steps": 24,
+        "train.steps": 16,
         "eval.every": 99,
         "checkpoint.every": 99,
-        "tracking.log_every": 8,
+        "tracking.log_every": 4,
     }
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "ACCELERATE"))}
     launchers = {
