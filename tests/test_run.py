@@ -24,7 +24,8 @@ from gpt2_ddp.data.manifest import read_manifest, write_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.run.checkpoint import MANIFEST
-from gpt2_ddp.run.folder import SAVED, STATUS, RunFolder
+from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.layout import SAVED, STATUS
 
 
 def train(config: RunConfig) -> str:

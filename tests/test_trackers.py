@@ -14,7 +14,8 @@ from conftest import training_config
 from ranks import RankError, run_ranks
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run.folder import METRICS, RunFolder
+from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.layout import METRICS
 from gpt2_ddp.run.rows import standing
 from gpt2_ddp.run.trackers import Trackers, WandB, last_step_offline
 

@@ -14,7 +14,8 @@ from small_jobs import rows
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.folder import METRICS, SAMPLES, RunFolder
+from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.layout import METRICS, SAMPLES
 from gpt2_ddp.run.rows import next_chain, split_chain
 
 

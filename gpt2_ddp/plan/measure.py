@@ -23,7 +23,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.plan.cost import Rate
 from gpt2_ddp.processes.environment import is_main_process
-from gpt2_ddp.run.folder import METRICS
+from gpt2_ddp.run.layout import METRICS
 from gpt2_ddp.run.loop import train_steps
 from gpt2_ddp.run.rows import read_lines
 from gpt2_ddp.run.run import Run

@@ -28,7 +28,7 @@ from gpt2_ddp.processes.environment import STOPPED
 from gpt2_ddp.processes.launch import pick_device
 from gpt2_ddp.processes.spawn import run_processes
 from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.run.folder import CONFIG, METRICS
+from gpt2_ddp.run.layout import CONFIG, METRICS
 from gpt2_ddp.run.lineage import check_resumable
 from gpt2_ddp.run.loop import train
 from gpt2_ddp.run.peaks import device_name

@@ -23,7 +23,7 @@ from gpt2_ddp.reports.verify_config import check_configuration, check_end, check
 from gpt2_ddp.reports.verify_order import Record, Records, in_parts, replay_order
 from gpt2_ddp.reports.verify_rows import Schedule, read_metrics
 from gpt2_ddp.run.checkpoint import MANIFEST, guess_kind
-from gpt2_ddp.run.folder import CONFIG, METRICS
+from gpt2_ddp.run.layout import CONFIG, METRICS
 from gpt2_ddp.run.rows import is_event
 
 SPACING = "; rows, evaluations and checkpoints at the steps that they were due"

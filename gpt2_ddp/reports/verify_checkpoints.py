@@ -11,7 +11,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.reports.verify_order import Record, Records
 from gpt2_ddp.run.checkpoint import MODEL, STATE, Checkpoint, Damaged, described, list_checkpoints, verify
-from gpt2_ddp.run.folder import SAVED
+from gpt2_ddp.run.layout import SAVED
 from gpt2_ddp.run.rows import is_rollback, standing
 
 SHARED = ("skipped", "val_loss")

@@ -15,7 +15,7 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify_checkpoints import Checkpoints
 from gpt2_ddp.reports.verify_order import Record, Records
 from gpt2_ddp.run.checkpoint import STATE, Checkpoint
-from gpt2_ddp.run.folder import CONFIG, SAMPLES, STATUS, read_status
+from gpt2_ddp.run.layout import CONFIG, SAMPLES, STATUS, read_status
 from gpt2_ddp.run.lineage import check_resumable
 from gpt2_ddp.run.rows import is_rollback, read_lines
 

@@ -18,13 +18,10 @@ from gpt2_ddp.files import check_can_make, fsync_file, write_atomically, writing
 from gpt2_ddp.processes.identity import this_process
 from gpt2_ddp.run.checkpoint import described, list_checkpoints, steps_of
 from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
+from gpt2_ddp.run.layout import CONFIG, METRICS, SAMPLES, SAVED, STATUS, is_held, read_status
 from gpt2_ddp.run.progress import Progress
 from gpt2_ddp.run.rows import FIRST_CHAIN, next_chain, parse, sound_lines, split_chain, until
 from gpt2_ddp.run.snapshot import Snapshot
-
-METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
-SAVED = ".saved"
-"""There once a checkpoint was: without any, the run is not at its beginning, but has lost them."""
 
 
 class RunFolder:
@@ -208,26 +205,3 @@ class RunFolder:
             self.append(METRICS, {"event": "checkpoint", **described(there[-1]), "kept": steps_of(there)})
             self.record_end("completed", run.step, run.early_end)
         self.write_status("completed", run.step, run.early_end)
-
-
-def read_status(folder: Path) -> dict[str, Any]:
-    """What the run folder's status.json says; nothing where it is missing or damaged."""
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / STATUS).read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a trainer holds the run folder. Not for the trainer itself, which would let go of it thereby."""
-    try:
-        lock = os.open(folder / ".lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
-    return False

@@ -25,8 +25,9 @@ from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.processes.watch import FIRST_TIME, PATIENCE, Watch
 from gpt2_ddp.run.background import Background, pays
 from gpt2_ddp.run.checkpoint import Checkpoint, find_checkpoint
-from gpt2_ddp.run.folder import METRICS, RunFolder
+from gpt2_ddp.run.folder import RunFolder
 from gpt2_ddp.run.guard import Guard
+from gpt2_ddp.run.layout import METRICS
 from gpt2_ddp.run.lineage import begin_with, other_settings, tell_parent
 from gpt2_ddp.run.losses import LossSum
 from gpt2_ddp.run.peaks import device_name

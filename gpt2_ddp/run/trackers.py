@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.run.folder import METRICS
+from gpt2_ddp.run.layout import METRICS
 from gpt2_ddp.run.rows import read_lines, standing
 
 T = TypeVar("T")

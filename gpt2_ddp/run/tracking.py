@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from gpt2_ddp.run.folder import METRICS, SAMPLES, RunFolder
+from gpt2_ddp.run.folder import RunFolder
+from gpt2_ddp.run.layout import METRICS, SAMPLES
 from gpt2_ddp.run.rows import finite
 from gpt2_ddp.run.task import Sample
 from gpt2_ddp.run.terminal import describe, duration, time_left
