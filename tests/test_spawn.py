@@ -75,6 +75,12 @@ def test_a_mistake_comes_back_as_one():
         run_processes(fail, 2, "0", "mistake")
 
 
+def test_a_mistake_that_another_rank_meets_alone_ends_with_2():
+    with pytest.raises(SystemExit) as end:
+        run_processes(fail, 2, "1", "mistake")
+    assert end.value.code == 2
+
+
 @pytest.mark.parametrize("how", ["crash", "kill"])
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):

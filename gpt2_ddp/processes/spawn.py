@@ -44,7 +44,8 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
     Raises:
         UserError: the main rank's, when it raised one; a launcher's variable that is no number.
         Stopped: when a rank was stopped while there was nothing to save.
-        SystemExit: 1, when a rank crashed; its traceback is on stderr.
+        SystemExit: 1, when a rank crashed; its traceback is on stderr. 2, when another than the main rank met a user's
+            mistake, which it has told.
     """
     world_size()  # unsets an empty RANK
     if processes in (None, 1) or "RANK" in os.environ:
@@ -68,7 +69,7 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
     if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
         ends = ", ".join(f"{rank.name}: {rank.exitcode}" for rank in ranks)
         print(f"a process crashed (exit codes {ends})", file=sys.stderr)
-        raise SystemExit(1)
+        raise SystemExit(2 if any(rank.exitcode == 2 for rank in ranks) else 1)
     result, error = answer
     if error is not None:
         raise error
