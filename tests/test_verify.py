@@ -21,6 +21,7 @@ from gpt2_ddp.data.manifest import read_manifest, write_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
 from gpt2_ddp.reports.verify_config import check_end
 from gpt2_ddp.reports.verify_order import History, Records, in_parts, replay_order
 from gpt2_ddp.reports.verify_rows import read_metrics
@@ -97,6 +98,24 @@ def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> No
     for defect in defects:
         assert any(line.startswith(defect) for line in found), (defect, found)
     assert others[-1].startswith(f"{run} is not intact, defects: ")
+
+
+def test_what_a_run_that_goes_on_removes_meanwhile_is_not_missing(run, monkeypatch, capsys):
+    """A checkpoint that was made after the others were read, and removed after the rows were."""
+
+    def as_before(run: Path) -> tuple[dict, list[str]]:
+        checkpoints, defects = read_checkpoints(run)
+        return {place: found for place, found in checkpoints.items() if "step-00000005" not in place}, defects
+
+    def then_removed(file: Path) -> tuple[Records, list[str]]:
+        found = read_metrics(file)
+        shutil.rmtree(run / "checkpoints/step-00000005")
+        edit_rows(run, lambda rows: rows.append({"step": 10, "event": "room", "kept": [10]}))
+        return found
+
+    monkeypatch.setattr("gpt2_ddp.reports.verify.read_checkpoints", as_before)
+    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", then_removed)
+    assert verified(run, capsys)[:2] == (0, [])
 
 
 def test_trained_run_is_intact(run: Path, corpus: Path, capsys: pytest.CaptureFixture) -> None:

@@ -10,8 +10,9 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.reports.verify_order import Record, Records
+from gpt2_ddp.reports.verify_rows import read_metrics
 from gpt2_ddp.run.checkpoint import MODEL, STATE, Checkpoint, Damaged, described, list_checkpoints, verify
-from gpt2_ddp.run.layout import SAVED
+from gpt2_ddp.run.layout import METRICS, SAVED
 from gpt2_ddp.run.rows import is_rollback, standing
 
 SHARED = ("skipped", "val_loss")
@@ -46,9 +47,11 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
     first = next((row["step"] for row in rows.values() if row.get("event") == "start"), None)
     heads = {row["chain"] for row in rows.values() if "chain" in row}
     there = list_checkpoints(run / "checkpoints")
-    names = [f"checkpoints/step-{step:08d}" for step in kept]
-    gone = (name for name in names if f"{name}/{STATE}" not in checkpoints and not (run / name).is_dir())
-    yield from (f"{name}: is missing" for name in gone)
+    names = {f"checkpoints/step-{step:08d}": step for step in kept}
+    gone = [name for name in names if f"{name}/{STATE}" not in checkpoints and not (run / name).is_dir()]
+    if gone:  # or removed meanwhile by a run that goes on: that says so in its rows first
+        _, still_kept = _recorded(read_metrics(run / METRICS)[0])
+        yield from (f"{name}: is missing" for name in gone if names[name] in still_kept)
     if not there and not kept and _was_saved(run, config, rows):
         yield "checkpoints: none is there, and the run has saved some"
     by_step = {row["step"]: row for row in standing(rows.values())}
