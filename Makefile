@@ -27,7 +27,7 @@ test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minute
 
 test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 20 minutes more)
 	$(BIN)/pytest $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
-	$(BIN)/pytest -m timed --reruns 2 $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
+	$(BIN)/pytest -m timed --reruns 4 $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
 
 test-cluster: $(VENV)/.installed-dev  ## a real Slurm, and machines made of network namespaces; some minutes; as root
 	$(BIN)/pytest -m cluster $(ARGS)
