@@ -23,7 +23,8 @@ LONG = ("schedules.md", "speedrun.md")
 """Pages with runs of hundreds of steps, which `make faults` runs."""
 README = {command.text for command in commands(ROOT / "README.md")}
 ABOUT = ("small-jobs.md", "ddp-lab.md", "export.md")
-"""Pages that README shows some commands of: they run there, and nothing on README needs what they make."""
+ELSEWHERE = {shlex.join(command.words) for name in ABOUT for command in commands(ROOT / "docs" / name)}
+"""What README shows of pages that are about it: it runs there, and nothing on README needs what it makes."""
 RUN = [
     pytest.param(page, marks=pytest.mark.soak if page.name in LONG else (), id=page.name)
     for page in PAGES
@@ -193,12 +194,10 @@ def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path)
     elif page.name == "export.md":
         (folder / "runs/stdlib/checkpoints/step-00001000").symlink_to("step-00000004")
     wrong = []
-    elsewhere = [command for name in ABOUT if name != page.name for command in commands(ROOT / "docs" / name)]
-    left_out = {shlex.join(command.words) for command in elsewhere if page.name == "README.md"}
     each_once = {shlex.join(command.words): command for command in commands(page) if not command.reason}
-    for number, (words, command) in enumerate(each_once.items()):
-        if words in left_out:
-            continue
+    if page.name == "README.md":
+        each_once = {words: command for words, command in each_once.items() if words not in ELSEWHERE}
+    for number, command in enumerate(each_once.values()):
         found = run(command.smaller(number), folder)
         print(f"{page.name}:{command.line}: {command.text} -> {found.returncode}")
         if found.returncode or "Traceback" in found.stderr:
