@@ -112,3 +112,12 @@ def write_archive(folder: Path, kind: str, images: np.ndarray, labels: np.ndarra
             dump(name, content)
         names = {"fine_label_names": [f"f{i}" for i in range(100)], "coarse_label_names": [f"c{i}" for i in range(20)]}
         dump("meta", names)
+
+
+def write_sets_of_images(folder: Path) -> None:
+    pixels, labels = pictures(83, 10, 1, size=28)
+    write_idx(folder / "digits", "train", pixels[:60, :, :, 0], labels[:60], compressed=True)
+    write_idx(folder / "digits", "t10k", pixels[60:, :, :, 0], labels[60:], compressed=True)
+    for split, n in (("train", 41), ("val", 13)):
+        write_class_folders(folder / "photos", split, *pictures(n, 3, n, size=64))
+        write_parquet(folder / "tables", split, *pictures(n, 7, n, size=24), names=("photo", "kind"))

@@ -1,11 +1,14 @@
 """Fixtures shared by the tests: a small real corpus, and the configuration of a run that takes seconds."""
 
-import hashlib
-import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from runs import training_config
+
+from gpt2_ddp.config.cli import dump
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -57,28 +60,9 @@ def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., TrainingConfig]:
     return make
 
 
-def edit_manifest(folder: Path, **changes: object) -> None:
-    """Changes values of a manifest.json, and its own hash with them, so that only what they mean is wrong."""
-    file = folder / "manifest.json"
-    values = {**json.loads(file.read_text()), **changes}
-    values.pop("sha256")
-    values["sha256"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-    file.write_text(json.dumps(values))
-
-
-def training_config(corpus: Path, output_dir: Path, changes: dict[str, Any] | None = None) -> TrainingConfig:
-    values: dict[str, Any] = {
-        "output_dir": str(output_dir),
-        "run_name": "run",
-        "data": {"path": str(corpus)},
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32},
-        "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 5},
-        "train": {"steps": 20, "global_batch_tokens": 24 * 32, "micro_batch_size": 4, "device": "cpu"},
-        "eval": {"every": 10, "tokens": 2000},
-        "checkpoint": {"every": 5, "background": False},  # or rows and kills would come in any order
-        "tracking": {"log_every": 1},
-    }
-    for name, value in (changes or {}).items():
-        section, _, key = name.rpartition(".")
-        (values.setdefault(section, {}) if section else values)[key] = value
-    return TrainingConfig.model_validate(values)
+@pytest.fixture
+def place(corpus, tmp_path) -> Path:
+    """A folder with shards of its own in `data`, and a configuration that trains on them into `runs/run`."""
+    shutil.copytree(corpus, tmp_path / "data")
+    (tmp_path / "config.yaml").write_text(dump(training_config(tmp_path / "data", tmp_path / "runs")))
+    return tmp_path

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from runs import rows
 from safetensors.torch import load_file
-from small_jobs import rows
 
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch import BIN, ROOT, environment
+from commands import BIN, ROOT, environment
 
 WIRE = "wire0"
 """The interface at each end of the cable."""

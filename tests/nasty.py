@@ -8,6 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 
+ALPHABET = ["a", "Z", " ", "  ", "\n", "\t", "\r\n", "'s", "'", "é", "漢", "\u00a0", "\u3000", "1", "!", "😀"]
+ALPHABET += ["\u200b", "\0", "\x1c", "\x85", "e\u0301", "ß", "_", "\u2028"]
 PROSE = "Le café de la gare était fermé à dix heures. Où aller ?\n" * 20
 RUSSIAN = "Съешь ещё этих мягких французских булок, да выпей чаю.\n" * 20
 EMOJI = "👩‍👩‍👧 e\u0301 漢字 \U0001f600\u2028\x0c end"
@@ -71,3 +73,11 @@ def _write(folder: Path, files: dict[str, bytes]) -> Path:
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return folder
+
+
+def difficult_texts() -> list[str]:
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(ALPHABET, k=rng.randint(0, 40))) for _ in range(3000)]
+    texts += [rng.randbytes(rng.randint(0, 200)).decode("utf-8", "replace") for _ in range(500)]
+    texts += [rng.randbytes(rng.randint(0, 200)).decode("latin-1") for _ in range(500)]
+    return [*texts, "", " " * 1000, "\n" * 1000, "x" + " " * 1000 + "y", "a" * 5000]

@@ -5,9 +5,13 @@ reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes it
 """
 
 import re
+import runpy
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+
+from gpt2_ddp.config import cli
 
 ROOT = Path(__file__).parents[1]
 TRANSLATED = [ROOT / "README.zh-CN.md", ROOT / "docs/first-steps.zh-CN.md"]
@@ -153,3 +157,28 @@ def _of_block(page: str, language: str, block: list[tuple[int, str]]) -> list[Pa
         if goes_on and found:
             found[-1] = found[-1]._replace(text=found[-1].text.rstrip("\\ "))
     return found
+
+
+def configuration(script: Path) -> tuple[type, cli.Default]:
+    """What a script reads its command line with."""
+    found = []
+    kept, cli.run_command = cli.run_command, lambda command, main, default=None: found.append((command, default))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        cli.run_command = kept
+    return found[0]
+
+
+def parse_script(words: list[str], text: str, folder: Path) -> None:
+    script, *flags = words
+    assert (ROOT / script).is_file(), f"{text}: no {script}"
+    if "run_command" not in (ROOT / script).read_text():
+        return  # a program without flags: that it takes the command is shown where the command is run
+    command, default = configuration(ROOT / script)
+    for flag, value in pairwise(flags):
+        if flag == "--config" and not (ROOT / value).exists() and not (folder / value).exists():
+            assert value.startswith("runs/"), f"{text}: no {value}"  # a run's own
+            (folder / value).parent.mkdir(parents=True, exist_ok=True)
+            (folder / value).write_text(cli.dump(cli.load(command, [], default)))
+    cli.load(command, flags, default)

@@ -10,8 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+from commands import BIN, ROOT, environment
 from ranks import free_port
-from test_launch import BIN, ROOT, environment
 
 SBATCH = ROOT / "slurm/train.sbatch"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import training_config
 from disk import refuse
 from ranks import run_ranks, start_ranks
+from runs import training_config
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import training_config
+from runs import training_config
 
 from gpt2_ddp.benchmark.gpu import TINY_PRESET
 from gpt2_ddp.config.cli import dump

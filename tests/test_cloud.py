@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from pages import ROOT
-from test_docs import configuration, parse_script
+from pages import ROOT, configuration, parse_script
 
 from gpt2_ddp.config import cli
 from gpt2_ddp.processes.environment import STOPPED

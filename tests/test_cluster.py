@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from commands import ACCELERATE, ROOT, TORCHRUN, environment
 from ranks import CONTEXT, free_port
-from test_launch import ACCELERATE, ROOT, TORCHRUN, environment
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
 BOUND = 3.0

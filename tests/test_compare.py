@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import training_config
+from commands import ROOT, environment
 from ranks import free_port, run_ranks
-from small_jobs import job_config
-from test_launch import ROOT, environment
+from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.bars import draw

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import training_config
 from ranks import run_ranks
+from runs import training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 

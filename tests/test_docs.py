@@ -2,21 +2,17 @@
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from cifar import pictures, write_cifar, write_class_folders, write_idx, write_parquet
-from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, TRANSLATED, PageCommand, commands
-from test_launch import environment
-
-from gpt2_ddp.config import cli
+from cifar import write_cifar, write_sets_of_images
+from commands import environment
+from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, TRANSLATED, PageCommand, commands, parse_script
 
 COMMANDS = [command for page in [*PAGES, *NOT_RUN] for command in commands(page)]
 LONG = ("schedules.md", "speedrun.md")
@@ -42,31 +38,6 @@ def test_the_tables_hold_nothing_that_no_page_has():
     assert seen["README.md"] > 30
     assert seen["schedules.md"] == 6, "two after a $, four in blocks for a shell"
     assert seen["data.md"] == 2, "what a program has written is no command"
-
-
-def configuration(script: Path) -> tuple[type, cli.Default]:
-    """What a script reads its command line with."""
-    found = []
-    kept, cli.run_command = cli.run_command, lambda command, main, default=None: found.append((command, default))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        cli.run_command = kept
-    return found[0]
-
-
-def parse_script(words: list[str], text: str, folder: Path) -> None:
-    script, *flags = words
-    assert (ROOT / script).is_file(), f"{text}: no {script}"
-    if "run_command" not in (ROOT / script).read_text():
-        return  # a program without flags: that it takes the command is shown where the command is run
-    command, default = configuration(ROOT / script)
-    for flag, value in pairwise(flags):
-        if flag == "--config" and not (ROOT / value).exists() and not (folder / value).exists():
-            assert value.startswith("runs/"), f"{text}: no {value}"  # a run's own
-            (folder / value).parent.mkdir(parents=True, exist_ok=True)
-            (folder / value).write_text(cli.dump(cli.load(command, [], default)))
-    cli.load(command, flags, default)
 
 
 def parse(command: PageCommand, folder: Path) -> None:
@@ -162,15 +133,6 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MIXED = {"web": "heapq", "code": "shlex", "books": "textwrap"}
-
-
-def write_sets_of_images(folder: Path) -> None:
-    pixels, labels = pictures(83, 10, 1, size=28)
-    write_idx(folder / "digits", "train", pixels[:60, :, :, 0], labels[:60], compressed=True)
-    write_idx(folder / "digits", "t10k", pixels[60:, :, :, 0], labels[60:], compressed=True)
-    for split, n in (("train", 41), ("val", 13)):
-        write_class_folders(folder / "photos", split, *pictures(n, 3, n, size=64))
-        write_parquet(folder / "tables", split, *pictures(n, 7, n, size=24), names=("photo", "kind"))
 
 
 def write_texts(folder: Path) -> None:

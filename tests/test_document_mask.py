@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import training_config
 from ranks import run_ranks
+from runs import training_config
 from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig

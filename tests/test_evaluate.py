@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import training_config
 from ranks import run_ranks
+from runs import training_config
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import training_config
+from models import tiny
 from ranks import run_ranks
+from runs import train, training_config
 from safetensors.torch import load_file, save_file
-from test_model import tiny
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ExportConfig
@@ -349,13 +349,6 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
     assert theirs.encode(text).ids != gpt2.encode(text).tolist()
 
 
-def run_training(config: TrainingConfig) -> str:
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    return train(config, Pretraining).outcome
-
-
 @pytest.mark.slow
 def test_a_trained_run_in_full(corpus, tmp_path, capsys):
     """A megabyte of text, 200 greedy tokens, the run's curve; generate.py's tokens are those of transformers."""
@@ -363,7 +356,7 @@ def test_a_trained_run_in_full(corpus, tmp_path, capsys):
 
     changes = {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 256, "bias": False}}
     steps = {"train.steps": 10, "train.global_batch_tokens": 1024, "optim.warmup_steps": 2, "checkpoint.every": 10}
-    assert run_ranks(run_training, 1, training_config(corpus, tmp_path, changes | steps)) == ["completed"]
+    assert run_ranks(train, 1, training_config(corpus, tmp_path, changes | steps)) == ["completed"]
     assert exported(tmp_path / "run", tmp_path / "made") == 0
     said = capsys.readouterr().out
     assert "200 of 200 greedy tokens" in said

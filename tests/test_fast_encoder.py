@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_tokenizer import difficult_texts
+from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import documents, encode

@@ -15,8 +15,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import training_config
 from ranks import run_ranks
+from runs import training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, contiguous, interleaved

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ROOT, TORCHRUN, environment
+from runs import newest_checkpoint
 from safetensors.torch import load_file
-from small_jobs import newest_checkpoint
-from test_launch import ROOT, TORCHRUN, environment
 
 SCRIPTS = [ROOT / "scripts/hello_ddp.py", ROOT / "scripts/hello_torch_ddp.py"]
 

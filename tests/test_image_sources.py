@@ -11,12 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cifar import pictures, png, write_archive, write_class_folders, write_idx, write_images, write_parquet
+from cifar import (
+    pictures,
+    png,
+    write_archive,
+    write_class_folders,
+    write_idx,
+    write_images,
+    write_parquet,
+    write_sets_of_images,
+)
 from PIL import Image
 from ranks import RankError, run_ranks
-from small_jobs import job_config, run_small_job, same, weights
-from test_docs import write_sets_of_images
-from test_supervised import evaluate_checkpoint
+from runs import evaluate_checkpoint, job_config, run_small_job, same, weights
 
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.data.order import Order

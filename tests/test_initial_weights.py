@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import training_config
+from commands import expect_mistake
 from ranks import run_ranks
+from runs import rows, train, training_config
 from safetensors.torch import load_file, save_file
-from small_jobs import rows
-from test_wrong_input import expect_mistake
 from torch import Tensor
 
 from gpt2_ddp.config.cli import dump
@@ -346,13 +345,6 @@ def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
         find_checkpoint(theirs)
 
 
-def run_training(config: TrainingConfig) -> str:
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    return train(config, Pretraining).outcome
-
-
 @pytest.mark.slow
 def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
     """Its first loss is the model's; stopped halfway and resumed it is bitwise the run that was never stopped."""
@@ -368,11 +360,11 @@ def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
         return training_config(tmp_path / "data", tmp_path / "runs", changes)
 
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data")
-    assert run_ranks(run_training, 2, settings("whole", 10)) == ["completed"] * 2
-    run_ranks(run_training, 2, settings("halves", 5))
+    assert run_ranks(train, 2, settings("whole", 10)) == ["completed"] * 2
+    run_ranks(train, 2, settings("halves", 5))
     at_start = start(settings("any", 1))
     shutil.rmtree(theirs)
-    run_ranks(run_training, 2, settings("halves", 10))
+    run_ranks(train, 2, settings("halves", 10))
     place = "checkpoints/step-00000010/model.safetensors"
     whole, halves = (load_file(tmp_path / "runs" / name / place) for name in ("whole", "halves"))
     assert all(torch.equal(whole[name], halves[name]) for name in whole)

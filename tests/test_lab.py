@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from commands import ROOT, environment
 from ranks import run_ranks
-from test_launch import ROOT, environment
 
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,30 +15,16 @@ import psutil
 import pytest
 import torch
 import yaml
-from conftest import training_config
+from commands import ACCELERATE, ROOT, TORCHRUN, environment, launch
 from ranks import RankError, free_port, run_ranks
+from runs import training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.processes.cores import usable_cores
 from gpt2_ddp.processes.launch import COLLECTIVE, pick_precision, spell_precision, start_run
 
-ROOT = Path(__file__).parents[1]
-BIN = Path(sys.executable).parent
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
-ACCELERATE = [str(BIN / "accelerate"), "launch"]
-TORCHRUN = [str(BIN / "torchrun")]
-
-
-def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP_", "PET_"))}
-    return kept | {"HF_HOME": str(Path(tempfile.gettempdir()) / "no_accelerate_config"), **more}
-
-
-def launch(command: list[str], **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command, env=environment(**env), capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
-    )
 
 
 @pytest.fixture

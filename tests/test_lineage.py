@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import training_config
 from ranks import run_ranks, start_ranks
+from runs import train, training_config
 from safetensors.torch import load_file
 
 from gpt2_ddp.config.run import GuardConfig
@@ -37,12 +37,6 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 
 ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""
-
-
-def train(config: TrainingConfig) -> str:
-    from gpt2_ddp.run import loop
-
-    return loop.train(config, Pretraining).outcome
 
 
 def said(config: TrainingConfig) -> str:

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import training_config
 from ranks import RankError, run_ranks, start_ranks
+from runs import rows, train, training_config
 from safetensors.torch import load_file
-from small_jobs import rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.config.cli import load
@@ -29,13 +28,6 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows(run) if "loss" in row]
 
 
-def run_training(config: TrainingConfig) -> str:
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    return train(config, Pretraining).outcome
-
-
 def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
 
@@ -45,7 +37,7 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path, name, tolerance):
     """50 steps against plain PyTorch: no Accelerate, no module of ours but the model, the schedule and the reader."""
     changes = {"train.steps": 50, "eval.every": 50, "checkpoint.every": 50, "optim.name": name}
     config = training_config(corpus, tmp_path, changes)
-    run_ranks(run_training, 1, config)
+    run_ranks(train, 1, config)
     ours = rows(tmp_path / "run")
 
     torch.set_num_threads(1)
@@ -106,7 +98,7 @@ def count_reduced_bytes(config: TrainingConfig) -> tuple[int, int, int]:
         before.append(sum(counted))
 
     module.settle_buckets = settle_and_count
-    run_training(config)
+    train(config)
     model = GPT(config.model, 512)
     return before[0], sum(counted) - before[0], sum(4 * p.numel() for p in model.parameters())
 
@@ -117,7 +109,7 @@ def test_processes_times_accumulation(corpus, tmp_path):
     configs = {
         world: training_config(corpus, tmp_path / str(world), {**changes, "run_name": "run"}) for world in (1, 2, 4)
     }
-    run_ranks(run_training, 1, configs[1])
+    run_ranks(train, 1, configs[1])
     for world in (2, 4):
         for first, later, model in run_ranks(count_reduced_bytes, world, configs[world]):
             assert first == model
@@ -143,7 +135,7 @@ def stopping_training(config: TrainingConfig, stop_at: int, number: int) -> str:
         return step(run)
 
     module.train_step = train_step
-    return run_training(config)
+    return train(config)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +151,7 @@ def test_stopped_anywhere_and_resumed_is_bitwise_equal(corpus, tmp_path, name, w
     rng = random.Random(world)
     changes = {"model.dropout": 0.1, "optim.decay_steps": 20, "optim.name": name}
     whole = training_config(corpus, tmp_path / "whole", changes)
-    assert run_ranks(run_training, world, whole) == ["completed"] * world
+    assert run_ranks(train, world, whole) == ["completed"] * world
 
     parts = training_config(corpus, tmp_path / "parts", changes)
     stop_at = rng.randint(2, 6)
@@ -176,7 +168,7 @@ def test_stopped_anywhere_and_resumed_is_bitwise_equal(corpus, tmp_path, name, w
         process.join()
     assert rows(tmp_path / "parts/run")[-1]["step"] >= 10
     assert run_ranks(stopping_training, world, parts, 17, signal.SIGUSR1) == ["stopped"] * world
-    assert run_ranks(run_training, world, parts) == ["completed"] * world
+    assert run_ranks(train, world, parts) == ["completed"] * world
 
     a, b = rows(tmp_path / "whole/run"), rows(tmp_path / "parts/run")
     assert [row["step"] for row in b] == list(range(21))
@@ -191,10 +183,10 @@ def test_stopped_anywhere_and_resumed_is_bitwise_equal(corpus, tmp_path, name, w
 def test_resumed_on_other_numbers_of_processes(corpus, tmp_path):
     """1 -> 2 -> 4 -> 1 processes: the digest is the one-process run's, the losses too but for the order of sums."""
     whole = training_config(corpus, tmp_path / "whole")
-    run_ranks(run_training, 1, whole)
+    run_ranks(train, 1, whole)
     for world, steps in ((1, 5), (2, 10), (4, 15), (1, 20)):
         changes = {"train.steps": steps, "optim.decay_steps": 20}
-        run_ranks(run_training, world, training_config(corpus, tmp_path / "parts", changes))
+        run_ranks(train, world, training_config(corpus, tmp_path / "parts", changes))
     a, b = ({row["step"]: row for row in rows(tmp_path / name / "run")} for name in ("whole", "parts"))
     assert a.keys() == b.keys()
     assert all(a[step]["order_digest"] == b[step]["order_digest"] for step in range(1, 21))
@@ -225,7 +217,7 @@ def steps_and_syncs(config: TrainingConfig) -> list[int]:
         return result
 
     module.train_step = train_step
-    run_training(config)
+    train(config)
     return counts
 
 
@@ -252,7 +244,7 @@ def train_on_unlike_processors(config: TrainingConfig) -> str:
     from gpt2_ddp.model import muon
 
     muon.multiplies_bf16 = lambda device: os.environ.get("RANK") != "1"
-    return run_training(config)
+    return train(config)
 
 
 @pytest.mark.slow
@@ -277,7 +269,7 @@ def train_with_a_bad_gradient(config: TrainingConfig, bad_step: int) -> str:
         return result
 
     module.train_step = train_step
-    return run_training(config)
+    return train(config)
 
 
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
@@ -294,13 +286,13 @@ def test_a_bad_gradient_on_one_rank_is_skipped_by_all(corpus, tmp_path, name):
 
 def test_complete_then_raised(corpus, tmp_path):
     """The same command again says that it is complete; more steps go on without changing the past."""
-    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 10}))
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"train.steps": 10}))
     first = rows(tmp_path / "run")
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*") if file.is_file()}
-    assert run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 10})) == ["completed"]
+    assert run_ranks(train, 1, training_config(corpus, tmp_path, {"train.steps": 10})) == ["completed"]
     after = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*") if file.is_file()}
     assert after == before
-    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 14}))
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"train.steps": 14}))
     assert rows(tmp_path / "run")[:11] == first
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(15))
     assert rows(tmp_path / "run")[-1]["lr"] == pytest.approx(3e-4)  # the schedule's length is the first start's
@@ -308,43 +300,43 @@ def test_complete_then_raised(corpus, tmp_path):
 
 def test_time_budget_stops_with_a_checkpoint(corpus, tmp_path):
     config = training_config(corpus, tmp_path, {"train.steps": 10**6, "train.max_minutes": 0.03, "eval.every": 10**6})
-    assert run_ranks(run_training, 2, config) == ["stopped", "stopped"]
+    assert run_ranks(train, 2, config) == ["stopped", "stopped"]
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert "max_minutes" in status["reason"]
     assert (tmp_path / f"run/checkpoints/step-{status['step']:08d}").is_dir()
 
 
 def test_init_from_starts_with_the_weights_of_another_run(corpus, tmp_path):
-    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"run_name": "first"}))
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"run_name": "first"}))
     changes = {"run_name": "second", "train.init_from": str(tmp_path / "first"), "train.steps": 1}
-    run_ranks(run_training, 2, training_config(corpus, tmp_path, changes))
+    run_ranks(train, 2, training_config(corpus, tmp_path, changes))
     assert rows(tmp_path / "second")[0]["val_loss"] == pytest.approx(rows(tmp_path / "first")[-1]["val_loss"], rel=1e-6)
     assert rows(tmp_path / "second")[1]["step"] == 1
 
 
 def test_a_run_shorter_than_its_warmup_leaves_a_config_that_can_be_given_back(corpus, tmp_path):
-    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.steps": 4}))
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"train.steps": 4}))
     again = load(TrainingConfig, ["--config", str(tmp_path / "run/config.yaml"), "--train.steps", "6"])
     assert again.optim.decay_steps == 6
-    run_ranks(run_training, 1, again)
+    run_ranks(train, 1, again)
     assert rows(tmp_path / "run")[-1]["step"] == 6
 
 
 def test_epochs(corpus, tmp_path):
     n_windows = (read_manifest(corpus).tokens("train") - 1) // 32
-    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.epochs": 0.05, "train.steps": None}))
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"train.epochs": 0.05, "train.steps": None}))
     assert rows(tmp_path / "run")[-1]["step"] == math.ceil(0.05 * n_windows / 24)
 
 
 def test_profile_writes_a_trace(corpus, tmp_path):
-    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.profile_steps": 2, "train.steps": 6}))
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"train.profile_steps": 2, "train.steps": 6}))
     trace = json.loads((tmp_path / "run/trace.json").read_text())
     assert any("scaled_dot_product" in event.get("name", "") for event in trace["traceEvents"])
 
 
 @pytest.mark.parametrize("changes", [{"train.mixed_precision": "bf16"}, {"train.activation_checkpointing": True}])
 def test_options_train(corpus, tmp_path, changes):
-    run_ranks(run_training, 2, training_config(corpus, tmp_path, changes))
+    run_ranks(train, 2, training_config(corpus, tmp_path, changes))
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.3
 
 
@@ -356,10 +348,10 @@ def test_data_are_prepared_on_first_use(tmp_path, world):
     recipe.write_text(f"source: {tmp_path}/a.txt\noutput: {tmp_path}/shards\nvocab_size: 300\nval_fraction: 0.2\n")
     changes = {"data.prepare": str(recipe), "train.steps": 3, "eval.every": 3}
     config = training_config(tmp_path / "shards", tmp_path / "runs", changes)
-    assert run_ranks(run_training, world, config) == ["completed"] * world
+    assert run_ranks(train, world, config) == ["completed"] * world
     made = (tmp_path / "shards/manifest.json").stat().st_mtime_ns
     assert rows(tmp_path / "runs/run")[-1]["val_tokens"] > 0
-    run_ranks(run_training, world, config)
+    run_ranks(train, world, config)
     assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
 
 
@@ -368,17 +360,15 @@ def test_a_recipe_that_fails_ends_all_ranks(tmp_path):
     recipe.write_text(f"source: {tmp_path}/nothing/*.txt\noutput: {tmp_path}/shards\n")
     config = training_config(tmp_path / "shards", tmp_path / "runs", {"data.prepare": str(recipe)})
     with pytest.raises(RankError, match=r"UserError: source = .*nothing"):
-        run_ranks(run_training, 2, config, timeout=60)
+        run_ranks(train, 2, config, timeout=60)
 
 
 @pytest.mark.slow
 def test_compiled_training_equals_eager(corpus, tmp_path):
     """Compiled, in bf16, on two ranks: the same losses to bf16's precision, and checkpoints with plain names."""
     changes = {"train.mixed_precision": "bf16", "train.steps": 6, "eval.every": 3}
-    run_ranks(run_training, 2, training_config(corpus, tmp_path / "eager", changes))
-    run_ranks(
-        run_training, 2, training_config(corpus, tmp_path / "compiled", {**changes, "train.compile": True}), timeout=400
-    )
+    run_ranks(train, 2, training_config(corpus, tmp_path / "eager", changes))
+    run_ranks(train, 2, training_config(corpus, tmp_path / "compiled", {**changes, "train.compile": True}), timeout=400)
     eager, compiled = (rows(tmp_path / name / "run") for name in ("eager", "compiled"))
     for a, b in zip(eager, compiled, strict=True):
         assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), abs=0.02)
@@ -387,7 +377,7 @@ def test_compiled_training_equals_eager(corpus, tmp_path):
 
 
 def test_deterministic_mode_trains(corpus, tmp_path):
-    run_ranks(run_training, 1, training_config(corpus, tmp_path, {"train.deterministic": True, "train.steps": 3}))
+    run_ranks(train, 1, training_config(corpus, tmp_path, {"train.deterministic": True, "train.steps": 3}))
     assert len(losses(tmp_path / "run")) == 3
 
 
@@ -418,7 +408,7 @@ def what_a_step_does(config: TrainingConfig) -> dict[str, object]:
         return result
 
     Block.forward, loop.train_step = watched, train_step
-    run_training(config)
+    train(config)
     found["deterministic"] = torch.are_deterministic_algorithms_enabled()
     return found
 

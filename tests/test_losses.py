@@ -12,10 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import small_jobs
 import torch
-from conftest import training_config
 from ranks import RankError, run_ranks, start_ranks
+from runs import rows as all_rows
+from runs import training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.run.checkpoint import list_checkpoints
@@ -27,7 +27,7 @@ ALONE = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, reduce
 
 
 def rows(run: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in small_jobs.rows(run)]
+    return [{k: v for k, v in row.items() if k not in TIMINGS} for row in all_rows(run)]
 
 
 def state(run: Path) -> dict:
@@ -234,7 +234,7 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     )
     assert state(tmp_path / "run")["best_evaluation"] == [4, 2.0, 512, 2]
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(9))
-    assert [row["step"] for row in small_jobs.rows(tmp_path / "run", "samples.jsonl")] == [8], "of the end"
+    assert [row["step"] for row in all_rows(tmp_path / "run", "samples.jsonl")] == [8], "of the end"
 
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*") if file.is_file()}
     ((outcome, said),) = run_ranks(train_by_script, 1, config)
@@ -264,7 +264,7 @@ def test_killed_it_ends_at_the_same_step(corpus, tmp_path, dies_after):
 def test_patience_needs_a_validation_split(corpus, tmp_path):
     from shutil import copytree
 
-    from conftest import edit_manifest
+    from runs import edit_manifest
 
     copytree(corpus, tmp_path / "data")
     splits = json.loads((corpus / "manifest.json").read_text())["splits"]

@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_jobs
-from conftest import edit_manifest, training_config
 from pydantic import ValidationError
 from ranks import RankError, run_ranks
-from test_order import by_definition
-from test_verify import change, edit_rows, reseal, verified
+from runs import by_definition, change, edit_manifest, edit_rows, reseal, training_config, verified
+from runs import rows as all_rows
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
@@ -356,7 +354,7 @@ def test_the_loss_of_a_mixture_is_that_of_tokens_in_its_shares():
 
 def rows(run: Path) -> list[dict[str, Any]]:
     timings = ("tokens_per_second", "mfu", "data_share", "chain")
-    return [{k: v for k, v in row.items() if k not in timings} for row in small_jobs.rows(run)]
+    return [{k: v for k, v in row.items() if k not in timings} for row in all_rows(run)]
 
 
 def digests(run: Path) -> dict[int, str]:

@@ -5,31 +5,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from models import random_tokens, tiny
 from torch import nn
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.gpt import GPT, VOCAB_MULTIPLE
 
-TINY = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16)
 SIZES = {
     "124M": (ModelConfig(n_layer=12, n_head=12, n_embd=768), 124_439_808),
     "350M": (ModelConfig(n_layer=24, n_head=16, n_embd=1024), 354_823_168),
     "774M": (ModelConfig(n_layer=36, n_head=20, n_embd=1280), 774_030_080),
     "1558M": (ModelConfig(n_layer=48, n_head=25, n_embd=1600), 1_557_611_200),
 }
-
-
-def tiny(vocab_size: int = 65, **changes) -> GPT:
-    """A small model whose every weight differs from its initial value, LayerNorms and biases included."""
-    torch.manual_seed(0)
-    model = GPT(TINY.model_copy(update=changes), vocab_size)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
-
-
-def random_tokens(vocab_size: int, rows: int = 3, length: int = 16) -> torch.Tensor:
-    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
 def reference(model: GPT) -> nn.Module:

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import training_config
 from ranks import run_ranks
+from runs import training_config
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor

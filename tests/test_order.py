@@ -6,26 +6,10 @@ import random
 
 import numpy as np
 import pytest
+from runs import by_definition
 
 from gpt2_ddp.data.feed import Feed, interleaved
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
-
-
-def by_definition(seed: int, n: int, position: int) -> int:
-    """The item at a position, from docs/architecture.md in integers alone."""
-    epoch, value = divmod(position, n)
-    base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
-    key = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(64)
-    keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little") for i in range(8)]
-    while True:
-        left, right = value // base, value % base
-        for key in keys:
-            mixed = (right + key) * 0xBF58476D1CE4E5B9 % 2**64
-            mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64 >> 33
-            left, right = right, (left + mixed) % base
-        value = left * base + right
-        if value < n:
-            return value
 
 
 @pytest.mark.parametrize("n_items", [1, 2, 3, 4, 5, 10, 97, 100, 1000, 65_536, 65_537])

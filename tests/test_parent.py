@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_launch import environment
+from commands import environment
 
 CHILD = """
     import os, signal, sys, time

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import edit_manifest, training_config
+from commands import run_script
 from golden_runs import CORPUS, GOLDEN
 from ranks import run_ranks
-from test_wrong_input import run_script
+from runs import edit_manifest, training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.plan import PlanConfig

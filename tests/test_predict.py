@@ -10,7 +10,7 @@ import torch
 from cifar import png, write_images
 from PIL import Image
 from ranks import run_ranks
-from small_jobs import job_config, run_small_job, weights
+from runs import job_config, run_small_job, weights
 
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import (

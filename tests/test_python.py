@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import training_config
 from ranks import run_ranks
+from runs import training_config
 
 import gpt2_ddp
 from gpt2_ddp import TrainingConfig, UserError, load_config, prepare, read_metrics

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import edit_manifest, training_config
 from ranks import run_ranks
+from runs import change, edit_manifest, job_config, rows, run_small_job, train, training_config
 from safetensors.torch import load_file, save_file
-from small_jobs import job_config, rows, run_small_job
-from test_verify import change, run_training
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import VerifyConfig
@@ -61,7 +59,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(corpus, place / "data")
     changes = {"train.steps": 12, "checkpoint.every": 4, "eval.every": 3, "model.dropout": 0.1}
     changes |= {"train.global_batch_tokens": 128, "eval.tokens": 200}
-    run_ranks(run_training, 1, training_config(place / "data", place, changes))
+    run_ranks(train, 1, training_config(place / "data", place, changes))
     return place
 
 
@@ -306,7 +304,7 @@ def train_with_a_bad_stretch(config: TrainingConfig) -> str:
             hook.remove()
 
     loop.train_step = poisoned
-    return run_training(config)
+    return train(config)
 
 
 def test_a_run_that_went_back_is_replayed_over_what_it_passed(corpus: Path, tmp_path: Path) -> None:
@@ -324,7 +322,7 @@ def test_each_stretch_has_the_processes_that_it_had(corpus: Path, tmp_path: Path
     """Two processes, then one, with dropout, which depends on their number."""
     changes = {"model.dropout": 0.1, "checkpoint.every": 4}
     for processes, steps in ((1, 4), (2, 8), (1, 12)):
-        run_ranks(run_training, processes, training_config(corpus, tmp_path, {**changes, "train.steps": steps}))
+        run_ranks(train, processes, training_config(corpus, tmp_path, {**changes, "train.steps": steps}))
     code, lines = verify(tmp_path / "run", "4:12")
     assert (code, lines[1:3]) == (
         0,

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import training_config
 from ranks import RankError, run_ranks, start_ranks
-from small_jobs import job_config, rows
+from runs import job_config, rows, train, training_config
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -26,14 +25,6 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.run.checkpoint import MANIFEST
 from gpt2_ddp.run.folder import RunFolder
 from gpt2_ddp.run.layout import SAVED, STATUS
-
-
-def train(config: RunConfig) -> str:
-    from gpt2_ddp.run import loop
-    from gpt2_ddp.tasks.jobs import run_job
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    return (loop.train(config, Pretraining) if isinstance(config, TrainingConfig) else run_job(config)).outcome
 
 
 def train_and_tell(config: RunConfig) -> str:

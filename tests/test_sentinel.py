@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import training_config
 from ranks import run_ranks
-from small_jobs import job_config
+from runs import job_config, training_config
 from torch import Tensor
 
 from gpt2_ddp.config.run import RunConfig

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from commands import BIN, environment
 from machines import WIRE, Machine, two_machines, wait_until
 from pages import ROOT, commands
-from test_launch import BIN, environment
 
 pytestmark = pytest.mark.cluster
 

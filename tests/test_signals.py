@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from test_launch import environment
+from commands import environment
 
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
 SCRIPT = """

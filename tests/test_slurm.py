@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import training_config
+from runs import rows, same, training_config, weights
 from slurm_here import SBATCH, TRAINER, WHY_NOT, Slurm, slurm_in
-from small_jobs import rows, same, weights
 
 from gpt2_ddp.config.cli import dump
 

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 from cifar import pictures, png, write_cifar
-from small_jobs import rows
-from test_launch import ROOT, environment
+from commands import ROOT, environment
+from runs import rows
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import ACCELERATE, ROOT, TORCHRUN, environment, launch
 from ranks import free_port
-from small_jobs import rows
-from test_launch import ACCELERATE, ROOT, TORCHRUN, environment, launch
+from runs import rows
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.signals import Stopped

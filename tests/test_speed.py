@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import training_config
+from runs import training_config
 
 from gpt2_ddp.benchmark import step
 from gpt2_ddp.benchmark.sides import Reading

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import training_config
 from ranks import run_ranks
-from small_jobs import job_config
+from runs import job_config, training_config
 
 from gpt2_ddp.benchmark.start import _lengths
 from gpt2_ddp.config.cli import dump

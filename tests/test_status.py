@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_jobs import job_config
+from runs import job_config
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import StatusConfig

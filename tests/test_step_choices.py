@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import training_config
 from ranks import RankError, run_ranks
+from runs import training_config
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-import small_jobs
-from conftest import training_config
 from ranks import run_ranks
-from small_jobs import job_config, run_small_job, same, weights
+from runs import job_config, run_small_job, same, training_config, weights
+from runs import rows as all_rows
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.processes import signals
@@ -20,7 +19,7 @@ from gpt2_ddp.run.stop import GivenUp, StopRequest
 
 def rows(file: Path) -> list[dict]:
     ignored = ("tokens_per_second", "samples_per_second", "mfu", "data_share")
-    return [{k: v for k, v in row.items() if k not in ignored} for row in small_jobs.rows(file.parent, file.name)]
+    return [{k: v for k, v in row.items() if k not in ignored} for row in all_rows(file.parent, file.name)]
 
 
 def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]:

@@ -7,16 +7,25 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
-from contextlib import closing, redirect_stdout
-from functools import partial
+from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
 import torch
 from cifar import pictures, write_cifar, write_parquet
 from ranks import RankError, run_ranks, start_ranks
+from runs import (
+    evaluate_checkpoint,
+    job_config,
+    killed_job,
+    newest_checkpoint,
+    rows,
+    run_small_job,
+    same,
+    signalled_job,
+    weights,
+)
 from safetensors.torch import load_file
-from small_jobs import job_config, killed_job, newest_checkpoint, rows, run_small_job, same, signalled_job, weights
 
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -101,7 +110,7 @@ def test_any_number_of_processes_trains_the_same(tmp_path, cifar, kind):
 
 
 def hasattr_path(kind: str, name: str) -> bool:
-    from small_jobs import KINDS
+    from runs import KINDS
 
     section, field = name.split(".")
     return field in KINDS[kind][0].model_fields[section].annotation.model_fields
@@ -297,16 +306,6 @@ def test_accuracy_is_the_same_on_1_2_and_3_processes(tmp_path, cifar):
             assert scores[name] == first[name]
         assert scores["val_loss"] == pytest.approx(first["val_loss"], rel=1e-6)
     assert first["val_top5"] >= first["val_accuracy"]
-
-
-def evaluate_checkpoint(config) -> dict[str, float]:
-    from gpt2_ddp.run.run import Run
-    from gpt2_ddp.tasks.jobs import make_job
-    from gpt2_ddp.tasks.supervised import Supervised
-
-    with closing(Run(config, partial(Supervised, make_job))) as run:
-        run.build()
-        return run.evaluate(lambda: None)
 
 
 # Stops and resumes

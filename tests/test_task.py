@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_jobs
 import torch
 from accelerate import Accelerator
 from ranks import run_ranks, start_ranks
+from runs import rows as all_rows
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -116,7 +116,7 @@ def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step
 
 def rows(run: Path) -> list[dict]:
     timings = ("letters_per_second", "data_share")
-    return [{k: v for k, v in row.items() if k not in timings} for row in small_jobs.rows(run)]
+    return [{k: v for k, v in row.items() if k not in timings} for row in all_rows(run)]
 
 
 def weights(run: Path) -> dict[str, bytes]:

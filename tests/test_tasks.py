@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import training_config
 from golden_runs import CORPUS, GOLDEN
 from hellaswag import made_items, write
 from ranks import RankError, run_ranks
-from small_jobs import rows
+from runs import rows, training_config
 
 from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
 from gpt2_ddp.reports.verify import verify_run

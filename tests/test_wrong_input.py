@@ -3,64 +3,19 @@
 Each case runs the real script, in a process of its own that has torch loaded already.
 """
 
-import contextlib
 import hashlib
-import io
 import json
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import edit_manifest, training_config
+from commands import expect_mistake, run_script
 from ranks import run_ranks, start_ranks
+from runs import edit_manifest, training_config
 
 from gpt2_ddp.config.cli import dump
-
-SCRIPTS = Path(__file__).parents[1] / "scripts"
-
-
-def run_script(name: str, arguments: list[str]) -> tuple[int, str]:
-    """Runs a script as `python scripts/name.py arguments`; returns its exit code and what it wrote to stderr."""
-    sys.argv = [f"{name}.py", *arguments]
-    errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
-            code = 0
-        except SystemExit as end:
-            code = end.code or 0
-    return code, errors.getvalue()
-
-
-def snapshot(folder: Path) -> dict[str, str]:
-    not_counted = (".lock", ".prepare.lock", ".verified.jsonl")
-    files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)
-    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def expect_mistake(folder: Path, script: str, arguments: list[str], *words: str, world: int = 1) -> None:
-    """One `error:` line with all of `words`, exit code 2, no traceback, and no file of `folder` touched."""
-    before = snapshot(folder)
-    for rank, (code, errors) in enumerate(run_ranks(run_script, world, script, arguments)):
-        lines = [line for line in errors.splitlines() if line.startswith("error:")]
-        assert code == 2, errors
-        assert "Traceback" not in errors
-        assert len(lines) == (1 if rank == 0 else 0), errors
-        for word in words if rank == 0 else ():
-            assert word in lines[0], lines[0]
-    assert {name: digest for name, digest in snapshot(folder).items() if name in before} == before
-
-
-@pytest.fixture
-def place(corpus, tmp_path) -> Path:
-    """A folder with shards of its own in `data`, and a configuration that trains on them into `runs/run`."""
-    shutil.copytree(corpus, tmp_path / "data")
-    (tmp_path / "config.yaml").write_text(dump(training_config(tmp_path / "data", tmp_path / "runs")))
-    return tmp_path
 
 
 def train_arguments(place: Path, *more: str) -> list[str]:

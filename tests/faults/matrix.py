@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from conftest import training_config
+from commands import ACCELERATE, ROOT, TORCHRUN, environment
 from ranks import free_port
-from small_jobs import rows, same, weights
-from test_launch import ACCELERATE, ROOT, TORCHRUN, environment
+from runs import rows, same, training_config, weights
 
 from gpt2_ddp.config.cli import dump
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import edit_manifest, training_config
 from faults.mutations import CASES, change_json, check_told, flip, mangle, no_hang, put_something_else
 from golden_runs import CORPUS
 from ranks import run_ranks
+from runs import edit_manifest, training_config
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import hashes

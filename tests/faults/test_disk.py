@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import training_config
+from commands import run_script
 from disk import interpose, refuse
 from ranks import run_ranks, start_ranks
-from small_jobs import rows
-from test_wrong_input import run_script
+from runs import rows, training_config
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig

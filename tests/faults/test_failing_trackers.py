@@ -4,18 +4,10 @@ import contextlib
 import io
 
 import pytest
-from conftest import training_config
 from ranks import run_ranks
-from small_jobs import rows
+from runs import rows, train, training_config
 
 from gpt2_ddp.config.training import TrainingConfig
-
-
-def train(config: TrainingConfig) -> str:
-    from gpt2_ddp.run import loop
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    return loop.train(config, Pretraining).outcome
 
 
 def train_with_a_failing(config: TrainingConfig, names: tuple[str, ...]) -> tuple[str, str]:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import small_jobs
 import torch
-from conftest import training_config
 from ranks import run_ranks, start_ranks
-from small_jobs import job_config, newest_checkpoint, run_small_job, same, weights
+from runs import job_config, newest_checkpoint, run_small_job, same, training_config, weights
+from runs import rows as all_rows
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import JobConfig, RegressionConfig
@@ -32,7 +31,7 @@ GUARD = {"guard": {"patience": 3}, "train.steps": 30, "eval.every": 30, "optim.d
 
 def rows(run: Path) -> list[dict]:
     timings = ("tokens_per_second", "mfu", "data_share")
-    return [{k: v for k, v in row.items() if k not in timings} for row in small_jobs.rows(run)]
+    return [{k: v for k, v in row.items() if k not in timings} for row in all_rows(run)]
 
 
 def status(run: Path) -> dict:

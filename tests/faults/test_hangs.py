@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from commands import ROOT, TORCHRUN, environment
 from ranks import free_port, start_ranks
-from small_jobs import job_config, run_small_job
-from test_launch import ROOT, TORCHRUN, environment
+from runs import job_config, run_small_job
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.processes import identity, watch

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import run_script, snapshot
 from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang
 from faults.test_data import open_data
 from ranks import run_ranks
-from test_wrong_input import place, run_script, snapshot  # noqa: F401 (a fixture)
 
 from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.cli import dump, load
@@ -238,7 +238,7 @@ def run_each(command_lines: list[list[str]]) -> list[tuple[int, str]]:
     return [run_script("train_gpt2", arguments) for arguments in command_lines]
 
 
-def test_trainings_that_cannot_begin(place):  # noqa: F811
+def test_trainings_that_cannot_begin(place):
     """One process tries them all."""
     os.mkfifo(place / "pipe")
     (place / "loop").symlink_to("loop")

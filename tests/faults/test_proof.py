@@ -8,11 +8,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from conftest import training_config
 from disk import interpose
 from faults.test_guard import GUARD, clean, poisoned
 from faults.test_guard import train as train_and_die
 from ranks import run_ranks, start_ranks
+from runs import training_config
 
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig

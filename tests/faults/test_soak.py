@@ -19,10 +19,9 @@ from statistics import median
 import psutil
 import pytest
 import torch
-from conftest import training_config
 from disk import interpose, refuse
 from ranks import start_ranks
-from small_jobs import newest_checkpoint, same, weights
+from runs import newest_checkpoint, same, training_config, weights
 
 from gpt2_ddp.config.training import TrainingConfig
 

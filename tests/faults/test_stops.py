@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from commands import ROOT, environment
 from matrix import BEFORE_TRAINING, STAGES, Cell, disturb, equal, finish
 from ranks import run_ranks
-from test_launch import ROOT, environment
 
 from gpt2_ddp.data.feed import Feed, interleaved
 from gpt2_ddp.data.order import Order

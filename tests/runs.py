@@ -1,0 +1,223 @@
+"""Configurations of runs that take seconds, functions that train them on ranks, and what is done to their records."""
+
+import hashlib
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.run.checkpoint import MANIFEST, seal
+from gpt2_ddp.run.rows import FIRST_CHAIN, next_chain
+
+KINDS: dict[str, tuple[type[JobConfig], dict[str, Any]]] = {
+    "regression": (
+        RegressionConfig,
+        {"data.points": 101, "data.test_points": 31, "optim.momentum": 0.9, "train.global_batch_size": 12},
+    ),
+    "mlp": (
+        ClassifierConfig,
+        {
+            "data.points": 101,
+            "data.test_points": 31,
+            "model.hidden": (30, 20),
+            "optim.name": "adam",
+            "train.global_batch_size": 24,
+            "train.micro_batch_size": 4,
+            "train.mixed_precision": "bf16",
+        },
+    ),
+    "lenet": (
+        ClassifierConfig,
+        {
+            "data.name": "cifar100",
+            "data.augment": True,
+            "model.name": "lenet",
+            "optim.name": "adam",
+            "optim.lr": 1e-3,
+            "train.global_batch_size": 48,
+            "train.micro_batch_size": 16,
+        },
+    ),
+    "resnet18": (
+        ClassifierConfig,
+        {"data.name": "cifar100", "model.name": "resnet18", "train.global_batch_size": 12, "train.micro_batch_size": 4},
+    ),
+    "transformer": (TransformerConfig, {"model.dropout": 0.1, "train.global_batch_size": 6, "data.sequences": 19}),
+}
+
+
+def job_config(kind: str, output_dir: Path, changes: dict[str, Any] | None = None) -> JobConfig:
+    """A tiny job of this kind on the CPU; dotted names in `changes` differ from it."""
+    command, own = KINDS[kind]
+    values: dict[str, Any] = {"output_dir": str(output_dir), "run_name": "run", "train": {"epochs": 4, "device": "cpu"}}
+    values |= {"tracking": {"log_every": 1}, "eval": {"batch_size": 8}}
+    values["checkpoint"] = {"background": False}  # or rows and kills would come in any order
+    for name, value in (own | (changes or {})).items():
+        section, _, key = name.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[key] = value
+    return command.model_validate(values)
+
+
+def run_small_job(config: JobConfig):
+    from gpt2_ddp.tasks.jobs import run_job
+
+    return run_job(config)
+
+
+def train(config: RunConfig) -> str:
+    """Trains what the configuration describes, in this process or as one of its ranks; the outcome."""
+    from gpt2_ddp.run import loop
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    return (loop.train(config, Pretraining) if isinstance(config, TrainingConfig) else run_small_job(config)).outcome
+
+
+def signalled_job(config: JobConfig, step: int, number: int) -> str:
+    """Trains, and has the last rank's own process signalled in the middle of step `step`."""
+    from gpt2_ddp.run import loop
+
+    train_step = loop.train_step
+
+    def signalling(run):
+        accelerator = run.accelerator
+        if run.step + 1 == step and accelerator.process_index == accelerator.num_processes - 1:
+            os.kill(os.getpid(), number)
+        return train_step(run)
+
+    loop.train_step = signalling
+    return run_small_job(config).outcome
+
+
+def killed_job(config: JobConfig, step: int) -> str:
+    return signalled_job(config, step, signal.SIGKILL)
+
+
+def rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+    """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
+    and rollbacks."""
+    found = [json.loads(line) for line in (run / file).read_text().splitlines()]
+    found = [row for row in found if row.get("event", "rollback") == "rollback"]
+    return [{name: value for name, value in row.items() if name != "chain"} for row in found]
+
+
+def newest_checkpoint(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step-*"))
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(newest_checkpoint(run) / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def training_config(corpus: Path, output_dir: Path, changes: dict[str, Any] | None = None) -> TrainingConfig:
+    values: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "run_name": "run",
+        "data": {"path": str(corpus)},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32},
+        "optim": {"lr": 3e-3, "min_lr": 3e-4, "warmup_steps": 5},
+        "train": {"steps": 20, "global_batch_tokens": 24 * 32, "micro_batch_size": 4, "device": "cpu"},
+        "eval": {"every": 10, "tokens": 2000},
+        "checkpoint": {"every": 5, "background": False},  # or rows and kills would come in any order
+        "tracking": {"log_every": 1},
+    }
+    for name, value in (changes or {}).items():
+        section, _, key = name.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[key] = value
+    return TrainingConfig.model_validate(values)
+
+
+def edit_manifest(folder: Path, **changes: object) -> None:
+    """Changes values of a manifest.json, and its own hash with them, so that only what they mean is wrong."""
+    file = folder / "manifest.json"
+    values = {**json.loads(file.read_text()), **changes}
+    values.pop("sha256")
+    values["sha256"] = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(values))
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+def reseal(file: Path) -> None:
+    """Makes the manifest beside a checkpoint's file fit what is in it now."""
+    manifest = json.loads((file.parent / MANIFEST).read_text())
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+    (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
+
+
+def edit_rows(run: Path, edit: Callable[[list[dict]], object]) -> None:
+    """Edits the rows, and computes all of the chain again."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    chain, lines = FIRST_CHAIN, []
+    edit(rows)
+    for row in rows:
+        text = json.dumps({name: value for name, value in row.items() if name != "chain"})
+        chain = next_chain(chain, text)
+        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+    (run / "metrics.jsonl").write_text("".join(lines))
+
+
+def verified(run: Path, capsys: pytest.CaptureFixture, **options: str) -> tuple[int, list[str], list[str]]:
+    """The exit code, the defects, and the other lines."""
+    code = verify_run(VerifyConfig(run=str(run), **options))
+    lines = capsys.readouterr().out.splitlines()
+    defects = [line.removeprefix("defect  ") for line in lines if line.startswith("defect  ")]
+    return code, defects, [line for line in lines if not line.startswith("defect  ")]
+
+
+def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> None:
+    """Each of `defects` is the beginning of one that is found."""
+    code, found, others = verified(run, capsys)
+    assert code == 1
+    for defect in defects:
+        assert any(line.startswith(defect) for line in found), (defect, found)
+    assert others[-1].startswith(f"{run} is not intact, defects: ")
+
+
+def evaluate_checkpoint(config) -> dict[str, float]:
+    from gpt2_ddp.run.run import Run
+    from gpt2_ddp.tasks.jobs import make_job
+    from gpt2_ddp.tasks.supervised import Supervised
+
+    with closing(Run(config, partial(Supervised, make_job))) as run:
+        run.build()
+        return run.evaluate(lambda: None)
+
+
+def by_definition(seed: int, n: int, position: int) -> int:
+    """The item at a position, from docs/architecture.md in integers alone."""
+    epoch, value = divmod(position, n)
+    base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
+    key = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(64)
+    keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little") for i in range(8)]
+    while True:
+        left, right = value // base, value % base
+        for key in keys:
+            mixed = (right + key) * 0xBF58476D1CE4E5B9 % 2**64
+            mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64 >> 33
+            left, right = right, (left + mixed) % base
+        value = left * base + right
+        if value < n:
+            return value
