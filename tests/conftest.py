@@ -1,22 +1,57 @@
-"""Fixtures shared by the tests: a small real corpus, and the configuration of a run that takes seconds."""
+"""Fixtures shared by the tests, runs that many tests look at among them; and a ceiling on what the suite starts."""
 
+import fcntl
 import os
 import shutil
+import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from runs import training_config
-
-from gpt2_ddp.config.cli import dump
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import numpy as np
 import pytest
+import ranks
 
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
+
+CEILING = {"ranks": 1200, "commands": 120}
+"""Most processes that `make test` forks from the server with torch, and commands that it starts. Only ever lowered."""
+STARTED: Counter[str] = Counter()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Counts what tests start."""
+    start_ranks, run = ranks.start_ranks, subprocess.Popen.__init__
+
+    def counted_ranks(function: Callable, world: int, *args: Any) -> Any:
+        STARTED["ranks"] += world
+        return start_ranks(function, world, *args)
+
+    def counted_command(self: subprocess.Popen, *args: Any, **kwargs: Any) -> None:
+        STARTED["commands"] += 1
+        run(self, *args, **kwargs)
+
+    ranks.start_ranks, subprocess.Popen.__init__ = counted_ranks, counted_command
+
+
+def pytest_testnodedown(node: Any) -> None:
+    STARTED.update(node.workeroutput.get("started", {}))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["started"] = dict(STARTED)
+        return
+    print("\nstarted by the tests:", ", ".join(f"{number} {name}" for name, number in STARTED.items()))
+    is_whole = session.config.args_source.name != "ARGS" and session.config.option.markexpr.startswith("not slow")
+    if is_whole and any(STARTED[name] > most for name, most in CEILING.items()):
+        print(f"that is more than {CEILING}: let tests share a run, or test the unit")
+        session.exitstatus = 1
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,15 +62,32 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that `make` fills, once for all of xdist's workers. Tests copy it before they change anything in it."""
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
+    with folder.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if lock.seek(0, os.SEEK_END) == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            folder.mkdir()
+            make(folder)
+            lock.write("made")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of some of the standard library's source, with a BPE of 512 tokens: about 60,000 tokens, three shards."""
+    return once(tmp_path_factory, "corpus", make_corpus)
+
+
+def make_corpus(folder: Path) -> None:
     from gpt2_ddp.data.manifest import Manifest, write_manifest
     from gpt2_ddp.data.shards import ShardWriter
     from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.data.vocabulary import train_bpe
 
-    folder = tmp_path_factory.mktemp("corpus")
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
     texts = [(Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in names]
     train_bpe(texts, 512, folder / "tokenizer.json")
@@ -47,12 +99,47 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.add(np.concatenate([[tokenizer.eot], tokenizer.encode(text)]))
         splits[split] = writer.close()
     write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "stdlib", splits))
-    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Its data are
+    beside it, in `data`."""
+    from runs import train, training_config
+
+    def make(folder: Path) -> None:
+        (folder / "data").symlink_to(corpus)
+        for processes, steps in ((1, 5), (2, 10)):
+            changes = {"train.steps": steps, "optim.decay_steps": 10}
+            ranks.run_ranks(train, processes, training_config(folder / "data", folder, changes))
+
+    return once(tmp_path_factory, "trained", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def halfway(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run `run`, of 5 of 10 steps in one process."""
+    from runs import train, training_config
+
+    changes = {"train.steps": 5, "optim.decay_steps": 10, "eval.every": 5}
+    make = lambda folder: ranks.run_ranks(train, 1, training_config(corpus, folder, changes))  # noqa: E731
+    return once(tmp_path_factory, "halfway", make)
+
+
+@pytest.fixture(scope="session")
+def trained_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `run` of a complete regression of two epochs in one process."""
+    from runs import job_config, train
+
+    make = lambda folder: ranks.run_ranks(train, 1, job_config("regression", folder, {"train.epochs": 2}))  # noqa: E731
+    return once(tmp_path_factory, "trained_job", make) / "run"
 
 
 @pytest.fixture
 def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., TrainingConfig]:
     """Makes a configuration of a tiny training over `corpus`; dotted names in `changes` differ from it."""
+
+    from runs import training_config
 
     def make(changes: dict[str, Any] | None = None) -> TrainingConfig:
         return training_config(corpus, tmp_path / "runs", changes)
@@ -63,6 +150,8 @@ def tiny_config(corpus: Path, tmp_path: Path) -> Callable[..., TrainingConfig]:
 @pytest.fixture
 def place(corpus, tmp_path) -> Path:
     """A folder with shards of its own in `data`, and a configuration that trains on them into `runs/run`."""
+    from runs import training_config
+
     shutil.copytree(corpus, tmp_path / "data")
     (tmp_path / "config.yaml").write_text(dump(training_config(tmp_path / "data", tmp_path / "runs")))
     return tmp_path
