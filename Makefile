@@ -10,17 +10,35 @@ MORE = --numprocesses $(shell $(PYTHON) -c "import os; print(min(4, 1 + os.cpu_c
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
+# pip compiles every file of every package, for half of its time; Python compiles those that are imported, and keeps that
+unexport PYTHONDONTWRITEBYTECODE
+
+# Installs requirements file $(1) and prints every 5 s how much there is. pip stays in front, so that Ctrl-C ends it.
+define install
+@echo "installing $(1) into $(VENV): one to three minutes, once"
+@start=$$(date +%s); \
+(while sleep 5; kill -0 $$$$ 2>/dev/null; do \
+    echo "installing: $$(du -sm $(VENV) | cut -f1) MB after $$(($$(date +%s) - start)) s"; done) & \
+progress=$$!; $(BIN)/pip install --quiet --no-compile -r $(1); code=$$?; kill $$progress; exit $$code
+endef
+
 $(VENV)/.installed: requirements.txt pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -r requirements.txt
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	$(call install,requirements.txt)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
-	$(BIN)/pip install --quiet -r requirements-dev.txt
+	$(call install,requirements-dev.txt)
 	@touch $@
 
 train: $(VENV)/.installed  ## train the default model on the built-in corpus; ARGS="--train.steps 500" adds flags
-	$(BIN)/accelerate launch -q --config_file configs/accelerate/one_process.yaml scripts/train_gpt2.py $(ARGS)
+	@$(BIN)/python scripts/train_gpt2.py $(ARGS)
+
+speedrun: $(VENV)/.installed  ## the best model of 280 s on two cores, scored and verified; docs/speedrun.md has the rule
+	TORCHINDUCTOR_CACHE_DIR=$$(mktemp -d) $(BIN)/python scripts/train_gpt2.py --config configs/speedrun.yaml $(ARGS)
+	$(BIN)/python scripts/evaluate.py runs/speedrun
+	$(BIN)/python scripts/verify_run.py runs/speedrun
 
 test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minutes on 2 cores)
 	$(BIN)/pytest $(WORKERS) $(ARGS)
@@ -67,4 +85,4 @@ clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train test test-slow test-cluster faults soak gpu image test-image lock check format clean
+.PHONY: help train speedrun test test-slow test-cluster faults soak gpu image test-image lock check format clean

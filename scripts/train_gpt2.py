@@ -23,6 +23,8 @@ NEXT = """what next:
 
 
 def main(config: TrainingConfig) -> int:
+    if is_main_process():
+        print(f"{config.run_name}: loading PyTorch", flush=True)
     from gpt2_ddp.run.loop import train
     from gpt2_ddp.tasks.pretraining import Pretraining
 

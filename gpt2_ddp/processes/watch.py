@@ -81,7 +81,7 @@ class Watch:
         self._sign = Sign(this_process())
         self._woke, self._seen_count, self._slowest, self._announced = time.monotonic(), 0, 0.0, True
         self._progress_time = time.time()
-        self._report: Callable[[dict[str, Any]], None] = lambda facts: None
+        self._report: Callable[[dict[str, Any]], object] = lambda facts: None
         self._record: Callable[[str], None] = lambda reason: None
         # of the courier, which may be stuck: a stopped process that serves the store keeps its clients waiting
         nobody = Sign(Process("an unknown host", "", 0, 0))
@@ -120,7 +120,7 @@ class Watch:
         self._allowance = 0.0
         self._count += 1
 
-    def report_to(self, report: Callable[[dict[str, Any]], None], record: Callable[[str], None]) -> None:
+    def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
         """Names, on the main process, who is told every few seconds where it is (`facts`), and who records a
         verdict."""
         self._report, self._record = report, record

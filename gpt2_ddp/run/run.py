@@ -37,6 +37,7 @@ from gpt2_ddp.run.sentinel import check_replicas
 from gpt2_ddp.run.snapshot import Snapshot, clear_moments, moments_of, put_moments, put_weights, weights_of
 from gpt2_ddp.run.stop import GivenUp, StopRequest
 from gpt2_ddp.run.task import MakeTask, Poll, Sample, Scores, Task
+from gpt2_ddp.run.terminal import LongStage
 
 SLOW_DISK = 20e6
 """Bytes per second that a checkpoint's disk is to take at least, before the watch loses patience with it."""
@@ -89,8 +90,9 @@ class Run(Progress):
             if opened:
                 self.folder = opened[0]
             if self.folder and hold:
-                record = lambda reason: opened[0].write_failure(self.step, reason)  # noqa: E731
-                self.watch.report_to(self.folder.write_heartbeat, record)
+                folder, long_stage = self.folder, LongStage()
+                report = lambda facts: (folder.write_heartbeat(facts), long_stage.report(facts))  # noqa: E731
+                self.watch.report_to(report, lambda reason: folder.write_failure(self.step, reason))
             own = on_main(self.accelerator, lambda: self.folder.checkpoints.peek() if self.folder else None)
             self._parent, self._branch = begin_with(config, own, self.accelerator)
             saved = own or self._branch

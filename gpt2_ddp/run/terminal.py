@@ -1,6 +1,11 @@
-"""A row of metrics.jsonl as a line of the terminal."""
+"""Lines of the terminal: a row of metrics.jsonl, and a stage that lasts."""
 
+import math
+import sys
+import time
 from typing import Any
+
+from tqdm import tqdm
 
 SHOWN = {
     "loss_mean": "loss_mean {:.4f}",
@@ -43,3 +48,24 @@ def _speed(row: dict[str, Any]) -> tuple[str, float]:
     """What the row's speed counts, and how many of them a second; nothing, where it has none."""
     name = next((name for name in row if name.endswith("_per_second")), "")
     return name.removesuffix("_per_second"), row.get(name) or 0.0
+
+
+class LongStage:
+    """Prints a line when a stage of a run takes 5 s and three times longer than ever before: a compilation, a first
+    evaluation. Each further line comes after twice the time."""
+
+    def __init__(self) -> None:
+        self._stage, self._begun, self._due = ("", 0), time.monotonic(), math.inf
+        self._longest: dict[str, float] = {}
+
+    def report(self, facts: dict[str, Any]) -> None:
+        """Looks at the stage and step of `Watch.facts`; called every few seconds, from one thread."""
+        stage, now = (facts["stage"], facts["step"]), time.monotonic()
+        seconds = now - self._begun
+        if stage != self._stage:
+            self._longest[self._stage[0]] = max(seconds, self._longest.get(self._stage[0], 0.0))
+            self._stage, self._begun = stage, now
+            self._due = max(5.0, 3 * self._longest.get(stage[0], 0.0))
+        elif seconds >= self._due:
+            self._due *= 2
+            tqdm.write(f"{stage[0]} at step {stage[1]}: {duration(seconds)} so far", file=sys.stderr)
