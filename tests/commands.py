@@ -8,9 +8,10 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from multiprocessing import forkserver
 from pathlib import Path
 
-from ranks import run_ranks
+from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -41,6 +42,52 @@ def run_script(name: str, arguments: list[str]) -> tuple[int, str]:
         except SystemExit as end:
             code = end.code or 0
     return code, errors.getvalue()
+
+
+def forked(words: list[str], folder: Path, world: int = 1, **env: str) -> subprocess.CompletedProcess:
+    """Runs `python words` in a folder, on each rank of a world; exit code, outputs and errors of them all.
+
+    The processes are forked with torch loaded, and so are those that they start: a fresh one would import it for
+    seconds. Of several ranks the first exit code that is not 0 counts.
+    """
+    port, started = free_port(), []
+    with tempfile.TemporaryDirectory() as outputs:
+        for rank in range(world):
+            own = environment(**env) | (rank_environment(rank, world, port) if world > 1 else {})
+            args = (words, folder, own, [f"{outputs}/{rank}-out", f"{outputs}/{rank}-err"])
+            started.append(CONTEXT.Process(target=_as_command, args=args))
+            started[-1].start()
+        for process in started:
+            process.join(300)
+            process.kill()
+            process.join()
+        out, err = ("".join(Path(f"{outputs}/{rank}-{end}").read_text() for rank in range(world)) for end in OUTPUTS)
+    code = next((process.exitcode for process in started if process.exitcode), 0)
+    return subprocess.CompletedProcess(words, code, out, err)
+
+
+OUTPUTS = ("out", "err")
+
+
+def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: list[str]) -> None:
+    import torch
+
+    from gpt2_ddp.processes import spawn
+
+    for number, file in enumerate(outputs, 1):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(env, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    forkserver._forkserver.ensure_running, spawn.start_ranks = lambda: None, forked_ranks
+    os.chdir(folder)
+    is_module, sys.argv = words[0] == "-m", words[words[0] == "-m" :]
+    sys.path.insert(0, str(folder) if is_module else str(Path(words[0]).parent))
+    if is_module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def snapshot(folder: Path) -> dict[str, str]:

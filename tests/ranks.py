@@ -8,7 +8,8 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -31,21 +32,33 @@ def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tu
     started = []
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        environment = {"OMP_NUM_THREADS": "1"}
-        if world > 1:
-            environment |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args))
+        environment = {"OMP_NUM_THREADS": "1"} | (rank_environment(rank, world, port) if world > 1 else {})
+        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
         process.start()
         sender.close()
         started.append((process, receiver))
     return started
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
+
+
+def forked_ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> list[BaseProcess]:
+    """Replaces `gpt2_ddp.processes.spawn.start_ranks`: the ranks are forked, with torch loaded."""
+    started = start_ranks(_own_arguments, len(arguments), function, arguments)
+    RECEIVERS.extend(receiver for _, receiver in started)
+    return [process for process, _ in started]
+
+
+RECEIVERS: list[Connection] = []
+"""Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an error."""
+
+
+def _own_arguments(function: Callable[..., Any], arguments: Sequence[tuple]) -> None:
+    function(*arguments[int(os.environ.get("RANK", "0"))])
 
 
 def results(started: list[tuple[BaseProcess, Connection]], timeout: float = 120) -> list[Any]:
@@ -84,6 +97,7 @@ class RankError(Exception):
 def _call(environment: dict[str, str], sender: Connection, function: Callable[..., Any], args: tuple) -> None:
     import torch
 
+    forkserver._forkserver.ensure_running = lambda: None  # a rank that starts others has them forked by the same server
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))]:
         del os.environ[name]
     os.environ.update(environment)
