@@ -11,7 +11,7 @@ import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
-from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks
+from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks, write_to
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -61,12 +61,10 @@ def forked(words: list[str], folder: Path, world: int = 1, **env: str) -> subpro
             process.join(300)
             process.kill()
             process.join()
-        out, err = ("".join(Path(f"{outputs}/{rank}-{end}").read_text() for rank in range(world)) for end in OUTPUTS)
+        files = ([Path(f"{outputs}/{rank}-{end}") for rank in range(world)] for end in ("out", "err"))
+        out, err = ("".join(file.read_text() for file in of) for of in files)
     code = next((process.exitcode for process in started if process.exitcode), 0)
     return subprocess.CompletedProcess(words, code, out, err)
-
-
-OUTPUTS = ("out", "err")
 
 
 def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: list[str]) -> None:
@@ -74,17 +72,17 @@ def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: li
 
     from gpt2_ddp.processes import spawn
 
-    for number, file in enumerate(outputs, 1):
-        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    write_to(outputs)
     os.environ.clear()
     os.environ.update(env, OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     forkserver._forkserver.ensure_running, spawn.start_ranks = lambda: None, forked_ranks
     os.chdir(folder)
-    is_module, sys.argv = words[0] == "-m", words[words[0] == "-m" :]
-    sys.path.insert(0, str(folder) if is_module else str(Path(words[0]).parent))
-    if is_module:
+    sys.argv = words[words[0] == "-m" :]
+    sys.path.insert(0, str(folder) if words[0] in ("-c", "-m") else str(Path(words[0]).parent))
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    elif words[0] == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(words[0], run_name="__main__")

@@ -6,6 +6,7 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 def forked_ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> list[BaseProcess]:
     """Replaces `gpt2_ddp.processes.spawn.start_ranks`: the ranks are forked, with torch loaded."""
-    started = start_ranks(_own_arguments, len(arguments), function, arguments)
+    started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
     return [process for process, _ in started]
 
@@ -57,7 +58,21 @@ RECEIVERS: list[Connection] = []
 """Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an error."""
 
 
-def _own_arguments(function: Callable[..., Any], arguments: Sequence[tuple]) -> None:
+OUTPUTS: list[str] = []
+"""Files for stdout and stderr of this process and of what it forks; none: what they were."""
+
+
+def write_to(files: list[str]) -> None:
+    """Has stdout and stderr written to the end of these files."""
+    OUTPUTS.extend(files)
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    if files:
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+
+
+def _own_arguments(function: Callable[..., Any], arguments: Sequence[tuple], outputs: list[str]) -> None:
+    write_to(outputs)
     function(*arguments[int(os.environ.get("RANK", "0"))])
 
 

@@ -49,10 +49,12 @@ def run_without(commands: list[list[str]]) -> list[str]:
     for name, *flags in commands:
         sys.argv, output = [name, *flags], io.StringIO()
         with redirect_stdout(output), redirect_stderr(output):
+            code = 0
             try:
                 runpy.run_path(str(SCRIPTS / name), run_name="__main__")
             except SystemExit as end:
-                assert not end.code, output.getvalue()
+                code = end.code
+        assert not code, output.getvalue()
         printed.append(output.getvalue())
     return printed
 
