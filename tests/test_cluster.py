@@ -162,7 +162,6 @@ ENDLESS = ["--repeats", "100000000", "--sizes", "4096"]
     [
         (signal.SIGKILL, 2),
         pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.soak),
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
     ],
 )
@@ -263,31 +262,3 @@ def test_under_torchrun():
     found = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert found.returncode == 0, found.stderr
     assert "2 processes, gloo" in found.stdout
-
-
-@pytest.mark.soak
-def test_a_machine_that_dies_under_its_launcher_is_named():
-    """Two "machines" of one process each; the launcher of the second is killed with its rank."""
-    port = str(free_port())
-    torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
-    torchrun += ["--master_port", port]
-    options = {"env": environment(), "cwd": ROOT, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    machines = [
-        subprocess.Popen([*torchrun, "--node_rank", rank, SCRIPT, "--timeout_seconds", "10", *ENDLESS], **options)
-        for rank in "01"
-    ]
-    try:
-        store = dist.TCPStore(
-            "127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        while b"all-reduce" not in dist.PrefixStore(SIGNS, store).get("1"):
-            time.sleep(0.2)
-        os.killpg(machines[1].pid, signal.SIGKILL)
-        _, errors = machines[0].communicate(timeout=40)
-    finally:
-        for machine in machines:
-            if machine.poll() is None:
-                os.killpg(machine.pid, signal.SIGKILL)
-            machine.wait()
-    assert f"error: rank 1 on {HOST}: " in errors
-    assert "last seen at all-reduce of 4.0 KiB" in errors

@@ -94,10 +94,9 @@ def timed_by_hand(config, weights) -> Reading:
     return measure(config, False, 1, 4, weights)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpt2"])
-def test_data_parallel_trains_the_same(tmp_path, corpus, kind):
+def test_data_parallel_trains_the_same(tmp_path, corpus):
     """Without GPUs, nn.DataParallel calls the module: what remains is our part, the loss above all."""
-    config = tiny(kind, corpus, tmp_path / "runs")
+    config = tiny("gpt2", corpus, tmp_path / "runs")
     for data_parallel in (False, True):
         own = config.model_copy(update={"run_name": str(data_parallel)})
         run_ranks(measure, 1, own, data_parallel, 1, 6, tmp_path / str(data_parallel))
@@ -168,22 +167,6 @@ def share_with(config, all_reduce: float, last_rank: float) -> float | None:
     run.model.register_comm_hook(None, hook)
     share = communication_share(run, 2)
     return share and share.share
-
-
-@pytest.mark.timed
-@pytest.mark.slow
-def test_much_arithmetic_communicates_less(tmp_path):
-    """4M parameters for 2 samples a step against 43 thousand for 4096."""
-    heavy = {"model.hidden": (2000, 2000), "train.global_batch_size": 2, "data.points": 4096}
-    light = {"model.hidden": (200, 200), "train.global_batch_size": 4096, "data.points": 4096}
-    shares = []
-    for name, changes in ("heavy", heavy), ("light", light):
-        changes |= {"train.mixed_precision": "no", "train.micro_batch_size": 1024, "optim.name": "sgd"}
-        config = job_config("mlp", tmp_path / name, changes)
-        share = run_ranks(measure, 2, config, False, 1, 10, tmp_path / "weights")[0].communication.share
-        assert -1 < share < 1
-        shares.append(share)
-    assert shares[0] > shares[1] + 0.1
 
 
 # The table

@@ -15,19 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from cifar import write_cifar
-from golden_runs import (
-    CASES,
-    CIFAR,
-    CORPUS,
-    GOLDEN,
-    KINDS,
-    RESUMED,
-    Case,
-    change,
-    draws,
-    make_config,
-    summary,
-)
+from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, Case, change, draws, make_config, summary
 from ranks import run_ranks
 from runs import train
 

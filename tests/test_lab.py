@@ -182,11 +182,7 @@ def mutations() -> dict:
         "multiplied_learning_rate": (loop, "DDP", no_ddp),
         "batch_norm": (gradients.AllReducedBatchNorm, "forward", BatchNorm1d.forward),
         "no_sync": (DDP, "no_sync", lambda self: nullcontext()),
-        "unused_parameters": (
-            gradients,
-            "DDP",
-            lambda model, **_: torch.nn.parallel.DistributedDataParallel(model),
-        ),
+        "unused_parameters": (gradients, "DDP", lambda model, **_: torch.nn.parallel.DistributedDataParallel(model)),
         "bucket_size": (gradients, "DDP", lambda model, **_: DDP(model, bucket_cap_mb=0.1)),
         "unequal_shares": (Accelerator, "reduce", lambda self, tensor, reduction: tensor * 2),
         "logging_each_step": (loop, "LOG_EVERY", 1),

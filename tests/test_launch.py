@@ -134,22 +134,6 @@ def test_ranks_with_other_paths_train_together_and_other_settings_are_named(conf
     assert digest(str(place / "runs-0/config.yaml"), "two")[1] == 2
 
 
-def only_one_started(errors: str) -> None:
-    (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert "processes = 2: only 1 started" in line
-    assert "torchrun --nproc_per_node 2" in line
-    assert "Traceback" not in errors
-
-
-@pytest.mark.slow
-def test_a_launch_that_would_train_alone_ends_with_an_error(config_file):
-    """Accelerate starts one process of the two then."""
-    found = launch([*ACCELERATE, "--cpu", "--num_processes", "2", *train_command(config_file, "alone")])
-    assert found.returncode != 0
-    assert found.stderr.count("error: processes = 2: only 1 started") == 1
-    assert not (Path(config_file).parent / "alone").exists()
-
-
 @pytest.mark.parametrize(
     "env",
     [
@@ -163,7 +147,10 @@ def test_unconnected_ranks_end_with_an_error(config_file, env):
     """Launchers that start two processes and tell them nothing of each other."""
     found = train_with(config_file, "alone", **env)
     assert found.returncode == 2
-    only_one_started(found.stderr)
+    (line,) = [line for line in found.stderr.splitlines() if line.startswith("error:")]
+    assert "processes = 2: only 1 started" in line
+    assert "torchrun --nproc_per_node 2" in line
+    assert "Traceback" not in found.stderr
     assert not (Path(config_file).parent / "alone").exists()
 
 
@@ -232,9 +219,9 @@ LAUNCHES = [
 ]
 
 
-def launched_by(monkeypatch, command: str) -> None:
-    """As if the parent process were this command."""
-    parent = SimpleNamespace(cmdline=lambda: ["python", *command.split()], environ=dict)
+def launched_by(monkeypatch, command: str, environment: dict[str, str] | None = None) -> None:
+    """As if the parent process were this command, in this environment."""
+    parent = SimpleNamespace(cmdline=lambda: ["python", *command.split()], environ=lambda: environment or {})
     monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
 
@@ -266,30 +253,36 @@ def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text, proc
 
 @pytest.mark.slow
 def test_one_process_under_a_launcher_uses_all_cores(tmp_path):
-    """`accelerate launch` sets OMP_NUM_THREADS=1 for everybody; a user's own setting holds. test_cores.py has more."""
-    code = (
+    """`accelerate launch` sets OMP_NUM_THREADS=1 for everybody."""
+    script = tmp_path / "threads.py"
+    script.write_text(
         "import torch; from gpt2_ddp.processes.launch import build_accelerator; build_accelerator('cpu', 'no');"
         "print('threads', torch.get_num_threads())"
     )
-    script = tmp_path / "threads.py"
-    script.write_text(code)
-    torchrun = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port())]
-    for launcher, env, expected in (
-        (ACCELERATE, {}, usable_cores()),
-        (ACCELERATE, {"OMP_NUM_THREADS": "1"}, 1),
-        (torchrun, {}, max(usable_cores() // 2, 1)),
-    ):
-        found = launch([*launcher, str(script)], **env)
-        assert f"threads {expected}\n" in found.stdout, (launcher, env, found.stdout, found.stderr)
+    found = launch([*ACCELERATE, str(script)])
+    assert f"threads {usable_cores()}\n" in found.stdout, found.stderr
 
 
-@pytest.mark.parametrize("flags", ["", "--num_cpu_threads_per_process 1 "])
-def test_threads_that_accelerate_launch_was_given_are_kept(monkeypatch, flags):
+@pytest.mark.parametrize(
+    ("flags", "parent", "run", "expected"),
+    [
+        ("", {}, "", [usable_cores()]),
+        ("", {"OMP_NUM_THREADS": "1"}, "", []),
+        ("--num_cpu_threads_per_process 1 ", {}, "", []),
+        ("", {}, "2", [max(usable_cores() // 2, 1)]),
+    ],
+)
+def test_threads_that_a_user_chose_are_kept_and_those_of_a_launcher_are_not(monkeypatch, flags, parent, run, expected):
+    """Launchers set OMP_NUM_THREADS to 1; what the user chose, their own environment or flags have."""
     from gpt2_ddp.processes.launch import set_cpu_threads
 
-    launched_by(monkeypatch, f"accelerate launch {flags}train.py")
+    launched_by(monkeypatch, f"accelerate launch {flags}train.py", parent)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if run:  # torchrun, of two processes
+        monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     set_cpu_threads()
-    assert chosen == ([] if flags else [usable_cores()])
+    assert chosen == expected

@@ -1,10 +1,8 @@
 """The small jobs as the README gives them, at their full size: what they have to reach, on 2 processes."""
 
-import json
-
 import numpy as np
 import pytest
-from cifar import pictures, png, write_cifar
+from cifar import write_cifar
 from commands import ROOT, forked
 from runs import rows
 
@@ -59,44 +57,23 @@ def test_lenet_learns_and_repeats_itself(tmp_path):
     assert rows(tmp_path / "cifar100_lenet") == before
 
 
-def large_cifar(folder, n_train, n_test):
-    """Repeats of 2,000 encoded images, since only their number matters."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    images, labels = pictures(2000)
-    encoded = [png(image) for image in images]
-    for split, n in (("train", n_train), ("test", n_test)):
-        stored = [{"bytes": encoded[i % 2000], "path": None} for i in range(n)]
-        table = pa.table({"img": stored, "fine_label": np.resize(labels, n)})
-        metadata = {
-            "info": {"features": {"img": {"_type": "Image"}, "fine_label": {"dtype": "int64", "_type": "Value"}}}
-        }
-        folder.mkdir(exist_ok=True)
-        pyarrow.parquet.write_table(
-            table.replace_schema_metadata({"huggingface": json.dumps(metadata)}), folder / f"{split}-0.parquet"
-        )
-    return folder
-
-
 @pytest.mark.timed
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_train", "n_test"), [(5000, 1000), pytest.param(50_000, 10_000, marks=pytest.mark.soak)])
-def test_an_epoch_on_two_processes_waits_little_for_data(tmp_path, n_train, n_test):
-    """That of the full CIFAR-100 takes under a minute."""
-    data = large_cifar(tmp_path / "cifar", n_train, n_test)
+def test_an_epoch_on_two_processes_waits_little_for_data(tmp_path):
+    """That of the full CIFAR-100, ten times as many images, takes under a minute."""
+    data = write_cifar(tmp_path / "cifar", 5000, 1000)
     flags = ("--config", "configs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
     run_script(
         "train_classifier.py", *flags, "--launch.processes", "2", "--train.epochs", "1", "--data.augment", "true"
     )
     found = rows(tmp_path / "cifar100_lenet")[1:]
-    assert found[-1]["samples"] == n_train
-    assert found[-1]["val_samples"] == n_test
+    assert found[-1]["samples"] == 5000
+    assert found[-1]["val_samples"] == 1000
     steps = np.diff([0, *[row["samples"] for row in found]])
     seconds = steps / [row["samples_per_second"] for row in found]
     waited = sum(row["data_share"] * own for row, own in zip(found, seconds, strict=True))
     print(f"epoch {seconds.sum():.1f} s, waiting for data {waited / seconds.sum():.1%}")
-    assert seconds.sum() < 60 * n_train / 50_000 + 10
+    assert seconds.sum() < 16
     assert waited / seconds.sum() < 0.15
 
 

@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from commands import ROOT, environment, run_script
+from commands import ROOT, environment, forked, run_script
 from ranks import run_ranks
 
 from gpt2_ddp.errors import UserError
@@ -129,8 +129,8 @@ def test_kill_9_of_the_parent_leaves_no_orphans(tmp_path):
 
 @pytest.mark.slow
 def test_a_regression_on_two_processes_finds_the_line(tmp_path):
-    command = [*REGRESSION, "--launch.processes", "2", "--train.epochs", "4", "--output_dir", str(tmp_path)]
-    found = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    flags = ["--launch.processes", "2", "--train.epochs", "4", "--output_dir", str(tmp_path)]
+    found = forked([*REGRESSION[1:], *flags], ROOT)
     assert found.returncode == 0, found.stderr
     words = found.stdout.replace(",", "").split()
     weight, bias, loss = (float(words[words.index(name) + 1]) for name in ("weight", "bias", "loss"))
@@ -143,6 +143,9 @@ def test_a_regression_on_two_processes_finds_the_line(tmp_path):
 
 WRONG = [
     ("train_classifier", ["--model.name", "vgg"], "model.name = vgg"),
+    pytest.param(
+        "train_classifier", ["--config", "configs/cifar100_lenet.yaml"], "data.name = cifar100", marks=pytest.mark.slow
+    ),
     ("train_classifier", ["--config", "configs/cifar100_lenet.yaml", "--data.path", "/no/such"], "data.path"),
     ("train_classifier", ["--config", "configs/cifar100_resnet18.yaml", "--model.sync_batchnorm"], "model.sync"),
     ("train_transformer", ["--model.n_embd", "13"], "model.n_embd = 13"),

@@ -3,21 +3,16 @@
 `pytest -m slow -s tests/test_speed.py` prints the figures.
 """
 
-import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from runs import rows, training_config
 
 from gpt2_ddp.benchmark import step
 from gpt2_ddp.benchmark.sides import Reading
 from gpt2_ddp.benchmark.table import OURS
 from gpt2_ddp.config.benchmark import BenchmarkConfig
-from gpt2_ddp.config.cli import dump
 from gpt2_ddp.processes.launch import multiplies_bf16
 
 ROOT = Path(__file__).parents[1]
@@ -57,33 +52,3 @@ def test_gpt2_124m_is_as_fast_as_a_loop_written_by_hand(tmp_path, precision):
     least = {name: min(one.seconds for one in of) for name, of in readings.items()}  # the least disturbed of each
     print(precision, least)
     assert least[OURS] <= least[step.BARE] / 0.92, least  # the same arithmetic: only noise between them
-
-
-@pytest.mark.timed
-@pytest.mark.slow
-def test_accelerate_launch_is_as_fast_as_python(corpus, tmp_path):
-    """One process: the launcher's OMP_NUM_THREADS=1 must not leave cores idle."""
-    changes = {
-        "model.n_embd": 256,
-        "model.block_size": 128,
-        "train.global_batch_tokens": 16 * 128,
-        "train.micro_batch_size": 16,
-        "train.steps": 24,
-        "eval.every": 99,
-        "checkpoint.every": 99,
-        "tracking.log_every": 4,
-    }
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "ACCELERATE"))}
-    launchers = {
-        "python": [sys.executable],
-        "accelerate": [str(Path(sys.executable).with_name("accelerate")), "launch"],
-    }
-    rates = {}
-    for name, launcher in launchers.items():
-        file = tmp_path / f"{name}.yaml"
-        file.write_text(dump(training_config(corpus, tmp_path, {**changes, "run_name": name})))
-        command = [*launcher, str(ROOT / "scripts/train_gpt2.py"), "--config", str(file)]
-        subprocess.run(command, env={**environment, "HF_HOME": str(tmp_path)}, check=True, capture_output=True)
-        rates[name] = max(row.get("tokens_per_second", 0) for row in rows(tmp_path / name))
-    print(rates)
-    assert rates["accelerate"] >= 0.9 * rates["python"], rates
