@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from commands import ACCELERATE, ROOT, TORCHRUN, environment, forked, launch, run_script
+from commands import ACCELERATE, ROOT, environment, forked, launch, run_script
 from ranks import RankError, free_port, run_ranks
 from runs import rows, train, training_config
 
