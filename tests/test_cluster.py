@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import ROOT, TORCHRUN, environment
+from commands import ROOT, TORCHRUN, environment, forked
 from ranks import CONTEXT, free_port
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
@@ -42,14 +42,6 @@ class Ranks:
         process = CONTEXT.Process(target=_command, args=(self.folder / name, env, arguments, before), daemon=True)
         process.start()
         self.processes[name] = process
-
-    def alone(self, **env: str) -> tuple[int | None, str]:
-        """Exit code and output of one process without a rank."""
-        arguments = [SCRIPT, *PATIENT, "--device", "cpu"]
-        process = CONTEXT.Process(target=_command, args=(self.folder / "alone", env, arguments, None), daemon=True)
-        process.start()
-        process.join(60)
-        return process.exitcode, (self.folder / "alone").read_text()
 
     def ended(self, within: float, but: str = "") -> dict[str, tuple[int | None, str]]:
         """Exit code and output of each rank `but` one; None for the code of those still running."""
@@ -243,17 +235,14 @@ def test_ranks_that_live_but_are_not_connected(ranks):
     assert f"(routes to rank 0: {HOST}: lo 127.0.0.1)" in line
 
 
-def test_one_process_says_what_to_type(tmp_path):
-    ended = Ranks(tmp_path, 1).alone()
-    assert ended[0] == 0
-    assert "only one process" in ended[1]
-    assert "torchrun --nproc_per_node 2" in ended[1]
-
-
-def test_one_process_of_two_is_a_mistake(tmp_path):
-    code, text = Ranks(tmp_path, 1).alone(SLURM_STEP_NUM_TASKS="2")
-    assert code == 2
-    assert "error: processes = 2: only 1 started" in text
+def test_one_process_says_what_to_type():
+    found = forked([SCRIPT, "--device", "cpu"], ROOT)
+    assert found.returncode == 0, found.stderr
+    assert "only one process" in found.stdout
+    assert "torchrun --nproc_per_node 2" in found.stdout
+    found = forked([SCRIPT, "--device", "cpu"], ROOT, SLURM_STEP_NUM_TASKS="2")
+    assert found.returncode == 2
+    assert "error: processes = 2: only 1 started" in found.stderr
 
 
 @pytest.mark.slow
