@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import ROOT, environment, forked
+from commands import ROOT, forked
 from ranks import run_ranks
 from runs import job_config, training_config
 
@@ -412,16 +410,6 @@ def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     assert ddp["threads"] == 1
     order = [line.split()[:2] for line in found.err.splitlines() if line.startswith("tiny ")]
     assert order == [["tiny", "single"], ["tiny", "DDP-2"]] * 2
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    """Its ranks are fresh processes."""
-    command = [sys.executable, "scripts/compare_parallel.py", "--jobs", "regression", "--repeats", "1", "--busy_ok"]
-    command += ["--steps", "5", "--device", "cpu", "--output", str(tmp_path / "out")]
-    found = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert (tmp_path / "out/compare.md").read_text() == found.stdout
 
 
 def test_a_launcher_is_a_mistake(tmp_path):

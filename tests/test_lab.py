@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from commands import ROOT, environment
+from commands import ROOT
 from conftest import once
 from ranks import forked_ranks, run_ranks
 
@@ -252,14 +251,15 @@ def ranks_of_the_lab() -> dict[str, int | None]:
     return {child.name: child.pid for child in multiprocessing.active_children() if child.name.startswith("rank ")}
 
 
-@pytest.mark.slow
-def test_a_table_that_nobody_reads_ends_the_ranks_too():
-    """With the fresh processes of a real command."""
-    command = [sys.executable, "scripts/ddp_lab.py", "--only", "seed_per_rank"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(120) != 0
+def test_a_table_that_nobody_reads_ends_the_ranks_too(forked, monkeypatch):
+    def closed(*args, **options):
+        assert ranks_of_the_lab()
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    with pytest.raises(BrokenPipeError) as broken:  # its traceback keeps what run_lab has not closed
+        run_lab(LabConfig(only=("seed_per_rank",)))
+    assert not ranks_of_the_lab(), broken
 
 
 def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, capsys):
