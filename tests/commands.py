@@ -43,6 +43,11 @@ def run_script(name: str, arguments: list[str]) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
+def run_scripts(commands: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
+    """Runs scripts in turn in this process; `run_script` of each."""
+    return [run_script(name, arguments) for name, arguments in commands]
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     not_counted = (".lock", ".prepare.lock", ".verified.jsonl")
     files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)
