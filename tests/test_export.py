@@ -82,7 +82,10 @@ def tokenizers(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path
     return load_tokenizer(name), None
 
 
-@pytest.mark.parametrize(("name", "bias"), [("gpt2", True), ("bpe", False), ("chars", True), ("bytes", False)])
+@pytest.mark.parametrize(
+    ("name", "bias"),
+    [pytest.param("gpt2", True, marks=pytest.mark.slow), ("bpe", False), ("chars", True), ("bytes", False)],
+)
 def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_path, little_text, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
