@@ -22,7 +22,7 @@ from ranks import run_ranks
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import documents, encode, find
+from gpt2_ddp.data import documents, encode, find, vocabulary
 from gpt2_ddp.data import prepare as prepare_module
 from gpt2_ddp.data.building import alone_in
 from gpt2_ddp.data.hashes import verify_shards
@@ -35,6 +35,12 @@ from gpt2_ddp.errors import UserError
 
 PROJECT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(PROJECT / "scripts" / "prepare_data.py")]
+
+
+@pytest.fixture
+def helperless(monkeypatch) -> None:
+    """A BPE is trained in this process: a fresh interpreter takes a second."""
+    monkeypatch.setattr(vocabulary, "in_helper", lambda function, *arguments: function(*arguments))
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +140,7 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
         prepare(config(tmp_path / "one.txt", tmp_path / "less", val_fraction=1e-9))
 
 
+@pytest.mark.usefixtures("helperless")
 def test_standard_library(tmp_path, capsys, monkeypatch):
     """Of which 300 small files will do here."""
     files = {path: path.stat().st_size for path in find.library_files()}
@@ -151,6 +158,7 @@ def test_standard_library(tmp_path, capsys, monkeypatch):
     assert "is already prepared" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("helperless")
 def test_a_tokenizer_of_ones_own_is_copied(texts, tmp_path, monkeypatch):
     first = prepare(config(texts, tmp_path / "first", tokenizer="bpe", vocab_size=300))
     (tmp_path / "mine.json").write_bytes((tmp_path / "first" / "tokenizer.json").read_bytes())
@@ -222,7 +230,7 @@ def printed_preparation(config: PrepareConfig) -> str:
 
 
 def test_two_at_once(texts, tmp_path):
-    outputs = run_ranks(printed_preparation, 2, config(texts, tmp_path / "out", tokenizer="bpe", vocab_size=400))
+    outputs = run_ranks(printed_preparation, 2, config(texts, tmp_path / "out"))
     assert sorted("is already prepared" in output for output in outputs) == [False, True]
     verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
 
@@ -331,6 +339,7 @@ def test_many_who_fail_at_once_leave_nothing(tmp_path):
             assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("helperless")
 def test_a_bpe_of_little_text_says_its_size(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 30)
     manifest = prepare(config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe", vocab_size=5000))
@@ -425,6 +434,7 @@ def test_a_vocabulary_suits_the_size_of_the_text(size, ids):
     assert suitable_vocab_size(size) == ids
 
 
+@pytest.mark.usefixtures("helperless")
 def test_without_a_vocab_size_the_text_decides_and_any_that_is_there_will_do(tmp_path, capsys):
     """Those of older releases, which had another default, are found prepared as well."""
     (tmp_path / "text.txt").write_text("".join(f"word{number} of many\n" for number in range(4000)))
