@@ -19,7 +19,6 @@ from gpt2_ddp.config.tools import (
     GenerateConfig,
     PredictConfig,
     ReportConfig,
-    VerifyConfig,
 )
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.reports.figure import Picture
@@ -122,19 +121,6 @@ def test_classes_without_names_are_told_as_numbers():
 def test_a_run_alone_is_no_command():
     with pytest.raises(UserError, match="run_and_images = runs/x: should be a run, then images"):
         predicted("runs/x")
-
-
-@pytest.mark.slow
-def test_scripts_that_take_any_run(runs, capsys):
-    from gpt2_ddp.reports.report import report
-    from gpt2_ddp.reports.verify import verify_run
-    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
-
-    run = str(runs / "scaled/run")
-    assert evaluate_checkpoint(EvaluateConfig(checkpoint=run, device="cpu", mixed_precision="no")) == 0
-    assert "over 5 test images" in capsys.readouterr().out.replace("samples", "images")
-    assert verify_run(VerifyConfig(run=run)) == 0
-    assert report(ReportConfig(runs=(run,))) == 0
 
 
 @pytest.mark.slow

@@ -97,35 +97,6 @@ def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
     assert all(result.metrics == results[0].metrics for result in results)
 
 
-def reduced_bytes(config) -> tuple[int, int]:
-    """Trains; (bytes that DDP all-reduced after the buckets were settled, bytes of the model)."""
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    from gpt2_ddp.run import run
-
-    settle, counted, models = run.settle_buckets, [], []
-
-    def hook(state, bucket):
-        counted.append(bucket.buffer().numel() * bucket.buffer().element_size())
-        return allreduce_hook(state, bucket)
-
-    def settle_and_count(model, optimizer, loss):
-        model.register_comm_hook(None, hook)
-        settle(model, optimizer, loss)
-        counted.clear()
-        models.append(sum(4 * parameter.numel() for parameter in model.parameters()))
-
-    run.settle_buckets = settle_and_count
-    run_small_job(config)
-    return sum(counted), models[0]
-
-
-def test_accumulated_gradients_are_reduced_once_a_step(tmp_path):
-    """24 samples in micro-batches of 4, 101 samples: 5 steps an epoch, the last one short."""
-    for counted, model in run_ranks(reduced_bytes, 2, job_config("mlp", tmp_path, {"train.epochs": 1})):
-        assert counted == 5 * model
-
-
 # Schedules
 
 
@@ -394,6 +365,7 @@ def test_moments_begin_at_zero_again_in_place():
     """What a skipped first step leaves untouched has to be there."""
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = build_job_optimizer(torch.nn.ParameterList([parameter]), JobOptimConfig(momentum=0.9), 0.1)
+    assert optimizer.state[parameter]["momentum_buffer"].tolist() == [0, 0, 0], "before the first step"
     parameter.sum().backward()
     optimizer.step()
     buffer = optimizer.state[parameter]["momentum_buffer"]
@@ -409,32 +381,6 @@ def test_a_folder_of_images_may_move(tmp_path, cifar, lenet):
     moved = shutil.copytree(cifar, tmp_path / "moved")
     run_ranks(run_small_job, 1, job_config("lenet", tmp_path, {"data.path": str(moved), "train.epochs": 2}))
     assert rows(tmp_path / "run")[-1]["epoch"] == 2
-
-
-def test_a_bad_gradient_is_skipped_by_all(tmp_path):
-    run_ranks(bad_gradient_job, 2, job_config("regression", tmp_path), 1)  # momentum included
-    found = rows(tmp_path / "run")
-    assert [row["skipped"] for row in found[1:4]] == [1, 1, 1]
-    assert found[1]["grad_norm"] is None
-    assert found[-1]["loss"] < found[2]["loss"]
-
-
-def bad_gradient_job(config, bad_step: int) -> None:
-    from gpt2_ddp.run import loop
-
-    train_step = loop.train_step
-
-    def poisoned(run):
-        handle = None
-        if run.step + 1 == bad_step and run.accelerator.is_main_process:
-            handle = run.task.model.linear.bias.register_hook(lambda gradient: gradient * torch.nan)
-        result = train_step(run)
-        if handle:
-            handle.remove()
-        return result
-
-    loop.train_step = poisoned
-    run_small_job(config)
 
 
 def test_scale_with_processes(tmp_path):
