@@ -2,11 +2,8 @@
 
 import math
 import multiprocessing
-import os
 import random
 import shutil
-import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -550,55 +547,6 @@ def big_corpus(folder: Path, tokens: int, vocab_size: int = 512) -> Path:
         folder, Manifest(1, "tokenizer.json", tokenizer.sha256, vocab_size, tokenizer.eot, "zeros", {"train": shards})
     )
     return folder
-
-
-NAMES = ("us_per_batch", "us_per_step", "us_bare")
-
-
-def loading(folder: Path, n_batches: int, batch_size: int, block_size: int) -> dict[str, float]:
-    """Takes batches as a training does; returns what a batch, a step and a far seek cost this thread, and what bare
-    reads of as many windows do in between."""
-    from gpt2_ddp.processes.launch import build_accelerator
-
-    accelerator = build_accelerator("cpu", "no")
-    windows = Windows(TokenStream(folder, read_manifest(folder), "train"), block_size)
-    feed = Feed(windows, 1, batch_size, interleaved(1, batch_size), accelerator)
-    steps, batches, bare = [], [], []
-    file = os.open(folder / "train_000000.bin", os.O_RDONLY)
-    for number in range(n_batches + 2):
-        start = time.thread_time()
-        step = feed.next_step()
-        taken = time.thread_time()
-        (batch,) = step.micro_batches
-        batches.append(time.thread_time() - taken)
-        steps.append(taken - start)
-        (tokens,) = batch.rows
-        assert tokens.shape == (batch_size, block_size + 1)
-        start = time.thread_time()
-        offsets = [1024 + (number * 7919 + row * 104_729) * 2 * block_size % 190_000_000 for row in range(batch_size)]
-        read = b"".join(os.pread(file, 2 * block_size + 2, offset) for offset in offsets)
-        torch.from_numpy(np.frombuffer(read, "<u2").astype(np.int64)).view(batch_size, -1)
-        bare.append(time.thread_time() - start)
-    start = time.thread_time()
-    feed.seek(10**6 * 512, FIRST_DIGEST, [])
-    list(feed.next_step().micro_batches)
-    seek = time.thread_time() - start
-    median = {name: statistics.median(times[2:]) for name, times in zip(NAMES, (batches, steps, bare), strict=True)}
-    return {name: 1e6 * seconds for name, seconds in median.items()} | {"seek_ms": 1e3 * seek}
-
-
-@pytest.mark.timed
-@pytest.mark.slow
-def test_loading_costs_little(corpus, tmp_path):
-    """A batch of 16 x 1024 at most eight times what bare reads cost (50 microseconds), and a step four times; a seek to
-    step 1,000,000 within 10 ms."""
-    shutil.copy(corpus / "tokenizer.json", tmp_path)
-    folder = big_corpus(tmp_path, 300_000_000)
-    found = [run_ranks(loading, 1, folder, 200, 16, 1024)[0] for _ in range(3)]
-    print(found)
-    assert min(run["us_per_batch"] / run["us_bare"] for run in found) <= 8, found
-    assert min(run["us_per_step"] / run["us_bare"] for run in found) <= 4, found
-    assert min(run["seek_ms"] for run in found) < 10, found
 
 
 def resident_bytes_of_a_training(config: TrainingConfig) -> int:
