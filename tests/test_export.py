@@ -35,7 +35,8 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: Path) -> Path:
     """A checkpoint of the model; of a run of which nothing else is left."""
-    config = training_config(folder / "no_data", folder, {"model": model.config.model_dump()})
+    changes = {"model": model.config.model_dump(), "train.global_batch_tokens": model.config.block_size}
+    config = training_config(folder / "no_data", folder, changes)
     state = {
         "step": 7,
         "kind": "gpt2",

@@ -305,7 +305,7 @@ def assert_same_rows(tmp_path) -> None:
 def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path):
     """ResNet-18 on two processes, whose BatchNorm statistics are in the checkpoint; the loss of the epoch goes on."""
     cifar = write_cifar(tmp_path / "cifar", 56, 10)
-    changes = {"data.path": str(cifar), "data.image_size": 16, "train.epochs": 1}
+    changes = {"data.path": str(cifar), "data.image_size": 8, "train.epochs": 1}
     run_ranks(run_small_job, 2, job_config("resnet18", tmp_path / "whole", changes))
     parts = job_config("resnet18", tmp_path / "parts", changes)
     assert run_ranks(signalled_job, 2, parts, 3, signal.SIGTERM) == ["stopped"] * 2
