@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -88,6 +89,11 @@ def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: li
         runpy.run_path(words[0], run_name="__main__")
 
 
+def run_scripts(commands: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
+    """Runs scripts in turn in this process; `run_script` of each."""
+    return [run_script(name, arguments) for name, arguments in commands]
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     not_counted = (".lock", ".prepare.lock", ".verified.jsonl")
     files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)
@@ -105,3 +111,23 @@ def expect_mistake(folder: Path, script: str, arguments: list[str], *words: str,
         for word in words if rank == 0 else ():
             assert word in lines[0], lines[0]
     assert {name: digest for name, digest in snapshot(folder).items() if name in before} == before
+
+
+HOLD = """import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()"""
+
+
+@contextlib.contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Another process holds the lock meanwhile."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == "held\n"
+        yield
+        assert holder.stdin
+        holder.stdin.close()

@@ -117,6 +117,8 @@ def _call(environment: dict[str, str], sender: Connection, function: Callable[..
         del os.environ[name]
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # loader workers start as in a script; the forkserver's children would start one more server, which imports torch
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:
         sender.send((function(*args), None))
     except BaseException:
