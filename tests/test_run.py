@@ -273,7 +273,9 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, traine
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, halfway, trained_job):
     """Nor when it is of a release that left no mark. Whoever wants that removes the metrics, or takes another name."""
     configs, metrics = [], {}
-    for number, (source, mark) in enumerate((made, mark) for made in (halfway, trained_job) for mark in (SAVED, STATUS)):
+    for number, (source, mark) in enumerate(
+        (made, mark) for made in (halfway, trained_job) for mark in (SAVED, STATUS)
+    ):
         folder = tmp_path / str(number)
         run = Path(shutil.copytree(source / "run" if source == halfway else source, folder / "run"))
         shutil.rmtree(run / "checkpoints")
