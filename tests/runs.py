@@ -109,10 +109,10 @@ def killed_job(config: JobConfig, step: int) -> str:
     return signalled_job(config, step, signal.SIGKILL)
 
 
-def said(function: Callable, *args: Any) -> tuple[Any, str]:
-    """The value of a call, and what it printed to stdout and stderr."""
-    with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(text):
-        return function(*args), text.getvalue()
+def said(function: Callable, *args: Any) -> tuple[Any, str, str]:
+    """The value of a call, and what it printed to stdout and to stderr."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        return function(*args), out.getvalue(), errors.getvalue()
 
 
 def train_with_faults(

@@ -175,7 +175,7 @@ def test_fields_that_have_come_or_gone_since(tmp_path, trained):
     since = ("passed", "epoch_size", "epoch_loss", "epoch_units", "kind", "metrics", "skipped", "run_id", "tokens")
     since += ("since_row", "best_evaluation")
     forge(place, "state.json", lambda state: [state.pop(name) for name in since])
-    (_, text), _ = run_ranks(said, 2, train, training_config(trained.parent / "data", tmp_path))
+    (_, text, _), _ = run_ranks(said, 2, train, training_config(trained.parent / "data", tmp_path))
     assert [line for line in text.splitlines() if "optim.nesterov" in line and "ignored" in line]
     assert untimed(run) == untimed(trained)
 
