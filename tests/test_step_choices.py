@@ -1,6 +1,5 @@
 """The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
 
-import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankError, run_ranks
-from runs import training_config
-from safetensors.torch import load_file
+from runs import state_of, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
@@ -135,14 +133,7 @@ def test_an_explicit_graph_is_refused_before_any_work(tmp_path: Path):
 
 def _train_without_compiler(config: TrainingConfig) -> None:
     os.environ["CXX"] = "no-such-compiler"
-    _train(config)
-
-
-def _train(config: TrainingConfig) -> None:
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    train(config, Pretraining)
+    train(config)
 
 
 def test_a_micro_batch_by_estimate():
@@ -180,20 +171,21 @@ def test_chunks_and_a_chosen_micro_batch_in_a_run(corpus: Path, tmp_path: Path):
         chosen = {f"train.{field}": value for field, value in more.items()}
         return training_config(corpus, tmp_path / name, changes | chosen)
 
-    run_ranks(_train, 2, config("whole", micro_batch_size=2))
-    run_ranks(_train, 2, config("chunks", micro_batch_size=2, loss_chunk=20))
-    run_ranks(_train, 2, config("auto", loss_chunk=20, steps=3))
-    state = json.loads((tmp_path / "auto/run/checkpoints/step-00000003/state.json").read_text())
-    assert state["micro_batch"] == 12, "its share of 24 windows of 32 tokens"
-    run_ranks(_train, 2, config("auto", loss_chunk=20))
-    run_ranks(_train, 2, config("once", loss_chunk=20))
-    weights = {
-        name: load_file(tmp_path / name / "run/checkpoints/step-00000006/model.safetensors")
-        for name in ("whole", "chunks", "auto", "once")
-    }
-    for name, tensor in weights["whole"].items():
-        torch.testing.assert_close(weights["chunks"][name], tensor, rtol=1e-3, atol=1e-4)
-        assert torch.equal(weights["auto"][name], weights["once"][name])
+    whole, chunks, auto, first, once = (
+        config("whole", micro_batch_size=2),
+        config("chunks", micro_batch_size=2, loss_chunk=20),
+        config("auto", loss_chunk=20),
+        config("auto", loss_chunk=20, steps=3),
+        config("once", loss_chunk=20),
+    )
+    run_ranks(train, 2, first)
+    assert state_of(tmp_path / "auto/run")["micro_batch"] == 6, "its share of 12 windows of 32 tokens"
+    for one in (whole, chunks, auto, once):
+        run_ranks(train, 2, one)
+    found = {name: weights(tmp_path / name / "run") for name in ("whole", "chunks", "auto", "once")}
+    for name, tensor in found["whole"].items():
+        torch.testing.assert_close(found["chunks"][name], tensor, rtol=1e-3, atol=1e-4)
+        assert torch.equal(found["auto"][name], found["once"][name])
 
 
 @pytest.mark.slow
