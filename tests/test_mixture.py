@@ -166,15 +166,6 @@ def test_each_window_once_per_epoch_of_its_source_in_order_of_time():
             assert mixture().uses(at)[source] == (sources[:at] == source).sum()
 
 
-def test_any_part_of_the_order_is_the_same():
-    order = mixture()
-    whole = order.at(np.arange(9000))
-    assert len(order.at(np.arange(0))) == 0
-    for positions in (np.arange(990, 1010), np.array([0, 999, 1000, 8999]), np.arange(2000, 5500, 7)):
-        assert np.array_equal(order.at(positions), whole[positions])
-        assert np.array_equal(mixture().at(positions), whole[positions])
-
-
 def test_source_0_alone_is_the_order_that_it_always_was():
     """So a run over one folder may go on with several."""
     alone, positions = Order(7, 997), np.arange(10**6, 10**6 + 3000)

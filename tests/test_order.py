@@ -53,14 +53,6 @@ def test_the_order_follows_its_definition():
         assert Order(seed, n).at(np.array(positions)).tolist() == expected, (seed, n, first)
 
 
-def test_any_part_of_the_order_is_the_same():
-    order = Order(3, 50)
-    whole = order.at(np.arange(500))
-    assert len(order.at(np.arange(0))) == 0
-    for positions in (np.arange(120, 130), np.array([0, 49, 50, 51, 449]), np.array([7]), np.array([10, 499])):
-        assert np.array_equal(order.at(positions), whole[positions])
-
-
 def test_order_looks_random():
     n = 10_007
     values = Order(1, n).at(np.arange(n)).astype(np.float64)
@@ -157,7 +149,8 @@ def test_a_few_positions_are_those_of_all_at_once(n_items):
     total = 3 * n_items + 600
     expected = Order(1, n_items).at(np.arange(total))  # in one piece
     order, rng = Order(1, n_items), np.random.default_rng(0)
-    for start in [*range(0, 64, 4), *rng.integers(0, total - 64, 200), n_items - 2, 2 * n_items - 1]:
+    assert len(order.at(np.arange(0))) == 0
+    for start in [*range(0, 64, 4), *rng.integers(0, total - 64, 60), n_items - 2, 2 * n_items - 1]:
         positions = start + np.sort(rng.choice(64, 8, replace=False))
         assert order.at(positions).tolist() == expected[positions].tolist()
 

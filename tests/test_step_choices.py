@@ -189,21 +189,18 @@ def test_chunks_and_a_chosen_micro_batch_in_a_run(corpus: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bf16", "chunked", "compiled"])
-def test_the_first_steps_are_those_of_fp32(how: str):
-    """200 steps on a text that can be learned: the losses of each choice within 0.5% of fp32's, whole and eager."""
+def test_the_first_steps_of_bf16_are_those_of_fp32():
+    """100 steps on a text that can be learned: losses within 0.5% of each other."""
     losses = []
-    for choice in (None, how):
+    for is_half in (False, True):
         model = gpt(301)
-        run = torch.compile(model, dynamic=False, backend="aot_eager") if choice == "compiled" else model
-        model.loss_chunk = 40 if choice == "chunked" else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         generator, found = torch.Generator().manual_seed(2), []
-        for _ in range(200):
+        for _ in range(100):
             start = torch.randint(301, (8, 1), generator=generator)
             tokens = (start + 7 * torch.arange(17)) % 301
-            with torch.autocast("cpu", torch.bfloat16, enabled=choice == "bf16"):
-                loss = run(tokens[:, :-1], tokens[:, 1:])
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+                loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
