@@ -264,16 +264,21 @@ def evaluate_checkpoint(config) -> dict[str, float]:
 
 def by_definition(seed: int, n: int, position: int) -> int:
     """The item at a position, from docs/architecture.md in integers alone."""
-    epoch, value = divmod(position, n)
+    epoch, index = divmod(position, n)
+    return permuted(seed, str(epoch), n, index)
+
+
+def permuted(seed: int, key: str, n: int, index: int) -> int:
+    """The place of an index among `n`, under this key."""
     base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
-    key = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(64)
-    keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little") for i in range(8)]
+    content = hashlib.shake_256(f"{seed}/{key}".encode()).digest(64)
+    keys = [int.from_bytes(content[8 * i : 8 * i + 8], "little") for i in range(8)]
     while True:
-        left, right = value // base, value % base
-        for key in keys:
-            mixed = (right + key) * 0xBF58476D1CE4E5B9 % 2**64
+        left, right = divmod(index, base)
+        for k in keys:
+            mixed = (right + k) * 0xBF58476D1CE4E5B9 % 2**64
             mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64 >> 33
             left, right = right, (left + mixed) % base
-        value = left * base + right
-        if value < n:
-            return value
+        index = left * base + right
+        if index < n:
+            return index

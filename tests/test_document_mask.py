@@ -90,13 +90,6 @@ def test_the_loss_of_a_token_depends_on_its_own_document_alone(way: str):
     check_gradients(model, run, autocast=way == "autocast")
 
 
-@pytest.mark.slow
-def test_the_loss_of_a_token_compiled():
-    model = tiny()
-    model.activation_checkpointing = True
-    check_gradients(model, torch.compile(model, dynamic=False))
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,6 @@
 """Mixtures: one order of several sources, by its definition and by numbers that no release may change; runs over them,
 stopped, killed, gone back and given other weights; and what is refused."""
 
-import hashlib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from ranks import in_turn, run_ranks
-from runs import by_definition, change, edit_manifest, edit_rows, reseal, rows, train, training_config, verified
+from runs import change, edit_manifest, edit_rows, permuted, reseal, rows, train, training_config, verified
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
@@ -67,24 +66,7 @@ def mixed_by_definition(seed: int, windows: list[int], phases: list[Phase], posi
     return source * 2**48 + permuted(seed, key, windows[source], index)
 
 
-def permuted(seed: int, key: str, n: int, index: int) -> int:
-    """What `by_definition` comes to under another key."""
-    base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
-    content = hashlib.shake_256(f"{seed}/{key}".encode()).digest(64)
-    keys = [int.from_bytes(content[8 * i : 8 * i + 8], "little") for i in range(8)]
-    while True:
-        left, right = divmod(index, base)
-        for k in keys:
-            x = (right + k) * 0xBF58476D1CE4E5B9 % 2**64
-            x = (x ^ (x >> 31)) * 0x94D049BB133111EB % 2**64 >> 33
-            left, right = right, (left + x) % base
-        index = left * base + right
-        if index < n:
-            return index
-
-
 def test_the_order_follows_its_definition():
-    assert permuted(1337, "3", 1000, 5) == by_definition(1337, 1000, 3005)
     rng = random.Random(0)
     for _ in range(12):
         n = rng.randint(2, 6)

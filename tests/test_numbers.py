@@ -5,7 +5,6 @@ the time left; in metrics.jsonl, in the lines of the terminal and in evaluate.py
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import math
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from ranks import run_ranks
-from runs import training_config
+from runs import by_definition, training_config
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -76,23 +75,6 @@ def read_tokens(corpus: Path, split: str) -> Tensor:
     return torch.from_numpy(np.concatenate([np.fromfile(file, "<u2", offset=1024) for file in files]).astype(np.int64))
 
 
-def item_at(position: int, seed: int, n_items: int) -> int:
-    """The order, as docs/architecture.md describes it; within the first epoch."""
-    digest = hashlib.shake_256(f"{seed}/0".encode()).digest(64)
-    keys = [int.from_bytes(digest[i : i + 8], "little") for i in range(0, 64, 8)]
-    base, value, mask = math.isqrt(n_items - 1) + 1, position, 2**64 - 1
-    while True:
-        left, right = divmod(value, base)
-        for key in keys:
-            x = ((right + key) & mask) * 0xBF58476D1CE4E5B9 & mask
-            x = (x ^ x >> 31) * 0x94D049BB133111EB & mask
-            left, right = right, (x >> 33) % base + left
-            right %= base
-        value = left * base + right
-        if value < n_items:
-            return value
-
-
 def losses(weights: dict[str, Tensor], tokens: Tensor, n_head: int = 2) -> Tensor:
     """GPT-2: int64 [B, T + 1] -> cross-entropy in nats of the last T tokens, [B, T]."""
     linear = lambda x, name: x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]  # noqa: E731
@@ -140,7 +122,7 @@ def test_every_printed_figure(corpus, tmp_path):
 
     by_step, norms = [math.nan], [math.nan]
     for step in range(1, 13):
-        windows = [item_at(p, 1337, (len(train) - 1) // T) for p in range((step - 1) * G, step * G)]
+        windows = [by_definition(1337, (len(train) - 1) // T, p) for p in range((step - 1) * G, step * G)]
         leaves = {name: value.requires_grad_() for name, value in weights[step - 1].items()}
         loss = losses(leaves, torch.stack([train[w * T : w * T + T + 1] for w in windows])).mean()
         loss.backward()
