@@ -110,19 +110,6 @@ def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
         assert feed.order_digest == digest
 
 
-def test_whole_windows_of_each_source_in_every_block_and_no_share_drifts():
-    items = mixture().at(np.arange(9000)) >> np.uint64(48)
-    counts = [np.bincount(items[at : at + 1000].astype(int), minlength=3).tolist() for at in range(0, 9000, 1000)]
-    assert counts[:5] == [[700, 200, 100]] * 3 + [[0, 500, 500]] * 2
-    assert [sum(column) for column in zip(*counts[5:], strict=True)] == [923, 3077, 0]
-    order, billion = mixture(), 10**9
-    for blocks in (10, 13, billion, billion + 1):  # of the third phase
-        exact = [weight * 1000 * blocks for weight in PHASES[2].weights]
-        found = order.uses(5000 + 1000 * blocks) - order.uses(5000)
-        assert found.sum() == 1000 * blocks
-        assert all(abs(a - b) < (3 if b == max(exact) else 1) for a, b in zip(found.tolist(), exact, strict=True))
-
-
 def test_counts_are_never_negative():
     """Weights far below one window a block, for as many sources as there may be."""
     rng = random.Random(0)
