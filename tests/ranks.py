@@ -5,6 +5,7 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -14,6 +15,8 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from gpt2_ddp.errors import UserError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
@@ -103,6 +106,32 @@ def results(started: list[tuple[BaseProcess, Connection]], timeout: float = 120)
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:
     """Runs `function(*args)` on each rank of a world and returns what each returned."""
     return results(start_ranks(function, world, *args), timeout)
+
+
+def run_until_killed(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> None:
+    """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other ranks."""
+    started = start_ranks(function, world, *args)
+    started[-1][0].join(timeout)
+    exit_code = started[-1][0].exitcode
+    for process, _ in started:
+        process.kill()
+        process.join()
+    assert exit_code == -signal.SIGKILL, exit_code
+
+
+def in_turn(*calls: tuple) -> list[Any]:
+    """Calls one function after another in this process. Each call is a tuple of the function and its arguments.
+
+    Returns:
+        the value of each call, or the text of its UserError.
+    """
+    found = []
+    for function, *args in calls:
+        try:
+            found.append(function(*args))
+        except UserError as error:
+            found.append(str(error))
+    return found
 
 
 class RankError(Exception):
