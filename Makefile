@@ -40,10 +40,10 @@ speedrun: $(VENV)/.installed  ## the best model of 280 s on two cores, scored an
 	$(BIN)/python scripts/evaluate.py runs/speedrun
 	$(BIN)/python scripts/verify_run.py runs/speedrun
 
-test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (under 10 minutes on 2 cores)
+test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (three minutes on 2 cores)
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
-test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (under 20 minutes more)
+test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (ten minutes more)
 	$(BIN)/pytest $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
 	$(BIN)/pytest -m timed --reruns 4 $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
 

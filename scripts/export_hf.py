@@ -1,6 +1,6 @@
 """Export a checkpoint to transformers' format, and check with transformers that it computes the same.
 
-    python scripts/export_hf.py runs/stdlib                                       # exports/stdlib-step-00001200
+    python scripts/export_hf.py runs/stdlib                                       # exports/stdlib-step-00001000
     python scripts/export_hf.py runs/gpt2_124m --output gpt2-mine
     python scripts/export_hf.py runs/stdlib --gguf                                # and model.gguf, for llama.cpp
     python scripts/export_hf.py runs/gpt2_124m --push_to_hub me/gpt2-mine         # needs `hf auth login`
