@@ -13,13 +13,7 @@ from ranks import run_ranks
 from runs import job_config, train, weights
 
 from gpt2_ddp.config.jobs import ClassifierConfig
-from gpt2_ddp.config.tools import (
-    EvaluateConfig,
-    ExportConfig,
-    GenerateConfig,
-    PredictConfig,
-    ReportConfig,
-)
+from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ReportConfig
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.reports.figure import Picture
 from gpt2_ddp.run.checkpoint import Checkpoint
