@@ -65,15 +65,10 @@ def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     assert recipe.output == config.data.path
 
 
-@pytest.mark.parametrize(
-    ("size", "shape", "lr"),
-    [
-        ("124m", (12, 12, 768), 6e-4),
-        ("350m", (24, 16, 1024), 3e-4),
-        ("774m", (36, 20, 1280), 2.5e-4),
-        ("1558m", (48, 25, 1600), 2e-4),
-    ],
-)
+@pytest.mark.parametrize(("size", "shape", "lr"), [
+    ("124m", (12, 12, 768), 6e-4), ("350m", (24, 16, 1024), 3e-4), ("774m", (36, 20, 1280), 2.5e-4),
+    ("1558m", (48, 25, 1600), 2e-4),
+])  # fmt: skip
 def test_published_sizes(size, shape, lr):
     file = ROOT / "configs" / f"gpt2_{size}.yaml"
     config = load(TrainingConfig, ["--config", str(file)])
@@ -148,10 +143,8 @@ def test_images_do_not_inherit_the_configuration_of_the_clusters(tmp_path, monke
     assert load(ClassifierConfig, ["--data.name", "clusters"], classifier_default).model.name == "mlp"
     assert capsys.readouterr().err == ""
     for flags in (
-        ["--data.path", "photos"],
-        ["--data.name", "cifar10"],
-        ["--data.path", "x", "--data.name", "cifar10"],
-    ):
+        ["--data.path", "photos"], ["--data.name", "cifar10"], ["--data.path", "x", "--data.name", "cifar10"],
+    ):  # fmt: skip
         found = load(ClassifierConfig, flags, classifier_default)
         assert found == load(ClassifierConfig, ["--config", OWN_IMAGES, *flags])
         assert (found.model.name, found.optim.name, found.train.epochs) == ("lenet", "adam", 20)
@@ -297,13 +290,8 @@ def test_all_mistakes_at_once(write):
     found = mistakes("--config", file, "--train.steps", "many", "--eval.evry", "3", "--model.dropout", "1.5", "stray")
     text = "\n".join(found)
     for part in (
-        "optim.lr = fast",
-        "model.n_layers",
-        "trian",
-        "train.steps = many",
-        "--eval.evry",
-        "model.dropout = 1.5",
-    ):
+        "optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "--eval.evry", "model.dropout = 1.5",
+    ):  # fmt: skip
         assert part in text
     assert "stray" in text
     assert len(found) == 7
@@ -323,11 +311,8 @@ def test_all_mistakes_between_fields_at_once():
     argv = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
     text = "\n".join(mistakes(*argv, "--optim.decay_steps", "5"))
     for field in (
-        "model.n_embd = 100",
-        "train.global_batch_tokens = 1000",
-        "optim.min_lr = 1",
-        "optim.warmup_steps = 700",
-    ):
+        "model.n_embd = 100", "train.global_batch_tokens = 1000", "optim.min_lr = 1", "optim.warmup_steps = 700",
+    ):  # fmt: skip
         assert field in text
     assert "train.steps = None" in text
 
@@ -400,17 +385,10 @@ def test_a_mistake_names_field_value_and_cure(case):
     assert cure in message
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "optim: {betas: [false, false]}",
-        "train: {steps: true}",
-        "optim: {lr: true, min_lr: 0}",
-        "eval: {tokens: false}",
-        "train: {max_minutes: true}",
-        "seed: true",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "optim: {betas: [false, false]}", "train: {steps: true}", "optim: {lr: true, min_lr: 0}", "eval: {tokens: false}",
+    "train: {max_minutes: true}", "seed: true",
+])  # fmt: skip
 def test_booleans_are_not_numbers(write, text):
     (message,) = mistakes(*([] if "steps" in text else STEPS), "--config", write(text))
     assert "number" in message
@@ -427,15 +405,11 @@ def test_the_nearest_key_of_a_file_is_named(write):
     assert "did you mean optim?" in found[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "cure"),
-    [
-        ("train: 3", "train = 3: should be a section of keys"),
-        ("- a\n- b", "sections and keys"),
-        ("a: [", "not valid YAML"),
-        ("data: {path: 5}", "data.path = 5: should be a valid string"),
-    ],
-)
+@pytest.mark.parametrize(("text", "cure"), [
+    ("train: 3", "train = 3: should be a section of keys"), ("- a\n- b", "sections and keys"),
+    ("a: [", "not valid YAML"),
+    ("data: {path: 5}", "data.path = 5: should be a valid string"),
+])  # fmt: skip
 def test_files_that_are_not_sections_of_keys(write, text, cure):
     (message,) = mistakes(*STEPS, "--config", write(text))
     assert cure in message
@@ -444,30 +418,20 @@ def test_files_that_are_not_sections_of_keys(write, text, cure):
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
 
 
-@pytest.mark.parametrize(
-    ("text", "cure"),
-    [
-        (BOMB, "repeated with *"),
-        (BOMB.replace("[", "{<<: [").replace("]", "]}"), "repeated with *"),
-        ("model: &a {n_layer: *a}", "repeated with *"),
-        ("seed: " + "[" * 2000 + "]" * 2000, "nested too deeply"),
-        ("".join(" " * i + "a:\n" for i in range(350)), "nested too deeply"),
-        ("seed: 1\nseed: 2", "the key seed stands there twice"),
-        ("model: {n_layer: 1}\nmodel: {n_head: 2}", "the key model stands there twice"),
-        ("seed: 1\n---\nseed: 2", "single document"),
-        ("run_name: 2026-99-99", "cannot be read as timestamp"),
-        ("seed: !!int x", "cannot be read as int"),
-        ("seed: 0x" + "f" * 5000, "cannot be read as int"),
-        ("train: {compile: !!bool x}", "cannot be read as bool"),
-        ("? [1, 2]\n: 3", "unhashable key"),
-        ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
-        ("model: !!map [1]", "expected a mapping node"),
-        ("1: 2", "1: there is no such key"),
-        ("model: {2: 3}", "model.2: there is no such key"),
-        ("optim.lr: 0.1", "write `optim: {lr: ...}`"),
-    ],
-    ids=range(18),
-)
+@pytest.mark.parametrize(("text", "cure"), [
+    (BOMB, "repeated with *"),
+    (BOMB.replace("[", "{<<: [").replace("]", "]}"), "repeated with *"),
+    ("model: &a {n_layer: *a}", "repeated with *"), ("seed: " + "[" * 2000 + "]" * 2000, "nested too deeply"),
+    ("".join(" " * i + "a:\n" for i in range(350)), "nested too deeply"),
+    ("seed: 1\nseed: 2", "the key seed stands there twice"),
+    ("model: {n_layer: 1}\nmodel: {n_head: 2}", "the key model stands there twice"),
+    ("seed: 1\n---\nseed: 2", "single document"), ("run_name: 2026-99-99", "cannot be read as timestamp"),
+    ("seed: !!int x", "cannot be read as int"), ("seed: 0x" + "f" * 5000, "cannot be read as int"),
+    ("train: {compile: !!bool x}", "cannot be read as bool"), ("? [1, 2]\n: 3", "unhashable key"),
+    ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
+    ("model: !!map [1]", "expected a mapping node"), ("1: 2", "1: there is no such key"),
+    ("model: {2: 3}", "model.2: there is no such key"), ("optim.lr: 0.1", "write `optim: {lr: ...}`"),
+], ids=range(18))  # fmt: skip
 def test_files_that_no_one_should_write(write, text, cure):
     (message,) = mistakes(*STEPS, "--config", write(text))
     assert cure in message

@@ -38,18 +38,11 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
     changes = {"model": model.config.model_dump(), "train.global_batch_tokens": model.config.block_size}
     config = training_config(folder / "no_data", folder, changes)
     state = {
-        "step": 7,
-        "kind": "gpt2",
-        "position": 30,
-        "tokens": 480,
-        "epoch_size": 12,
-        "order_digest": "0f" * 32,
+        "step": 7, "kind": "gpt2", "position": 30, "tokens": 480, "epoch_size": 12, "order_digest": "0f" * 32,
         "data_manifest": "ab" * 32,
         "metrics": {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None},
-        "tokenizer": tokenizer.name,
-        "tokenizer_sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-    }
+        "tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
+    }  # fmt: skip
     files = (file,) if file else ()
     write(
         Snapshot(state, yaml.safe_dump(config.model_dump(mode="json")), model.state_dict(), {}, files), folder / "run"
@@ -185,24 +178,18 @@ WRONG = {
     "a bit of a weight": (edit_weights(flip_lowest_bit), "h.1.mlp.c_fc.weight is not the checkpoint's"),
     "a square matrix transposed": (edit_weights(turn), "h.0.attn.c_proj.weight is not the checkpoint's"),
     "a tensor too few": (edit_weights(lambda tensors: tensors.pop("transformer.h.1.ln_1.weight")), "missing_keys"),
-    "a tensor too many": (
-        edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
-        "unexpected_keys",
-    ),
+    "a tensor too many": (edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
+     "unexpected_keys"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not load it"),
     "another number of heads": (edit_json("config.json", lambda config: config.update(n_head=4)), "logits differ"),
-    "another epsilon": (
-        edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
-        "logits differ",
-    ),
+    "another epsilon": (edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
+     "logits differ"),
     "a fourth of the merges": (edit_json("tokenizer.json", swap_merges), "token ids differ"),
-    "special tokens in text": (
-        edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
-        "token ids differ behind '': [28, 92,",
-    ),
+    "special tokens in text": (edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
+     "token ids differ behind '': [28, 92,"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "t"),
     "another end": (edit_json("generation_config.json", lambda config: config.update(eos_token_id=9)), "end-of-text"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

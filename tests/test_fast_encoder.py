@@ -149,24 +149,9 @@ def test_ids_that_are_right_are_never_found_wrong():
     tokenizer, draw = load_tokenizer("gpt2"), random.Random(1)
     fast = FastEncoder(tokenizer, StandIn(tokenizer))
     parts = [
-        "one",
-        " ",
-        "\n",
-        "\t",
-        "\r\n",
-        "é",
-        "漢字",
-        "'s",
-        "'",
-        "  ",
-        "\x1f",
-        "\u00a0",
-        "\u2003",
-        "\u0301",
-        "12",
-        "_(",
+        "one", " ", "\n", "\t", "\r\n", "é", "漢字", "'s", "'", "  ", "\x1f", "\u00a0", "\u2003", "\u0301", "12", "_(",
         "x",
-    ]
+    ]  # fmt: skip
     for length in [SAMPLE - 1, SAMPLE, SAMPLE + 1, SAMPLE + 2] * 3 + [2 * SAMPLE, 3 * SAMPLE] * 50:
         text = "".join(draw.choices([*parts, *["\n\n     "] * 20], k=length))[:length]
         fast.check(text, fast.encode(text))

@@ -25,13 +25,10 @@ DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
 TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows
 TEXT = "def naïve(x):\n    return 'it''s 12 x ☃'  # \t don't 漢字\n\n" + Path(__file__).read_text()
 LINEAR = {
-    "attn_qkv": lambda block: block.attn.c_attn,
-    "attn_output": lambda block: block.attn.c_proj,
-    "ffn_up": lambda block: block.mlp.c_fc,
-    "ffn_down": lambda block: block.mlp.c_proj,
-    "attn_norm": lambda block: block.ln_1,
-    "ffn_norm": lambda block: block.ln_2,
-}
+    "attn_qkv": lambda block: block.attn.c_attn, "attn_output": lambda block: block.attn.c_proj,
+    "ffn_up": lambda block: block.mlp.c_fc, "ffn_down": lambda block: block.mlp.c_proj,
+    "attn_norm": lambda block: block.ln_1, "ffn_norm": lambda block: block.ln_2,
+}  # fmt: skip
 """What llama.cpp calls the layers of a block."""
 
 
@@ -114,19 +111,12 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
     assert not (tmp_path / "model.gguf").exists()
 
 
-@pytest.mark.parametrize(
-    ("method", "damaged", "message"),
-    [
-        ("add_tensor", lambda name, value: (name, value + (name == "blk.1.ffn_up.bias")), "blk.1.ffn_up.bias of"),
-        (
-            "add_tensor",
-            lambda name, value: (name, value.T if "attn_output" in name else value),
-            "attn_output.weight of",
-        ),
-        ("add_array", lambda name, value: (name, value[1:] if "merges" in name else value), "tokenizer.ggml.merges of"),
-        ("add_uint32", lambda name, value: (name, value + ("head" in name)), "head_count of model.gguf is 3 instead"),
-    ],
-)
+@pytest.mark.parametrize(("method", "damaged", "message"), [
+    ("add_tensor", lambda name, value: (name, value + (name == "blk.1.ffn_up.bias")), "blk.1.ffn_up.bias of"),
+    ("add_tensor", lambda name, value: (name, value.T if "attn_output" in name else value), "attn_output.weight of"),
+    ("add_array", lambda name, value: (name, value[1:] if "merges" in name else value), "tokenizer.ggml.merges of"),
+    ("add_uint32", lambda name, value: (name, value + ("head" in name)), "head_count of model.gguf is 3 instead"),
+])  # fmt: skip
 def test_what_was_not_written_as_it_is_is_rejected(tmp_path, monkeypatch, method, damaged, message):
     right = getattr(gguf.GGUFWriter, method)
     monkeypatch.setattr(gguf.GGUFWriter, method, lambda self, name, value: right(self, *damaged(name, value)))
@@ -141,13 +131,9 @@ def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_pat
     write_model(model, TOKENIZER, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     shape = {
-        "n_ctx": 16,
-        "n_embd": 32,
-        "n_head": 2,
-        "n_layer": 2,
-        "layer_norm_epsilon": 1e-5,
+        "n_ctx": 16, "n_embd": 32, "n_head": 2, "n_layer": 2, "layer_norm_epsilon": 1e-5,
         "vocab_size": TOKENIZER.vocab_size,
-    }
+    }  # fmt: skip
     assert {name: config[name] for name in shape} == shape
     assert config["architectures"] == ["GPT2LMHeadModel"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)

@@ -85,22 +85,17 @@ def test_other_splits_are_left_out_and_told(tmp_path, capsys):
     assert f"note: {tmp_path}: extra, val left out; train and test used" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (
-            ["training_set/cat/1.png", "test_set/cat/1.png"],
-            r"folders of folders \(test_set, training_set\), but none named",
-        ),
-        (["train/cat/1.png", "dog/1.png"], r"dog/1.png: is not in a folder SPLIT/CLASS, as others are"),
-        (["train/cat/1.png", "train/2.png"], r"train/2.png: is not in a folder SPLIT/CLASS"),
-        (["cat/1.png", "2.png"], r"2.png: is not in a folder CLASS, as others are"),
-        (["train/cat/1.png", "test/cat/1.png"], r"has 1 classes \(cat\), where there should be 2 at least"),
-        (["test/cat/1.png", "cat/1.png"], r"folders of folders \(test\), but none named train"),
-        (["notes.txt"], "has no images in it; give one with"),
-        (["train/cat/1.heic", "train/dog/2.heic"], r"has no images in it, but 2 .heic; give one with"),
-    ],
-)
+@pytest.mark.parametrize(("files", "message"), [
+    (["training_set/cat/1.png", "test_set/cat/1.png"],
+     r"folders of folders \(test_set, training_set\), but none named"),
+    (["train/cat/1.png", "dog/1.png"], r"dog/1.png: is not in a folder SPLIT/CLASS, as others are"),
+    (["train/cat/1.png", "train/2.png"], r"train/2.png: is not in a folder SPLIT/CLASS"),
+    (["cat/1.png", "2.png"], r"2.png: is not in a folder CLASS, as others are"),
+    (["train/cat/1.png", "test/cat/1.png"], r"has 1 classes \(cat\), where there should be 2 at least"),
+    (["test/cat/1.png", "cat/1.png"], r"folders of folders \(test\), but none named train"),
+    (["notes.txt"], "has no images in it; give one with"),
+    (["train/cat/1.heic", "train/dog/2.heic"], r"has no images in it, but 2 .heic; give one with"),
+])  # fmt: skip
 def test_folders_that_may_mean_two_things(tmp_path, files, message):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -156,16 +151,12 @@ def test_many_others_are_told_in_one_bounded_line(tmp_path, capsys):
     assert max(map(len, [left, *without])) < 620
 
 
-@pytest.mark.parametrize(
-    ("names", "splits"),
-    [
-        (["train-0.parquet", "test-0.parquet", "train-1.parquet"], {"train": 2, "test": 1}),
-        (["default/train/0.parquet", "default/test/0.parquet"], {"train": 1, "test": 1}),
-        (["data/train.parquet", "data/validation.parquet", "data/extra.parquet"], {"train": 1, "validation": 1, "": 1}),
-        (["a/0.parquet", "a/1.parquet"], {"train": 2}),
-        (["bullet_train.parquet"], {"train": 1}),
-    ],
-)
+@pytest.mark.parametrize(("names", "splits"), [
+    (["train-0.parquet", "test-0.parquet", "train-1.parquet"], {"train": 2, "test": 1}),
+    (["default/train/0.parquet", "default/test/0.parquet"], {"train": 1, "test": 1}),
+    (["data/train.parquet", "data/validation.parquet", "data/extra.parquet"], {"train": 1, "validation": 1, "": 1}),
+    (["a/0.parquet", "a/1.parquet"], {"train": 2}), (["bullet_train.parquet"], {"train": 1}),
+])  # fmt: skip
 def test_parquet_files_say_their_split_first(names, splits):
     found = split_files("/data", [Path("/data") / name for name in names])
     assert {split: len(files) for split, files in found.items()} == splits
@@ -264,20 +255,11 @@ def test_save_to_disk(saved, drawn):
     assert found.classes == list("jihgfedcba"), "in the order of their numbers"
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("train/data-00000-of-00001.arrow", b""),
-        ("train/data-00000-of-00001.arrow", 5000),
-        ("train/state.json", b"{}"),
-        ("train/state.json", None),
-        ("train/dataset_info.json", b"[]"),
-        ("train/dataset_info.json", b'{"features": 3}'),
-        ("train/dataset_info.json", None),
-        ("dataset_dict.json", b"\xff{"),
-        ("dataset_dict.json", b"[1]"),
-    ],
-)
+@pytest.mark.parametrize(("file", "content"), [
+    ("train/data-00000-of-00001.arrow", b""), ("train/data-00000-of-00001.arrow", 5000), ("train/state.json", b"{}"),
+    ("train/state.json", None), ("train/dataset_info.json", b"[]"), ("train/dataset_info.json", b'{"features": 3}'),
+    ("train/dataset_info.json", None), ("dataset_dict.json", b"\xff{"), ("dataset_dict.json", b"[1]"),
+])  # fmt: skip
 def test_what_was_saved_and_is_damaged(saved, file, content):
     """Cut after so many bytes, gone, or another's content."""
     place = saved / file
@@ -314,23 +296,16 @@ def write_rows(folder: Path, name: str, *columns: tuple[str, list[Any]]) -> None
     pyarrow.parquet.write_table(table, folder / f"{name}.parquet")
 
 
-@pytest.mark.parametrize(
-    ("images", "labels", "message"),
-    [
-        ([IMAGE, None], [0, 1], r"row 1: is not an image \(there is None instead\)"),
-        (
-            [{"bytes": IMAGE, "path": None}, {"bytes": None, "path": None}],
-            [0, 1],
-            r"row 1: .* \(there is None instead\)",
-        ),
-        (["a.png", "b.png"], [0, 1], r"row 0: is not an image \(there is a.png instead\)"),
-        ([3, 4], [0, 1], r"row 0: is not an image \(there is 3 instead\)"),
-        ([b"", IMAGE], [0, 1], r"row 0: is not an image \(of no format that Pillow knows\)"),
-        ([IMAGE, IMAGE], [[0], [1]], r"row 0: has the label \[0\]; labels are whole numbers from 0, or texts"),
-        ([IMAGE, IMAGE], [0, None], r"row 1: has the label None; labels are 0 to 0"),
-        ([IMAGE, IMAGE], [0.0, 1.0], r"row 0: has the label 0.0; labels are whole numbers from 0, or texts"),
-    ],
-)
+@pytest.mark.parametrize(("images", "labels", "message"), [
+    ([IMAGE, None], [0, 1], r"row 1: is not an image \(there is None instead\)"),
+    ([{"bytes": IMAGE, "path": None}, {"bytes": None, "path": None}], [0, 1], r"row 1: .* \(there is None instead\)"),
+    (["a.png", "b.png"], [0, 1], r"row 0: is not an image \(there is a.png instead\)"),
+    ([3, 4], [0, 1], r"row 0: is not an image \(there is 3 instead\)"),
+    ([b"", IMAGE], [0, 1], r"row 0: is not an image \(of no format that Pillow knows\)"),
+    ([IMAGE, IMAGE], [[0], [1]], r"row 0: has the label \[0\]; labels are whole numbers from 0, or texts"),
+    ([IMAGE, IMAGE], [0, None], r"row 1: has the label None; labels are 0 to 0"),
+    ([IMAGE, IMAGE], [0.0, 1.0], r"row 0: has the label 0.0; labels are whole numbers from 0, or texts"),
+])  # fmt: skip
 def test_cells_that_hold_something_else_are_named(tmp_path, images, labels, message):
     for split in ("train", "test"):
         write_rows(tmp_path, split, ("image", images), ("label", labels))
@@ -338,14 +313,10 @@ def test_cells_that_hold_something_else_are_named(tmp_path, images, labels, mess
         read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("field", "second"),
-    [
-        ("label", [("image", [IMAGE]), ("kind", [0])]),
-        ("image", [("photo", [IMAGE]), ("label", [0])]),
-        ("label", [("image", [IMAGE]), ("label", [0]), ("label", [1])]),
-    ],
-)
+@pytest.mark.parametrize(("field", "second"), [
+    ("label", [("image", [IMAGE]), ("kind", [0])]), ("image", [("photo", [IMAGE]), ("label", [0])]),
+    ("label", [("image", [IMAGE]), ("label", [0]), ("label", [1])]),
+])  # fmt: skip
 def test_a_column_has_to_be_in_all_files_once(tmp_path, field, second):
     write_rows(tmp_path, "train-0", ("image", [IMAGE]), ("label", [0]))
     write_rows(tmp_path, "train-1", *second)
@@ -430,18 +401,11 @@ def test_photographs_are_turned_upright(tmp_path):
     assert found[0, 0].tolist() == [0] * 4 + [255] * 4
 
 
-@pytest.mark.parametrize(
-    ("image", "suffix", "message"),
-    [
-        (
-            Image.fromarray(GREY.astype(np.float32)),
-            "tif",
-            r"0.tif: is an image of Pillow's mode F; save it as 8-bit RGB",
-        ),
-        (Image.fromarray(GREY.astype(np.int32) * 2**16), "tif", r"0.tif: is an image of 32 bits per pixel"),
-        (Image.fromarray(GREY[:6]), "png", r"a/0.png: is 8 x 6 pixels|b/0.png: is 8 x 8 pixels, others are 8 x 6"),
-    ],
-)
+@pytest.mark.parametrize(("image", "suffix", "message"), [
+    (Image.fromarray(GREY.astype(np.float32)), "tif", r"0.tif: is an image of Pillow's mode F; save it as 8-bit RGB"),
+    (Image.fromarray(GREY.astype(np.int32) * 2**16), "tif", r"0.tif: is an image of 32 bits per pixel"),
+    (Image.fromarray(GREY[:6]), "png", r"a/0.png: is 8 x 6 pixels|b/0.png: is 8 x 8 pixels, others are 8 x 6"),
+])  # fmt: skip
 def test_what_cannot_be_taken_is_named(tmp_path, image, suffix, message):
     with pytest.raises(UserError, match=message):
         read(one_image(tmp_path, image, suffix))
@@ -473,17 +437,12 @@ def denied(place: Path, mode: int) -> Iterator[None]:
         place.chmod(before)
 
 
-@pytest.mark.parametrize(
-    ("place", "mode", "message"),
-    [
-        ("train/a/0.png", 0, r"train/a/0.png: cannot be read \(Permission denied\)"),
-        ("train/a", 0, r"train/a: cannot be listed; it takes the rights r and x"),
-        ("train/a", 0o444, r"train/a/0.png: cannot be listed; it takes the rights r and x"),
-        ("test", 0, r"test: cannot be listed"),
-        (".", 0, r": cannot be listed"),
-        (".", 0o444, r"test: cannot be listed"),
-    ],
-)
+@pytest.mark.parametrize(("place", "mode", "message"), [
+    ("train/a/0.png", 0, r"train/a/0.png: cannot be read \(Permission denied\)"),
+    ("train/a", 0, r"train/a: cannot be listed; it takes the rights r and x"),
+    ("train/a", 0o444, r"train/a/0.png: cannot be listed; it takes the rights r and x"),
+    ("test", 0, r"test: cannot be listed"), (".", 0, r": cannot be listed"), (".", 0o444, r"test: cannot be listed"),
+])  # fmt: skip
 def test_what_may_not_be_read_is_named(tmp_path, place, mode, message):
     folder = one_image(tmp_path / "images", Image.fromarray(GREY))
     with denied(folder / place, mode):
@@ -556,14 +515,11 @@ def test_a_run_keeps_its_classes(tmp_path):
         run_ranks(run_small_job, 1, again)
 
 
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"name": "images"}, "data.path = None: should be the folder of your images"),
-        ({"name": "me/mine", "path": "x"}, "data.path = x: takes the place of me/mine"),
-        ({"name": "mnist"}, "data.name = mnist: .*should be clusters, cifar10, cifar100, images, or OWNER/NAME"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "field"), [
+    ({"name": "images"}, "data.path = None: should be the folder of your images"),
+    ({"name": "me/mine", "path": "x"}, "data.path = x: takes the place of me/mine"),
+    ({"name": "mnist"}, "data.name = mnist: .*should be clusters, cifar10, cifar100, images, or OWNER/NAME"),
+])  # fmt: skip
 def test_configurations_that_cannot_be(fields, field):
     with pytest.raises(UserError, match=field):
         ClassifierConfig.model_validate({"data": fields, "model": {"name": "lenet"}})

@@ -73,19 +73,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("column", r"split test has no column fine_label or label, but img, coarse"),
-        ("label", r"split test, row 3: has the label 100; labels are 0 to 99"),
-        ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
-        ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
-        ("split", r"has no split train, but test"),
-        ("torn", r"cannot be read"),
-        ("empty", r"has no images in it"),
-        ("absent", r"there is no such folder"),
-    ],
-)
+@pytest.mark.parametrize(("how", "message"), [
+    ("column", r"split test has no column fine_label or label, but img, coarse"),
+    ("label", r"split test, row 3: has the label 100; labels are 0 to 99"),
+    ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
+    ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
+    ("split", r"has no split train, but test"), ("torn", r"cannot be read"), ("empty", r"has no images in it"),
+    ("absent", r"there is no such folder"),
+])  # fmt: skip
 def test_wrong_data_is_named(good, tmp_path, how, message):
     DAMAGE[how](shutil.copytree(good, tmp_path / "data"))
     with pytest.raises(UserError, match=message) as error:
@@ -99,15 +94,11 @@ def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):
         read_images(ClassifierDataConfig(name="cifar100"))
 
 
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"data": {"name": "cifar100"}}, "model.name = mlp"),
-        ({"model": {"name": "lenet"}}, "model.name = lenet"),
-        ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm = true"),
-        ({"model": {"hidden": (5, 0)}}, "model.hidden = [5, 0]"),
-    ],
-)
+@pytest.mark.parametrize(("values", "field"), [
+    ({"data": {"name": "cifar100"}}, "model.name = mlp"), ({"model": {"name": "lenet"}}, "model.name = lenet"),
+    ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm = true"),
+    ({"model": {"hidden": (5, 0)}}, "model.hidden = [5, 0]"),
+])  # fmt: skip
 def test_models_and_data_that_do_not_fit(values, field):
     with pytest.raises(UserError, match=re.escape(field)):
         ClassifierConfig.model_validate(values)

@@ -82,34 +82,22 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "a mistake in the configuration": (lambda place: None, ["--model.n_head", "3"], "model.n_embd = 32"),
     "a precision that CPUs lack": (lambda place: None, ["--train.mixed_precision", "fp16"], "fp16"),
     "no data": (lambda place: shutil.rmtree(place / "data"), [], "is not a folder"),
-    "a recipe for another folder": (
-        lambda place: shutil.rmtree(place / "data"),
-        ["--data.prepare", "configs/data_stdlib.yaml"],
-        "writes to data/stdlib",
-    ),
+    "a recipe for another folder": (lambda place: shutil.rmtree(place / "data"),
+     ["--data.prepare", "configs/data_stdlib.yaml"], "writes to data/stdlib"),
     "a shard with a flipped bit": (lambda place: flip(place / "data/train_000001.bin"), [], "SHA-256 differs"),
-    "another tokenizer": (
-        lambda place: shutil.copy(CORPUS / "tokenizer.json", place / "data"),
-        [],
-        "is not the tokenizer",
-    ),
+    "another tokenizer": (lambda place: shutil.copy(CORPUS / "tokenizer.json", place / "data"), [],
+     "is not the tokenizer"),
     "patience without a validation split": (no_validation, ["--eval.patience", "2"], "eval.patience = 2"),
-    "a window longer than the data": (
-        lambda place: None,
-        ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"],
-        "a window needs 100000 tokens",
-    ),
+    "a window longer than the data": (lambda place: None,
+     ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"], "a window needs 100000 tokens"),
     "a file for an output folder": (lambda place: None, ["--output_dir", "/dev/null"], "Not a directory"),
-    "init_from another model": (
-        lambda place: None,
-        ["--train.init_from", str(GOLDEN / "gpt2_run")],
-        "its tokens are of another tokenizer",
-    ),
+    "init_from another model": (lambda place: None, ["--train.init_from", str(GOLDEN / "gpt2_run")],
+     "its tokens are of another tokenizer"),
     "resuming with other fields": (with_a_run, ["--seed", "5", "--optim.lr", "0.01"], "seed = 5"),
     "resuming on other data": (with_other_data, [], "not the ones"),
     "fresh in a folder in use": (with_a_run, ["--fresh"], "nothing is overwritten"),
     "no intact checkpoint": (no_intact_checkpoint, [], "none is intact"),
-}
+}  # fmt: skip
 
 
 def refusals(place: Path, script: str, arguments: list[str]) -> tuple[int, list[str], str]:
@@ -203,20 +191,10 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
 
 def setting(**changes: Any) -> Setting:
     values: dict[str, Any] = {
-        "kind": "cuda",
-        "model": ModelConfig(),
-        "parameters": 124_475_904,
-        "matrices": 124_354_560,
-        "state": 2 * 124_475_904,
-        "vocab_size": 50_304,
-        "micro_batch": 16,
-        "eval_batch": 16,
-        "precision": "bf16",
-        "checkpointing": False,
-        "processes": 8,
-        "background": True,
-        "base": 0.0,
-    }
+        "kind": "cuda", "model": ModelConfig(), "parameters": 124_475_904, "matrices": 124_354_560,
+        "state": 2 * 124_475_904, "vocab_size": 50_304, "micro_batch": 16, "eval_batch": 16, "precision": "bf16",
+        "checkpointing": False, "processes": 8, "background": True, "base": 0.0,
+    }  # fmt: skip
     return Setting(**(values | changes))
 
 

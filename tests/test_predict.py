@@ -69,22 +69,15 @@ def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
         assert printed.startswith(f"{shown(file, 4096)}: {likeliest} {max(right):.2%}, ")
 
 
-@pytest.mark.parametrize(
-    ("run", "image", "message"),
-    [
-        (
-            "kept/run",
-            "wide.png",
-            r"wide.png: is 30 x 16 pixels; the run was trained on 16 x 16, without data.image_size",
-        ),
-        ("scaled/run", "no.png", r"no.png: cannot be read \(No such file"),
-        ("scaled/run", "text.png", r"text.png: is not an image"),
-        ("scaled/run", "empty", r"has no images in it; name others"),
-        ("scaled/run", "photos", r"has no images in it, but 1 .heic; name others"),
-        ("clusters/run", "wide.png", r"classifies points of clusters, and no images"),
-        ("images", "wide.png", r"holds no intact checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("run", "image", "message"), [
+    ("kept/run", "wide.png", r"wide.png: is 30 x 16 pixels; the run was trained on 16 x 16, without data.image_size"),
+    ("scaled/run", "no.png", r"no.png: cannot be read \(No such file"),
+    ("scaled/run", "text.png", r"text.png: is not an image"),
+    ("scaled/run", "empty", r"has no images in it; name others"),
+    ("scaled/run", "photos", r"has no images in it, but 1 .heic; name others"),
+    ("clusters/run", "wide.png", r"classifies points of clusters, and no images"),
+    ("images", "wide.png", r"holds no intact checkpoint"),
+])  # fmt: skip
 def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image, message):
     (tmp_path / "wide.png").write_bytes(png(np.zeros((16, 30, 3), np.uint8)))
     (tmp_path / "text.png").write_text("no image")

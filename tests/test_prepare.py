@@ -236,40 +236,25 @@ def test_two_at_once(texts, tmp_path):
 
 
 FILES = {
-    "words.txt": b"text",
-    "empty.txt": b"",
-    "image.png": b"\x89PNG\0\0",
-    "rows.jsonl": b'{"body": "x", "n": 1}\n',
-    "broken.jsonl": b'{"text": "x"}\n{"text": \n',
-    "deep.jsonl": b"[" * 100_000,
-    "list.json": b'[{"text": "x"}]\n',
-    "torn.parquet": b"PAR1torn",
-    "torn.txt.gz": gzip.compress(b"text" * 1000)[:30],
-}
+    "words.txt": b"text", "empty.txt": b"", "image.png": b"\x89PNG\0\0", "rows.jsonl": b'{"body": "x", "n": 1}\n',
+    "broken.jsonl": b'{"text": "x"}\n{"text": \n', "deep.jsonl": b"[" * 100_000, "list.json": b'[{"text": "x"}]\n',
+    "torn.parquet": b"PAR1torn", "torn.txt.gz": gzip.compress(b"text" * 1000)[:30],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("source", "changes", "message"),
-    [
-        ("absent.txt", {}, "source = .*absent.txt: there is no such file"),
-        ("none/*.txt", {}, "there is no such file"),
-        ("empty.txt", {}, "source = .*: has too little text for a train split"),
-        ("image.png", {}, r"image\.png: is not text"),
-        (
-            "rows.jsonl",
-            {},
-            "column = text: none of 1 rows has text there; the first, .*rows.jsonl, line 1, has body, n",
-        ),
-        ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
-        ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"),
-        ("deep.jsonl", {}, r"deep\.jsonl: line 1 is not JSON"),
-        ("list.json", {}, "line 1 is not an object"),
-        ("torn.parquet", {}, r"torn\.parquet: cannot be read \(Parquet"),
-        ("torn.txt.gz", {}, r"torn\.txt\.gz: cannot be read"),
-        ("words.txt", {"tokenizer": "gpt5"}, "tokenizer = gpt5"),
-        ("words.txt", {"tokenizer": "words.txt"}, "tokenizer = words.txt"),
-    ],
-)
+@pytest.mark.parametrize(("source", "changes", "message"), [
+    ("absent.txt", {}, "source = .*absent.txt: there is no such file"),
+    ("none/*.txt", {}, "there is no such file"),
+    ("empty.txt", {}, "source = .*: has too little text for a train split"),
+    ("image.png", {}, r"image\.png: is not text"),
+    ("rows.jsonl", {}, "column = text: none of 1 rows has text there; the first, .*rows.jsonl, line 1, has body, n"),
+    ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
+    ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"), ("deep.jsonl", {}, r"deep\.jsonl: line 1 is not JSON"),
+    ("list.json", {}, "line 1 is not an object"),
+    ("torn.parquet", {}, r"torn\.parquet: cannot be read \(Parquet"),
+    ("torn.txt.gz", {}, r"torn\.txt\.gz: cannot be read"), ("words.txt", {"tokenizer": "gpt5"}, "tokenizer = gpt5"),
+    ("words.txt", {"tokenizer": "words.txt"}, "tokenizer = words.txt"),
+])  # fmt: skip
 def test_mistakes_are_named(tmp_path, source, changes, message):
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data)
@@ -375,12 +360,9 @@ def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):
 
 def test_default_outputs():
     for source, output in (
-        ("stdlib", "data/stdlib"),
-        ("texts/shakespeare.txt", "data/shakespeare"),
-        ("texts/**/*.txt", "data/texts"),
-        ("*.txt", "data/text"),
-        ("hub:HuggingFaceFW/fineweb-edu", "data/fineweb-edu"),
-    ):
+        ("stdlib", "data/stdlib"), ("texts/shakespeare.txt", "data/shakespeare"), ("texts/**/*.txt", "data/texts"),
+        ("*.txt", "data/text"), ("hub:HuggingFaceFW/fineweb-edu", "data/fineweb-edu"),
+    ):  # fmt: skip
         assert default_output(PrepareConfig(source=source)) == output
     assert default_output(PrepareConfig(source="hub:a/b", subset="c")) == "data/b-c"
 
@@ -392,14 +374,11 @@ def test_shipped_recipes(tmp_path):
     assert stdlib == PrepareConfig(output=default_output(stdlib), vocab_size=2048)
 
 
-@pytest.mark.parametrize(
-    ("documents", "digest"),
-    [
-        ("file", "49da85cfb0dcc735eb94fd99f61089d93a03a7b39c2f1b413486ce45f6ef87cf"),
-        ("line", "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"),
-        ("paragraph", "6a21db73c0d3527ccc6739a702af88845cdac367d56682b21e198b8a4aea63e1"),
-    ],
-)
+@pytest.mark.parametrize(("documents", "digest"), [
+    ("file", "49da85cfb0dcc735eb94fd99f61089d93a03a7b39c2f1b413486ce45f6ef87cf"),
+    ("line", "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"),
+    ("paragraph", "6a21db73c0d3527ccc6739a702af88845cdac367d56682b21e198b8a4aea63e1"),
+])  # fmt: skip
 def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, digest):
     draw = random.Random(0)
     words = ["one", "two ", "\n", "\r\n", "\n\n", "é", "漢字", " and", "\t", "😀", ", ", "\x0c", " \n"]
@@ -417,19 +396,10 @@ def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, dige
     )
 
 
-@pytest.mark.parametrize(
-    ("size", "ids"),
-    [
-        (1, 512),
-        (10**4, 512),
-        (300_000, 2048),
-        (10**6, 4096),
-        (10**7, 8192),
-        (10**8, 2**15),
-        (10**12, 2**15),
-        (None, 2**15),
-    ],
-)
+@pytest.mark.parametrize(("size", "ids"), [
+    (1, 512), (10**4, 512), (300_000, 2048), (10**6, 4096), (10**7, 8192), (10**8, 2**15), (10**12, 2**15),
+    (None, 2**15),
+])  # fmt: skip
 def test_a_vocabulary_suits_the_size_of_the_text(size, ids):
     assert suitable_vocab_size(size) == ids
 

@@ -19,16 +19,12 @@ def transformer() -> TransformerLM:
     return TransformerLM(vocab_size=100, n_layer=2, n_head=4, n_embd=12, d_ff=24, dropout=0.0, max_length=10)
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "outputs", "parameters"),
-    [
-        (lambda: Line(), (5,), (5,), 2),
-        (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 10 * 100 + 100 + 100 * 50 + 50 + 50 * 2 + 2),
-        (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
-        (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
-    ],
-    ids=["line", "mlp", "lenet", "resnet18"],
-)
+@pytest.mark.parametrize(("model", "inputs", "outputs", "parameters"), [
+    (lambda: Line(), (5,), (5,), 2),
+    (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 10 * 100 + 100 + 100 * 50 + 50 + 50 * 2 + 2),
+    (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
+    (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
+], ids=["line", "mlp", "lenet", "resnet18"])  # fmt: skip
 def test_shapes_and_sizes(model, inputs, outputs, parameters):
     built = model()
     assert built(torch.randn(inputs)).shape == outputs

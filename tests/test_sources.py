@@ -157,11 +157,9 @@ def test_hub_dataset(tmp_path, monkeypatch):
     endpoint = f"http://127.0.0.1:{server.server_port}"
     for arguments, message in (
         (("--source", "hub:owner/other"), "error: source = hub:owner/other: cannot be read from the Hub"),
-        (
-            ("--column", "text"),
-            "error: column = text: none of 300 rows has text there; the first, owner/name, row 0, has body",
-        ),
-    ):
+        (("--column", "text"),
+         "error: column = text: none of 300 rows has text there; the first, owner/name, row 0, has body"),
+    ):  # fmt: skip
         result = prepare_with_hub(endpoint, tmp_path, *arguments)
         assert (result.returncode, message in result.stderr) == (2, True), result.stderr
         assert "Traceback" not in result.stderr

@@ -125,17 +125,14 @@ def warm_up_and_cosine(warm_up: int, steps: int) -> Callable[[int], float]:
     return share
 
 
-@pytest.mark.parametrize(
-    ("changes", "mistake"),
-    [
-        ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
-        ({"step_factor": 0.5}, "step_factor = 0.5: is for --optim.schedule step"),
-        ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the rate falls"),
-        ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should rise"),
-        ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should rise, and begin above 0"),
-        ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most those of the run (4, train.epochs)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "mistake"), [
+    ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
+    ({"step_factor": 0.5}, "step_factor = 0.5: is for --optim.schedule step"),
+    ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the rate falls"),
+    ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should rise"),
+    ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should rise, and begin above 0"),
+    ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most those of the run (4, train.epochs)"),
+])  # fmt: skip
 def test_a_schedule_that_is_none(tmp_path, changes, mistake):
     with pytest.raises(UserError) as error:
         job_config("mlp", tmp_path, {f"optim.{name}": value for name, value in changes.items()})
@@ -393,14 +390,11 @@ def test_scale_with_processes(tmp_path):
 # Wrong input
 
 
-@pytest.mark.parametrize(
-    ("changes", "processes", "message"),
-    [
-        ({"launch.processes": 3}, 1, "launch.processes = 3: the launcher started 1"),
-        ({"train.global_batch_size": 7}, 2, "train.global_batch_size = 7: should be a multiple of the 2 processes"),
-        ({"scale_with_processes": True}, 1, "scale_with_processes = True: the run's batch of 24 would become 12"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "processes", "message"), [
+    ({"launch.processes": 3}, 1, "launch.processes = 3: the launcher started 1"),
+    ({"train.global_batch_size": 7}, 2, "train.global_batch_size = 7: should be a multiple of the 2 processes"),
+    ({"scale_with_processes": True}, 1, "scale_with_processes = True: the run's batch of 24 would become 12"),
+])  # fmt: skip
 def test_another_number_of_processes(tmp_path, changes, processes, message):
     saved: Any = SimpleNamespace(state={"global_batch_size": 24, "lr": 0.02})
     accelerator: Any = SimpleNamespace(num_processes=processes)

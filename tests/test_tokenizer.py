@@ -194,15 +194,12 @@ BROKEN: dict[str, Callable[[dict], object]] = {
     "normalizer": lambda given: given | {"normalizer": {"type": "Lowercase"}},
     "no end-of-text": lambda given: given | {"added_tokens": []},
     "other merges": lambda given: given | {"model": given["model"] | {"merges": given["model"]["merges"][::-1]}},
-    "words": lambda given: (
-        given | {"model": {"type": "WordLevel", "vocab": {"a": 1, "bc": 2}}, "pre_tokenizer": split_of(r"[\s\S]")}
-    ),
-    "characters without their pattern": lambda given: (
-        given | {"model": {"type": "WordLevel", "vocab": {"a": 1, "b": 2}}, "pre_tokenizer": split_of(r"\s")}
-    ),
-    "a list": lambda given: [],
-    "?": lambda given: {"anything": 1},
-}
+    "words": lambda given: (given | {"model": {"type": "WordLevel", "vocab": {"a": 1, "bc": 2}},
+     "pre_tokenizer": split_of(r"[\s\S]")}),
+    "characters without their pattern": lambda given: (given | {"model": {"type": "WordLevel",
+     "vocab": {"a": 1, "b": 2}}, "pre_tokenizer": split_of(r"\s")}),
+    "a list": lambda given: [], "?": lambda given: {"anything": 1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", BROKEN)

@@ -20,24 +20,11 @@ CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]
 """Seeds, and how many cases of each."""
 NASTY: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**16, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**400, 0.5, 1e308),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        " ",
-        ".",
-        "..",
-        "/",
-        "/dev/zero",
-        "~",
-        "nul\0",
-        "line\nline",
-        "\x1b[31m",
-        "é" * 200,
-    ),
+    *(float("nan"), float("inf"), "", " ", ".", "..", "/", "/dev/zero", "~", "nul\0", "line\nline", "\x1b[31m",
+     "é" * 200),
     *("a" * 5000, "../x", "gpt2", "tokenizer.json", "train_000000.bin", "\ud800", "1", "true", [], [[]], {}, {"": 0}),
     *([1] * 1000, {"a": {"b": [None]}}, [[[[[[[[[["deep"]]]]]]]]]]),
-]
+]  # fmt: skip
 
 
 def open_data(folder: Path) -> str:

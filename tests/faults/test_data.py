@@ -135,21 +135,16 @@ def test_the_identity_of_data_is_the_same_in_both_versions(tmp_path, capsys):
     assert "note: " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (lambda splits: {"train": splits["train"] + splits["train"][:1], "val": splits["val"]}, "is listed twice"),
-        (lambda splits: {"train": splits["train"], "val": splits["train"][:1]}, "is listed twice"),
-        (
-            lambda splits: {"train": splits["train"], "val": [replace(splits["train"][1], file="val_000000.bin")]},
-            "holds what the other split has",
-        ),
-        (lambda splits: {"train": splits["train"], "test": splits["val"]}, r"splits\.test.*\^\(train\|val\)"),
-        (lambda splits: {"train": [replace(splits["train"][0], bytes=1)]}, "are not 1 bytes"),
-        (lambda splits: {"train": [replace(splits["train"][0], file="a\0b")]}, "file"),
-        (lambda splits: {"train": [replace(splits["train"][0], sha256="0")]}, "sha256"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    (lambda splits: {"train": splits["train"] + splits["train"][:1], "val": splits["val"]}, "is listed twice"),
+    (lambda splits: {"train": splits["train"], "val": splits["train"][:1]}, "is listed twice"),
+    (lambda splits: {"train": splits["train"], "val": [replace(splits["train"][1], file="val_000000.bin")]},
+     "holds what the other split has"),
+    (lambda splits: {"train": splits["train"], "test": splits["val"]}, r"splits\.test.*\^\(train\|val\)"),
+    (lambda splits: {"train": [replace(splits["train"][0], bytes=1)]}, "are not 1 bytes"),
+    (lambda splits: {"train": [replace(splits["train"][0], file="a\0b")]}, "file"),
+    (lambda splits: {"train": [replace(splits["train"][0], sha256="0")]}, "sha256"),
+])  # fmt: skip
 def test_splits_that_make_no_sense(data, changes, message):
     """Neither read nor written."""
     manifest, content = read_manifest(data), (data / MANIFEST).read_bytes()

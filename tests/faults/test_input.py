@@ -164,19 +164,14 @@ def images(name: str) -> object:
 
 
 READERS = {
-    "run to verify": verify,
-    "runs to report": report,
-    "checkpoint": checkpoint,
-    "images": images,
+    "run to verify": verify, "runs to report": report, "checkpoint": checkpoint, "images": images,
     "--config": lambda name: load(TrainingConfig, ["--config", name]),
-    "tokenizer": load_tokenizer,
-    "data": lambda name: read_manifest(Path(name)),
+    "tokenizer": load_tokenizer, "data": lambda name: read_manifest(Path(name)),
     "source": lambda name: prepare(PrepareConfig.model_construct(source=name, output="out", workers=1)),
     "bin": lambda name: prepare(PrepareConfig.model_construct(source=f"bin:{name}", tokenizer="gpt2")),
-    "tokenizer of a source": lambda name: prepare(
-        PrepareConfig.model_construct(source="text", output="out", tokenizer=name, workers=1)
-    ),
-}
+    "tokenizer of a source": lambda name: prepare(PrepareConfig.model_construct(source="text", output="out",
+     tokenizer=name, workers=1)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -217,8 +212,7 @@ def test_a_configuration_of_a_megabyte_is_not_parsed(tmp_path):
 
 LONG = "a" * 5000
 COMMAND_LINES = {
-    "long run_name": ["--run_name", LONG],
-    "long output_dir": ["--output_dir", LONG],
+    "long run_name": ["--run_name", LONG], "long output_dir": ["--output_dir", LONG],
     "long data.path": ["--data.path", LONG],
     "long data.path, with a recipe": ["--data.path", LONG, "--data.prepare", "configs/data_stdlib.yaml"],
     "long init_from": ["--train.init_from", LONG],
@@ -226,11 +220,10 @@ COMMAND_LINES = {
     "a file as data.path": ["--data.path", "{place}/config.yaml"],
     "a pipe as configuration": ["--config", "{place}/pipe"],
     "a pipe as recipe": ["--data.path", "/tmp/none", "--data.prepare", "{place}/pipe"],
-    "a pipe as data.path": ["--data.path", "{place}/pipe"],
-    "a pipe as output_dir": ["--output_dir", "{place}/pipe"],
+    "a pipe as data.path": ["--data.path", "{place}/pipe"], "a pipe as output_dir": ["--output_dir", "{place}/pipe"],
     "a loop of links as data.path": ["--data.path", "{place}/loop", "--data.prepare", "configs/data_stdlib.yaml"],
     "a pipe as init_from": ["--train.init_from", "{place}/pipe"],
-}
+}  # fmt: skip
 
 
 def test_trainings_that_cannot_begin(place):
