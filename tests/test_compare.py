@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from commands import ROOT, forked
+from commands import ROOT, expect_error, forked
 from ranks import run_ranks
 from runs import job_config, training_config
 
@@ -372,21 +372,16 @@ def test_mistakes(tmp_path, monkeypatch):
         read_job("lenet", CompareConfig(), CPU, tmp_path)
     with pytest.raises(UserError, match=r"processes = 3: does not divide the global batch of gpt2, 16"):
         read_job("gpt2", CompareConfig(processes=(3,)), CPU, tmp_path)
-    with pytest.raises(UserError, match=r"epochs = 2: says how long to train, and so does steps"):
-        CompareConfig(steps=1, epochs=2)
-    with pytest.raises(UserError, match=r"--config = no.yaml"):
-        read_job("regression:no.yaml", CompareConfig(), CPU, tmp_path)
-    with pytest.raises(UserError, match=r"output = /dev/null/x: cannot be written"):
-        compare(CompareConfig(output="/dev/null/x"))
+    expect_error(r"epochs = 2: says how long to train, and so does steps", CompareConfig, steps=1, epochs=2)
+    expect_error(r"--config = no.yaml", read_job, "regression:no.yaml", CompareConfig(), CPU, tmp_path)
+    expect_error(r"output = /dev/null/x: cannot be written", compare, CompareConfig(output="/dev/null/x"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="starts its own processes"):
-        compare(CompareConfig())
+    expect_error("starts its own processes", compare, CompareConfig())
 
 
 def test_one_process_is_no_count_of_ddp():
     for wrong in (1,), (2, 2), (65,):
-        with pytest.raises(UserError, match="should be different numbers from 2 to 64"):
-            CompareConfig(processes=wrong)
+        expect_error("should be different numbers from 2 to 64", CompareConfig, processes=wrong)
 
 
 def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import expect_error
 from models import tiny
 from runs import training_config
 from safetensors.torch import load_file, save_file
@@ -282,26 +283,21 @@ def test_with_a_file_for_llama_cpp(checkpoint, tmp_path, little_text, monkeypatc
 
 def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
-    with pytest.raises(UserError, match=r"one of gpt2 is wanted"):
-        exported(GOLDEN / "regression_run", tmp_path / "made")
+    expect_error(r"one of gpt2 is wanted", exported, GOLDEN / "regression_run", tmp_path / "made")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match=r"file: is there already"):
-        exported(checkpoint, tmp_path / "file")
+    expect_error(r"file: is there already", exported, checkpoint, tmp_path / "file")
     with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):  # tests are offline
         export_hf(load(ExportConfig, [str(checkpoint), "--push_to_hub", "me/mine"]))
-    with pytest.raises(UserError, match=r"push_to_hub = mine"):
-        load(ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
+    expect_error(r"push_to_hub = mine", load, ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"transformers: is not installed"):
-        exported(checkpoint, tmp_path / "made")
+    expect_error(r"transformers: is not installed", exported, checkpoint, tmp_path / "made")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path):
     found = find_checkpoint(checkpoint)
     (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="removes old checkpoints: give the same command again"):
-        export.export(found, tmp_path / "made")
+    expect_error("removes old checkpoints: give the same command again", export.export, found, tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

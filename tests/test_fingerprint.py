@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import expect_error
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import fingerprint
@@ -51,8 +52,7 @@ def test_what_changed_is_named_and_nothing_is_lost(texts):
     message = (
         r"source = texts: has changed .*\(3 added: 1.txt, 2.txt, ...; 1 edited: a.txt; 1 removed: d/f.txt\); choose"
     )
-    with pytest.raises(UserError, match=message):
-        prepare(config())
+    expect_error(message, prepare, config())
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
     assert read_manifest(Path("out")) == made
     assert prepare(config(output="other")).hash != made.hash
@@ -84,8 +84,7 @@ def test_without_its_record_a_change_is_noticed_too(texts):
         damage()
         prepare(config())
         (texts / "c.txt").write_text("this is another\n")
-        with pytest.raises(UserError, match=r"\(66 bytes in 6 files then, 72 in 6 now\)"):
-            prepare(config())
+        expect_error(r"\(66 bytes in 6 files then, 72 in 6 now\)", prepare, config())
         (texts / "c.txt").write_text("this is c\n")
 
 
@@ -101,8 +100,7 @@ def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts, capsys):
     (Path("out") / "manifest.json").unlink()
     write_manifest(Path("out"), type(made)(**{**vars(made), "recipe": recipe}))  # of a release that had neither
     assert prepare(config()).hash == made.hash
-    with pytest.raises(UserError, match="made with column text; choose another"):
-        prepare(config(column="body"))
+    expect_error("made with column text; choose another", prepare, config(column="body"))
 
 
 @pytest.mark.parametrize("source", ["texts/*.txt", "texts/a.txt", "{absolute}/**/*.txt"])
@@ -122,8 +120,7 @@ def test_another_python_has_another_library(texts, monkeypatch):
     message = (
         rf"\(1 added: tomllib.py; 0 edited; 0 removed; stdlib \(Python {then}\) then, stdlib \(Python 3.99.0\) now\)"
     )
-    with pytest.raises(UserError, match=message):
-        prepare(config("stdlib"))
+    expect_error(message, prepare, config("stdlib"))
 
 
 def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):

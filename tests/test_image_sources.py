@@ -21,6 +21,7 @@ from cifar import (
     write_parquet,
     write_sets_of_images,
 )
+from commands import expect_error
 from PIL import Image
 from ranks import RankError, run_ranks
 from runs import evaluate_checkpoint, job_config, run_small_job, same, weights
@@ -100,8 +101,7 @@ def test_folders_that_may_mean_two_things(tmp_path, files, message):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_bytes(png(np.zeros((8, 8, 3), np.uint8)))
-    with pytest.raises(UserError, match=message):
-        read(tmp_path)
+    expect_error(message, read, tmp_path)
 
 
 def test_a_duplicate_between_splits_is_told(tmp_path, capsys):
@@ -209,8 +209,7 @@ class Boom:
 def test_a_pickle_runs_nothing(tmp_path, drawn, content, capsys):
     write_archive(tmp_path, "cifar10", *drawn)
     (tmp_path / "data_batch_2").write_bytes(content)
-    with pytest.raises(UserError, match=r"data_batch_2: is not a file of CIFAR's archive"):
-        read(tmp_path)
+    expect_error(r"data_batch_2: is not a file of CIFAR's archive", read, tmp_path)
     assert "a pickle ran" not in capsys.readouterr().out
 
 
@@ -231,8 +230,7 @@ def test_idx_files_that_are_wrong(tmp_path, how):
     file = tmp_path / "train-images-idx3-ubyte"
     content = {"short": file.read_bytes()[:-1], "long": file.read_bytes() + b"0", "other": struct.pack(">I", 0x0D03)}
     file.write_bytes(content.get(how, file.read_bytes()))
-    with pytest.raises(UserError, match=r"train-images-idx3-ubyte: (cannot be read|holds)"):
-        read(tmp_path)
+    expect_error(r"train-images-idx3-ubyte: (cannot be read|holds)", read, tmp_path)
 
 
 @pytest.fixture
@@ -265,8 +263,7 @@ def test_what_was_saved_and_is_damaged(saved, file, content):
     place = saved / file
     before = place.read_bytes()
     place.unlink() if content is None else place.write_bytes(before[:content] if isinstance(content, int) else content)
-    with pytest.raises(UserError, match=r"data.path = .*saved: cannot be read \(.*\); give intact files"):
-        read(saved)
+    expect_error(r"data.path = .*saved: cannot be read \(.*\); give intact files", read, saved)
 
 
 def test_columns_and_labels_of_any_name(tmp_path, drawn):
@@ -277,8 +274,7 @@ def test_columns_and_labels_of_any_name(tmp_path, drawn):
     pixels, labels = drawn
     table = pa.table({"photo": [png(image) for image in pixels], "id": labels, "kind": labels * 3 + 5})
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet", row_group_size=7)
-    with pytest.raises(UserError, match=r"data.image_column = None: split train has no column img or image, but photo"):
-        read(tmp_path)
+    expect_error(r"data.image_column = None: split train has no column img or image, but photo", read, tmp_path)
     found = read(tmp_path, image_column="photo", label_column="kind")
     assert found.classes == [str(label * 3 + 5) for label in range(10)]
     assert len(found.train) == 54
@@ -309,8 +305,7 @@ def write_rows(folder: Path, name: str, *columns: tuple[str, list[Any]]) -> None
 def test_cells_that_hold_something_else_are_named(tmp_path, images, labels, message):
     for split in ("train", "test"):
         write_rows(tmp_path, split, ("image", images), ("label", labels))
-    with pytest.raises(UserError, match=f"split train, {message}"):
-        read(tmp_path)
+    expect_error(f"split train, {message}", read, tmp_path)
 
 
 @pytest.mark.parametrize(("field", "second"), [
@@ -320,10 +315,7 @@ def test_cells_that_hold_something_else_are_named(tmp_path, images, labels, mess
 def test_a_column_has_to_be_in_all_files_once(tmp_path, field, second):
     write_rows(tmp_path, "train-0", ("image", [IMAGE]), ("label", [0]))
     write_rows(tmp_path, "train-1", *second)
-    with pytest.raises(
-        UserError, match=f"data.{field}_column = None: split train has no column .*, in all of its files"
-    ):
-        read(tmp_path)
+    expect_error(f"data.{field}_column = None: split train has no column .*, in all of its files", read, tmp_path)
 
 
 def test_parquet_files_that_go_are_named(tmp_path):
@@ -331,8 +323,7 @@ def test_parquet_files_that_go_are_named(tmp_path):
     table = ParquetTable([tmp_path / "train.parquet"])
     (tmp_path / "train.parquet").unlink()
     for read_one in (lambda: table.cell(0, "image"), lambda: table.column("label")):
-        with pytest.raises(UserError, match=r"data.path = .*train.parquet: cannot be read"):
-            read_one()
+        expect_error(r"data.path = .*train.parquet: cannot be read", read_one)
 
 
 def test_spare_classes_have_names_of_their_own(tmp_path):
@@ -407,16 +398,14 @@ def test_photographs_are_turned_upright(tmp_path):
     (Image.fromarray(GREY[:6]), "png", r"a/0.png: is 8 x 6 pixels|b/0.png: is 8 x 8 pixels, others are 8 x 6"),
 ])  # fmt: skip
 def test_what_cannot_be_taken_is_named(tmp_path, image, suffix, message):
-    with pytest.raises(UserError, match=message):
-        read(one_image(tmp_path, image, suffix))
+    expect_error(message, read, one_image(tmp_path, image, suffix))
 
 
 @pytest.mark.parametrize("memory_gb", [4, 0])
 def test_a_broken_file_is_named(tmp_path, memory_gb):
     folder = one_image(tmp_path, Image.fromarray(GREY))
     (folder / "test/b/0.png").write_bytes((folder / "test/b/0.png").read_bytes()[:60])
-    with pytest.raises(UserError, match=r"test/b/0.png: is not an image"):
-        read(folder, memory_gb=memory_gb)
+    expect_error(r"test/b/0.png: is not an image", read, folder, memory_gb=memory_gb)
 
 
 @contextmanager
@@ -446,8 +435,7 @@ def denied(place: Path, mode: int) -> Iterator[None]:
 def test_what_may_not_be_read_is_named(tmp_path, place, mode, message):
     folder = one_image(tmp_path / "images", Image.fromarray(GREY))
     with denied(folder / place, mode):
-        with pytest.raises(UserError, match=f"data.path = .*{message}"):
-            read(folder)
+        expect_error(f"data.path = .*{message}", read, folder)
         with pytest.raises(UserError, match=f"run_and_images = .*{message}"):
             [
                 pixels(file, str(file), None, field="run_and_images")
@@ -521,8 +509,7 @@ def test_a_run_keeps_its_classes(tmp_path):
     ({"name": "mnist"}, "data.name = mnist: .*should be clusters, cifar10, cifar100, images, or OWNER/NAME"),
 ])  # fmt: skip
 def test_configurations_that_cannot_be(fields, field):
-    with pytest.raises(UserError, match=field):
-        ClassifierConfig.model_validate({"data": fields, "model": {"name": "lenet"}})
+    expect_error(field, ClassifierConfig.model_validate, {"data": fields, "model": {"name": "lenet"}})
 
 
 FOREIGN = {"digits": {}, "photos": {"image_size": 40}, "tables": {"image_column": "photo", "label_column": "kind"}}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import expect_mistake
+from commands import expect_error, expect_mistake
 from ranks import run_ranks
 from runs import rows, train, training_config
 from safetensors.torch import load_file, save_file
@@ -165,8 +165,7 @@ def test_a_tokenizer_in_two_files_is_read_and_a_missing_one_is_said(theirs, caps
     assert capsys.readouterr().err == ""
     first, second, *more = merges.read_text().splitlines()
     merges.write_text("\n".join([first, *more, second]) + "\n")
-    with pytest.raises(UserError, match="splits or merges text otherwise"):
-        start(config(theirs))
+    expect_error("splits or merges text otherwise", start, config(theirs))
     merges.unlink()
     start(config(theirs))
     assert "all that is known is that the tokenizer has 300 ids as well" in capsys.readouterr().err
@@ -324,8 +323,7 @@ def test_from_the_hub(theirs, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"train\.init_from = hub:nobody/none: cannot be had from the Hub .*no network"):
         find_initial_weights(config("hub:nobody/none"))
-    with pytest.raises(UserError, match=r"train\.init_from = hub:a/b/c: cannot be had from the Hub"):
-        find_initial_weights(config("hub:a/b/c"))
+    expect_error(r"train\.init_from = hub:a/b/c: cannot be had from the Hub", find_initial_weights, config("hub:a/b/c"))
 
 
 def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
@@ -341,8 +339,7 @@ def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
 
 
 def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
-    with pytest.raises(UserError, match=r"checkpoint = .* is a model of transformers; .*train\.init_from"):
-        find_checkpoint(theirs)
+    expect_error(r"checkpoint = .* is a model of transformers; .*train\.init_from", find_checkpoint, theirs)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import held, run_script
+from commands import expect_error, held, run_script
 from golden_runs import CORPUS, GOLDEN
 from ranks import run_ranks
 from runs import edit_manifest, training_config
@@ -24,7 +24,6 @@ from runs import edit_manifest, training_config
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.memory import Setting, estimate, moments
 from gpt2_ddp.plan import plan as planning
@@ -277,8 +276,7 @@ def test_machines():
     for name in PEAKS:  # each has a memory, by its name or by the table
         assert 16e9 <= find_machine(plan_config(gpu=name), 1).memory <= 300e9
     assert find_machine(plan_config(gpu="NVIDIA A100-SXM4-40GB"), 1).memory == 40e9
-    with pytest.raises(UserError, match="NVIDIA H100 80GB HBM3"):
-        find_machine(plan_config(gpu="H100 80GB"), 1)
+    expect_error("NVIDIA H100 80GB HBM3", find_machine, plan_config(gpu="H100 80GB"), 1)
     assert find_machine(plan_config(gpu="H100 80GB", gpu_memory=80), 1).peak is None
 
 
@@ -331,10 +329,8 @@ def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
 
 
 def test_the_questions_that_make_no_sense():
-    with pytest.raises(UserError, match="leave gpu, gpus and nodes away"):
-        plan_config(gpu="NVIDIA A10", measure=True)
-    with pytest.raises(UserError, match="leave one of the two away"):
-        plan_config(gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
+    expect_error("leave gpu, gpus and nodes away", plan_config, gpu="NVIDIA A10", measure=True)
+    expect_error("leave one of the two away", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
 
 
 def test_the_configuration_that_is_printed_is_training_s():

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+from commands import expect_error
 from nasty import library_texts
 from ranks import run_ranks
 
@@ -186,12 +187,10 @@ def test_another_recipe_overwrites_nothing(texts, tmp_path):
 def test_folders_of_others_are_left_alone(texts, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train_000000.bin").write_bytes(b"precious")
-    with pytest.raises(UserError, match=r"holds files that prepare_data\.py did not write"):
-        prepare(config(texts, tmp_path / "out"))
+    expect_error(r"holds files that prepare_data\.py did not write", prepare, config(texts, tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train_000000.bin"]
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UserError, match=r"output = .*cannot be written"):
-        prepare(config(texts, tmp_path / "file"))
+    expect_error(r"output = .*cannot be written", prepare, config(texts, tmp_path / "file"))
 
 
 def command(*arguments: object) -> list[str]:
@@ -210,8 +209,7 @@ def test_killed_and_run_again(tmp_path):
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    with pytest.raises(UserError, match="has shards and no manifest"):
-        read_manifest(output)
+    expect_error("has shards and no manifest", read_manifest, output)
     (output / "train_000999.bin").touch()  # as a run with smaller shards would leave
     (output / ".val_000999.bin.tmp").touch()
     subprocess.run([*arguments, "--output", str(output)], check=True)
@@ -258,16 +256,14 @@ FILES = {
 def test_mistakes_are_named(tmp_path, source, changes, message):
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=message):
-        prepare(config(tmp_path / source, tmp_path / "new" / "out", **{"val_fraction": 0} | changes))
+    expect_error(message, prepare, config(tmp_path / source, tmp_path / "new" / "out", **{"val_fraction": 0} | changes))
     assert not (tmp_path / "new").exists()
 
 
 def test_a_source_without_text_is_found_before_a_bpe_is_trained(tmp_path, capfd):
     (tmp_path / "empty.txt").touch()
     for source in ("empty.txt", "absent.txt"):
-        with pytest.raises(UserError, match="source = "):
-            prepare(config(tmp_path / source, tmp_path / "out", tokenizer="bpe"))
+        expect_error("source = ", prepare, config(tmp_path / source, tmp_path / "out", tokenizer="bpe"))
     assert capfd.readouterr().out == ""
 
 
@@ -427,8 +423,7 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
         monkeypatch.setattr(
             prepare_module, "make_tokenizer", lambda *args, change=change: (make_tokenizer(*args), change())
         )
-        with pytest.raises(UserError, match=words):
-            prepare(config(texts, tmp_path / "out", tokenizer="chars"))
+        expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="chars"))
         assert not (tmp_path / "out").exists()
 
 
@@ -436,7 +431,6 @@ def test_an_output_within_the_source(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(find, "library_files", lambda: [Path(os.__file__)])
     prepare(config("stdlib", "stdlib", max_documents=1, tokenizer="bytes"))
-    with pytest.raises(UserError, match="is the source; choose another folder"):
-        prepare(config(texts, texts))
+    expect_error("is the source; choose another folder", prepare, config(texts, texts))
     made = prepare(config(texts, texts / "out"))
     assert prepare(config(texts, texts / "out")) == made

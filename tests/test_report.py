@@ -14,6 +14,7 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+from commands import expect_error
 from matplotlib.text import Text
 from safetensors.numpy import save_file
 
@@ -292,13 +293,10 @@ def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFix
         write_report([run.parent / "nothing"], tmp_path)
     with pytest.raises(UserError, match=r"runs = .*/runs: holds no metrics.jsonl; .*like .*/runs/good"):
         write_report([run, run.parent], tmp_path)
-    with pytest.raises(UserError, match="name at least one"):
-        report(ReportConfig(runs=()))
-    with pytest.raises(UserError, match=r"output = .*/metrics.jsonl: cannot be written"):
-        write_report([run], run / "metrics.jsonl")
+    expect_error("name at least one", report, ReportConfig(runs=()))
+    expect_error(r"output = .*/metrics.jsonl: cannot be written", write_report, [run], run / "metrics.jsonl")
     torn = make_run(tmp_path / "torn", [], torn='{"step": 0')
-    with pytest.raises(UserError, match="no complete row"):
-        write_report([torn], tmp_path)
+    expect_error("no complete row", write_report, [torn], tmp_path)
     assert not (tmp_path / "report.html").exists()
     assert report(ReportConfig(runs=(str(run),))) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
@@ -403,8 +401,7 @@ def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
     assert choose_axis(read_runs([run, other]), "auto") == (everything, "steps")
     assert choose_axis(read_runs([run, twice]), "auto") == (everything, "tokens")
     assert choose_axis(read_runs([run, foreign]), "auto") == (["steps"], "steps")
-    with pytest.raises(UserError, match=r"axis = time: the rows of foreign do not say it"):
-        write_report([run, foreign], tmp_path, "time")
+    expect_error(r"axis = time: the rows of foreign do not say it", write_report, [run, foreign], tmp_path, "time")
     text = write_report([run], tmp_path, "time").read_text()
     assert re.findall(r'id="by-(\w+)"( checked)?', text) == [("steps", ""), ("tokens", ""), ("time", " checked")]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
+from commands import expect_error
 from nasty import difficult_texts, library_texts
 from tokenizers import models, pre_tokenizers
 
@@ -179,8 +180,7 @@ def test_ids_of_a_large_vocabulary_are_uint32():
 def test_download_that_is_impossible(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="tokenizer = cl100k_base: cannot be downloaded; gpt2"):
-        load_tokenizer("cl100k_base")
+    expect_error("tokenizer = cl100k_base: cannot be downloaded; gpt2", load_tokenizer, "cl100k_base")
 
 
 def split_of(pattern: str) -> dict:
@@ -206,18 +206,14 @@ BROKEN: dict[str, Callable[[dict], object]] = {
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(BROKEN[change](json.loads(trained.read_text()))))
-    with pytest.raises(UserError, match="is not a byte-level BPE"):
-        load_tokenizer(str(path))
+    expect_error("is not a byte-level BPE", load_tokenizer, str(path))
 
 
 def test_names_and_files_that_do_not_exist(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer = gpt3: .*gpt2, r50k_base"):
-        load_tokenizer("gpt3")
-    with pytest.raises(UserError, match="No such file"):
-        load_tokenizer(str(tmp_path))
+    expect_error(r"tokenizer = gpt3: .*gpt2, r50k_base", load_tokenizer, "gpt3")
+    expect_error("No such file", load_tokenizer, str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00")
-    with pytest.raises(UserError, match="is not a byte-level BPE"):
-        load_tokenizer(str(tmp_path))
+    expect_error("is not a byte-level BPE", load_tokenizer, str(tmp_path))
 
 
 def test_reading_is_told_where_there_is_no_terminal(monkeypatch, capsys):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import expect_error
 from faults.mutations import CASES, change_json, check_told, flip, mangle, no_hang, open_data, put_something_else
 from golden_runs import CORPUS
 from ranks import run_ranks
@@ -148,8 +149,7 @@ def test_the_identity_of_data_is_the_same_in_both_versions(tmp_path, capsys):
 def test_splits_that_make_no_sense(data, changes, message):
     """Neither read nor written."""
     manifest, content = read_manifest(data), (data / MANIFEST).read_bytes()
-    with pytest.raises(UserError, match=message):
-        write_manifest(data, replace(manifest, splits=changes(manifest.splits)))
+    expect_error(message, write_manifest, data, replace(manifest, splits=changes(manifest.splits)))
     assert (data / MANIFEST).read_bytes() == content
 
 
@@ -187,8 +187,7 @@ def test_a_shard_that_was_right_is_not_read_again_until_it_changes(data, monkeyp
     assert hashed(data, monkeypatch) == ["train_000001.bin"]
     shard.write_bytes(flip(content, random.Random(1)))
     os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))  # as `cp -p` does
-    with pytest.raises(UserError, match=r"train_000001\.bin"):
-        hashed(data, monkeypatch)
+    expect_error(r"train_000001\.bin", hashed, data, monkeypatch)
     shutil.copy(data / "val_000000.bin", data / "another.bin")
     (data / "another.bin").replace(data / "val_000000.bin")
     shard.write_bytes(content)
@@ -277,14 +276,12 @@ def test_tokenizers_that_tiktoken_would_panic_at(corpus, tmp_path, case):
 
 def test_a_tokenizer_that_is_nested_too_deeply(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model":' * 100_000)
-    with pytest.raises(UserError, match="is not a byte-level BPE"):
-        load_tokenizer(str(tmp_path))
+    expect_error("is not a byte-level BPE", load_tokenizer, str(tmp_path))
 
 
 def test_a_manifest_that_says_otherwise_of_its_tokenizer(data):
     for changes in ({"vocab_size": 511}, {"vocab_size": 513}, {"eot": 1}):
         edit_manifest(data, **changes)
-        with pytest.raises(UserError, match=f"says {next(iter(changes))} "):
-            open_data(data)
+        expect_error(f"says {next(iter(changes))} ", open_data, data)
         edit_manifest(data, vocab_size=512, eot=0)
     open_data(data)
