@@ -35,11 +35,9 @@ def test_splitting_a_stream_is_splitting_its_text(separator, monkeypatch):
         while at < len(text):
             blocks.append(text[at : at + draw.randint(1, 30)])
             at += len(blocks[-1])
-        expected = text.split(separator)
-        assert ["".join(document) for document in split(blocks, separator)] == expected[
-            : len(expected) - (not expected[-1])
-        ]
-        assert len([None for _ in split(blocks, separator)]) == len(expected) - (not expected[-1])  # none of them taken
+        expected = text.removesuffix(separator).split(separator)
+        assert ["".join(document) for document in split(blocks, separator)] == expected
+        assert len([None for _ in split(blocks, separator)]) == len(expected)  # none of them taken
 
 
 def test_line_breaks_around_a_separator_belong_to_it():

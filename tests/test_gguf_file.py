@@ -66,7 +66,6 @@ def encoded(tokens: list[str], merges: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, bias):
-    """With biases, which it wants, and with rows for tokens alone."""
     model = made(bias)
     write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -77,15 +76,14 @@ def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, bias):
         assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32
     found = fields(tmp_path / "model.gguf")
     shape = {"context_length": 16, "embedding_length": 32, "block_count": 2, "feed_forward_length": 128}
-    assert found["general.architecture"] == "gpt2"
+    shape |= {"attention.head_count": 2}
     assert {name: found[f"gpt2.{name}"] for name in shape} == shape
-    assert found["gpt2.attention.head_count"] == 2
+    assert found["general.architecture"] == "gpt2"
     assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize("name", ["a trained BPE", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_its_tables_encode_as_the_tokenizer_does(tmp_path, name):
-    """A BPE that is made of the file's tables alone gives the same ids."""
     tokenizer = TOKENIZER if name != "gpt2" else load_tokenizer("gpt2")
     write_gguf(made(vocab_size=tokenizer.vocab_size), tokenizer, tmp_path / "model.gguf")
     found = fields(tmp_path / "model.gguf")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cifar import pictures, write_cifar, write_class_folders, write_parquet
+from commands import expect_error
 
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
@@ -94,14 +95,19 @@ def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):
         read_images(ClassifierDataConfig(name="cifar100"))
 
 
+LENET = {"model": {"name": "lenet"}}
+
+
 @pytest.mark.parametrize(("values", "field"), [
-    ({"data": {"name": "cifar100"}}, "model.name = mlp"), ({"model": {"name": "lenet"}}, "model.name = lenet"),
+    ({"data": {"name": "images"}} | LENET, "data.path = None: should be the folder of your images"),
+    ({"data": {"name": "me/mine", "path": "x"}} | LENET, "data.path = x: takes the place of me/mine"),
+    ({"data": {"name": "mnist"}} | LENET, "should be clusters, cifar10, cifar100, images, or OWNER/NAME"),
+    ({"data": {"name": "cifar100"}}, "model.name = mlp"), (LENET, "model.name = lenet"),
     ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm = true"),
     ({"model": {"hidden": (5, 0)}}, "model.hidden = [5, 0]"),
 ])  # fmt: skip
 def test_models_and_data_that_do_not_fit(values, field):
-    with pytest.raises(UserError, match=re.escape(field)):
-        ClassifierConfig.model_validate(values)
+    expect_error(re.escape(field), ClassifierConfig.model_validate, values)
 
 
 def test_normalised_to_one():
@@ -110,7 +116,6 @@ def test_normalised_to_one():
 
 
 def test_crops_and_flips_are_those_of_the_padded_image():
-    """Each result is one of the 9 x 9 x 2 that there can be, and all kinds come up."""
     image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
     torch.manual_seed(0)
     found = crop_and_flip(image.expand(400, 3, 32, 32))

@@ -1,7 +1,6 @@
 """Preparing data: what ends up in the shards, restarts, and the user's mistakes."""
 
 import gzip
-import io
 import json
 import os
 import random
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ import tiktoken
 from commands import expect_error
 from nasty import library_texts
 from ranks import run_ranks
+from runs import said
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
@@ -35,7 +35,7 @@ from gpt2_ddp.data.vocabulary import suitable_vocab_size
 from gpt2_ddp.errors import UserError
 
 PROJECT = Path(__file__).parents[1]
-SCRIPT = [sys.executable, str(PROJECT / "scripts" / "prepare_data.py")]
+SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]
 
 
 @pytest.fixture
@@ -114,10 +114,9 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch
     monkeypatch.setattr(documents, "BLOCK", 10_000)
     rows = [{"text": text[:2000]} for text in documents_in(texts)[:100]]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one = prepare(config(texts, tmp_path / "one", tokenizer="bpe", vocab_size=400, shard_tokens=50_000))
-    two = prepare(config(texts, tmp_path / "two", tokenizer="bpe", vocab_size=400, shard_tokens=50_000, workers=2))
-    assert one.hash == two.hash
-    assert one == two
+    bpe = {"tokenizer": "bpe", "vocab_size": 400, "shard_tokens": 50_000}
+    one, two = (prepare(config(texts, tmp_path / name, **bpe, workers=n)) for name, n in (("one", 1), ("two", 2)))
+    assert (one, one.hash) == (two, two.hash)
     for shard in one.splits["train"]:
         assert (tmp_path / "one" / shard.file).read_bytes() == (tmp_path / "two" / shard.file).read_bytes()
     elsewhere = texts.rename(tmp_path / "moved")
@@ -129,9 +128,8 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 1000)
     text = "".join(library[:40])
     (tmp_path / "one.txt").write_bytes(text.encode())
-    manifest = prepare(
-        config(tmp_path / "one.txt", tmp_path / "out", tokenizer="gpt2", val_fraction=0.1, shard_tokens=20_000)
-    )
+    changes = {"tokenizer": "gpt2", "val_fraction": 0.1, "shard_tokens": 20_000}
+    manifest = prepare(config(tmp_path / "one.txt", tmp_path / "out", **changes))
     total = manifest.tokens("train") + manifest.tokens("val")
     assert manifest.tokens("val") == round(0.1 * total)
     joined = np.concatenate([tokens_of(tmp_path / "out", "train"), tokens_of(tmp_path / "out", "val")])
@@ -143,7 +141,6 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
 
 @pytest.mark.usefixtures("helperless")
 def test_standard_library(tmp_path, capsys, monkeypatch):
-    """Of which 300 small files will do here."""
     files = {path: path.stat().st_size for path in find.library_files()}
     assert sum(files.values()) > 8e6
     assert suitable_vocab_size(sum(files.values())) == 8192
@@ -163,12 +160,10 @@ def test_standard_library(tmp_path, capsys, monkeypatch):
 def test_a_tokenizer_of_ones_own_is_copied(texts, tmp_path, monkeypatch):
     first = prepare(config(texts, tmp_path / "first", tokenizer="bpe", vocab_size=300))
     (tmp_path / "mine.json").write_bytes((tmp_path / "first" / "tokenizer.json").read_bytes())
-    second = prepare(config(texts, tmp_path / "second", tokenizer=str(tmp_path / "mine.json")))
-    assert second.hash == first.hash
     monkeypatch.chdir(tmp_path / "first")
-    third = prepare(config(texts, tmp_path / "third", tokenizer="tokenizer.json"))
-    assert third.hash == first.hash
-    assert (tmp_path / "third" / "tokenizer.json").exists()
+    for number, tokenizer in enumerate((str(tmp_path / "mine.json"), "tokenizer.json")):
+        assert prepare(config(texts, tmp_path / str(number), tokenizer=tokenizer)).hash == first.hash
+        assert (tmp_path / str(number) / "tokenizer.json").exists()
 
 
 def test_another_recipe_overwrites_nothing(texts, tmp_path):
@@ -193,14 +188,10 @@ def test_folders_of_others_are_left_alone(texts, tmp_path):
     expect_error(r"output = .*cannot be written", prepare, config(texts, tmp_path / "file"))
 
 
-def command(*arguments: object) -> list[str]:
-    return [*SCRIPT, *map(str, arguments)]
-
-
 @pytest.mark.slow
 def test_killed_and_run_again(tmp_path):
     source = f"{Path(os.__file__).parent}/*.py"
-    arguments = command("--source", source, "--tokenizer", "gpt2", "--shard_tokens", 20_000, "--workers", 2)
+    arguments = [*SCRIPT, "--source", source, *["--tokenizer", "gpt2", "--shard_tokens", "20000", "--workers", "2"]]
     output = tmp_path / "killed"
     process = subprocess.Popen([*arguments, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not list(output.glob("train_*.bin")):
@@ -221,15 +212,9 @@ def test_killed_and_run_again(tmp_path):
     assert not any(Path(f"/proc/{child}").exists() for child in children.split())  # none outlives its parent
 
 
-def printed_preparation(config: PrepareConfig) -> str:
-    with redirect_stdout(io.StringIO()) as printed:
-        prepare(config)
-    return printed.getvalue()
-
-
 def test_two_at_once(texts, tmp_path):
-    outputs = run_ranks(printed_preparation, 2, config(texts, tmp_path / "out"))
-    assert sorted("is already prepared" in output for output in outputs) == [False, True]
+    found = run_ranks(said, 2, prepare, config(texts, tmp_path / "out"))
+    assert sorted("is already prepared" in output for _, output, _ in found) == [False, True]
     verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
 
 
@@ -278,7 +263,6 @@ def test_what_others_put_into_the_folder_stays(tmp_path):
 
 
 def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
-    """The first takes its folder and its lock away; the second, and only one at a time, makes them anew."""
     folder, entered, inside = tmp_path / "new/out", [], threading.Semaphore(0)
 
     def fail(number: int) -> None:
@@ -303,7 +287,6 @@ def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
 
 
 def test_many_who_fail_at_once_leave_nothing(tmp_path):
-    """None keeps another from taking the folder away that it made, by a lock put into it in between."""
     folder, inside = tmp_path / "out", []
 
     def fail(_: int) -> None:
@@ -355,11 +338,9 @@ def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):
 
 
 def test_default_outputs():
-    for source, output in (
-        ("stdlib", "data/stdlib"), ("texts/shakespeare.txt", "data/shakespeare"), ("texts/**/*.txt", "data/texts"),
-        ("*.txt", "data/text"), ("hub:HuggingFaceFW/fineweb-edu", "data/fineweb-edu"),
-    ):  # fmt: skip
-        assert default_output(PrepareConfig(source=source)) == output
+    sources = ("stdlib", "texts/shakespeare.txt", "texts/**/*.txt", "*.txt", "hub:HuggingFaceFW/fineweb-edu")
+    outputs = [default_output(PrepareConfig(source=source)).removeprefix("data/") for source in sources]
+    assert outputs == ["stdlib", "shakespeare", "texts", "text", "fineweb-edu"]
     assert default_output(PrepareConfig(source="hub:a/b", subset="c")) == "data/b-c"
 
 
@@ -384,12 +365,8 @@ def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, dige
         (tmp_path / "texts" / f"{number:02d}.txt").write_bytes(text.encode())
     rows = [{"id": number, "text": f"row {number} " * number} for number in range(30)] + [{"id": 1, "text": None}]
     (tmp_path / "texts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (
-        prepare(
-            config(tmp_path / "texts", tmp_path / "out", documents=documents, tokenizer="gpt2", val_fraction=0.2)
-        ).hash
-        == digest
-    )
+    changes = {"documents": documents, "tokenizer": "gpt2", "val_fraction": 0.2}
+    assert prepare(config(tmp_path / "texts", tmp_path / "out", **changes)).hash == digest
 
 
 @pytest.mark.parametrize(("size", "ids"), [
@@ -402,7 +379,6 @@ def test_a_vocabulary_suits_the_size_of_the_text(size, ids):
 
 @pytest.mark.usefixtures("helperless")
 def test_without_a_vocab_size_the_text_decides_and_any_that_is_there_will_do(tmp_path, capsys):
-    """Those of older releases, which had another default, are found prepared as well."""
     (tmp_path / "text.txt").write_text("".join(f"word{number} of many\n" for number in range(4000)))
     asked = config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe")
     assert prepare(asked).vocab_size == suitable_vocab_size(os.path.getsize(tmp_path / "text.txt")) == 1024
@@ -420,9 +396,8 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
         (lambda: file.unlink(), "1 removed: below/001.txt"),
         (lambda: texts.rename(tmp_path / "elsewhere"), "there is no such file"),
     ):
-        monkeypatch.setattr(
-            prepare_module, "make_tokenizer", lambda *args, change=change: (make_tokenizer(*args), change())
-        )
+        changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731
+        monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
         expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="chars"))
         assert not (tmp_path / "out").exists()
 

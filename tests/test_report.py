@@ -59,11 +59,8 @@ def make_run(folder: Path, rows: list[dict], torn: str = "", seed: int = 7, lr: 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made and not drawn: `svg` is the text in them."""
-
-    def words(picture: Picture) -> str:
-        return escape(" ".join(text.get_text() for text in picture.figure.findobj(Text)))
-
-    monkeypatch.setattr(Picture, "svg", words)
+    words = lambda picture: " ".join(text.get_text() for text in picture.figure.findobj(Text))  # noqa: E731
+    monkeypatch.setattr(Picture, "svg", lambda picture: escape(words(picture)))
     monkeypatch.setattr(Picture, "png", lambda picture: b"png")
 
 
@@ -76,9 +73,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn_rows() -> list[dict]:
-    rows = metrics(30)
-    for i, row in enumerate(rows[1:], 1):
-        row["tokens_per_second"] = 100.0 * i
+    rows = [row | {"tokens_per_second": 100.0 * i} if i else row for i, row in enumerate(metrics(30))]
     rows[7] |= {"grad_norm": None}
     return rows
 
@@ -88,11 +83,7 @@ class Page(HTMLParser):
 
     def __init__(self, file: Path):
         super().__init__()
-        self.tables: list[dict[str, list[str]]] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.in_cell = False
+        self.tables, self.tags, self.links, self.text, self.in_cell = [], [], [], "", False
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -126,9 +117,7 @@ def test_the_best_evaluation_is_one_of_those_that_scored_as_many_tokens_as_the_l
 
 def points(file: Path) -> dict:
     """What the page's script reads."""
-    found = re.search(r'id="points">(.*?)</script>', file.read_text(encoding="utf-8"))
-    assert found
-    return json.loads(found[1])
+    return json.loads(re.findall(r'id="points">(.*?)</script>', file.read_text(encoding="utf-8"))[0])
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -141,27 +130,17 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
     assert write_report([run], run) == run / "report.html"
     summary, evaluation = Page(run / "report.html").tables
     assert {label: cell for label, (cell,) in summary.items() if label} == {
-        "state": "stopped: SIGTERM",
-        "steps": "300",
-        "tokens": f"{300 * BATCH:,}",
-        "skipped steps": "3",
+        "state": "stopped: SIGTERM", "steps": "300", "tokens": f"{300 * BATCH:,}", "skipped steps": "3",
         "last train loss": "3.2000 at step 300",
         "last validation loss": f"3.0000 at step 300 (perplexity {math.exp(3):.2f}, 1.2500 bits per byte)",
         "best validation loss": f"2.0000 at step 200 (perplexity {math.exp(2):.2f}, 1.2500 bits per byte)",
-        "tokens per second (median)": "256",
-        "MFU (median)": "25.0%",
-        "time in training steps": "10 min 0 s",
+        "tokens per second (median)": "256", "MFU (median)": "25.0%", "time in training steps": "10 min 0 s",
         "parameters (without positions)": f"{128 * 32 + 32:,}",
-        "n_layer / n_head / n_embd / block_size": "2 / 2 / 32 / 64",
-        "global batch (tokens)": "512",
-        "learning rate": "0.001",
-        "seed": "7",
-        "order digest": f"{30:064x}"[::-1][:12],
-    }
-    assert evaluation["validation loss (nats per token)"] == ["3.0000"]
-    assert evaluation["bits per token"] == [f"{3 / math.log(2):.4f}"]
-    assert evaluation["bits per byte"] == ["1.2500"]
-    assert evaluation["tokens scored"] == ["999"]
+        "n_layer / n_head / n_embd / block_size": "2 / 2 / 32 / 64", "global batch (tokens)": "512",
+        "learning rate": "0.001", "seed": "7", "order digest": f"{30:064x}"[::-1][:12],
+    }  # fmt: skip
+    wanted = {"validation loss (nats per token)": ["3.0000"], "bits per token": [f"{3 / math.log(2):.4f}"]}
+    assert evaluation.items() >= {**wanted, "bits per byte": ["1.2500"], "tokens scored": ["999"]}.items()
     assert "the last sample" in Page(run / "report.html").text
     assert "Not in this report" not in Page(run / "report.html").text
     assert (run / "report.png").read_bytes() == b"png"
@@ -195,9 +174,8 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
     assert page.tags.count("script") == 2  # ours: the values and what shows them
     assert "b" not in page.tags
     assert points(tmp_path / "report.html")["runs"][0]["name"] == run.name
-    assert (
-        "a\\u003cb>&$x$" in (tmp_path / "report.html").read_text()
-    )  # `<!--<script>` would hide the end of the element
+    # `<!--<script>` would hide the end of the element
+    assert "a\\u003cb>&$x$" in (tmp_path / "report.html").read_text()
     assert page.text.count(HOSTILE) == 6  # reason, learning rate and seed, both again as differences, sample
     assert page.tables[0][""] == ["a<b>&$x$ $\\foo$", "other"]
 
@@ -232,9 +210,7 @@ def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
     rows = metrics(30)
     rows[12] |= {"loss": bad, "grad_norm": bad}
     rows[30] |= {"loss": bad, "val_loss": bad}
-    for row in rows:
-        row["mfu"] = None
-    run = make_run(tmp_path / "run", rows)
+    run = make_run(tmp_path / "run", [row | {"mfu": None} for row in rows])
     page = Page(write_report([run], run))
     assert page.tables[0]["last train loss"] == ["not finite at step 300"]
     assert page.tables[0]["best validation loss"][0].startswith("2.0000 at step 200")
@@ -253,13 +229,11 @@ def test_runs_that_have_just_begun(tmp_path: Path, n_rows: int) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_rows_of_another_trainer(tmp_path: Path) -> None:
-    rows = [{"step": i, "loss": 1.0 - i / 10} for i in range(11)]  # ends at 0: no logarithm
-    page = Page(write_report([make_run(tmp_path / "run", rows)], tmp_path))
-    assert page.tables[0]["last train loss"] == ["0.0000 at step 10"]
+    run = make_run(tmp_path / "run", [{"step": i, "loss": 1.0 - i / 10} for i in range(11)])  # ends at 0: no logarithm
+    assert Page(write_report([run], tmp_path)).tables[0]["last train loss"] == ["0.0000 at step 10"]
 
 
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:
-    """Twenty thousand rows of noise, along one axis."""
     rows = metrics(20_000, every=1)
     noise = np.random.default_rng(0).lognormal(size=(20_000, 3)).tolist()
     for row, values in zip(rows[1:], noise, strict=True):
@@ -310,8 +284,7 @@ def test_a_small_job_counts_samples(tmp_path: Path) -> None:
     rows[-1] |= {"val_loss": 0.5, "val_accuracy": 0.75, "val_samples": 31}
     (job / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(write_report([job], job))
-    assert page.tables[0]["samples"] == ["36"]
-    assert page.tables[0]["samples per second (median)"] == ["500"]
+    assert page.tables[0].items() >= {"samples": ["36"], "samples per second (median)": ["500"]}.items()
     assert page.tables[1]["validation accuracy"] == ["0.7500"]
     assert "perplexity" not in page.text
     assert "Throughput (samples per second)" in page.text
@@ -320,7 +293,6 @@ def test_a_small_job_counts_samples(tmp_path: Path) -> None:
 
 
 def test_runs_that_coincide_are_all_visible(tmp_path: Path) -> None:
-    """Seven equal schedules, one of them longer, one shorter: each has its share of what is seen of the curve."""
     lengths = [30, 60, 30, 30, 10, 30, 30]
     picture = draw(read_runs([make_run(tmp_path / f"run{i}", metrics(n)) for i, n in enumerate(lengths)]), "steps")
     left, top, right, bottom = [round(edge * 130 / 72) for edge in list(picture.panels().values())[1]]
@@ -356,7 +328,6 @@ def test_values_under_the_pointer(drawn: Path) -> None:
 
 
 def test_loss_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
-    """Where rows have it; not in the place of a loss that is not finite."""
     rows = metrics(4)
     rows[2] |= {"loss_mean": 5.5}
     rows[3] |= {"loss_mean": 5.0, "loss": None}
@@ -407,7 +378,6 @@ def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
 
 
 def test_events_are_no_rows(tmp_path: Path) -> None:
-    """What happened is marked below the loss; a branch's time is its own."""
     rows = [row for row in metrics(30) if row["step"] > 200]
     rows.insert(0, {"event": "branch", "step": 200, "of": "runs/x"})
     rows.insert(4, {"event": "start", "step": 230})

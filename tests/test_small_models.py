@@ -10,10 +10,6 @@ from gpt2_ddp.tasks.jobs import image_model
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
 
 
-def count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def transformer() -> TransformerLM:
     torch.manual_seed(0)
     return TransformerLM(vocab_size=100, n_layer=2, n_head=4, n_embd=12, d_ff=24, dropout=0.0, max_length=10)
@@ -28,12 +24,12 @@ def transformer() -> TransformerLM:
 def test_shapes_and_sizes(model, inputs, outputs, parameters):
     built = model()
     assert built(torch.randn(inputs)).shape == outputs
-    assert count(built) == parameters
+    assert sum(parameter.numel() for parameter in built.parameters()) == parameters
 
 
 def test_the_mlp_of_the_clusters_has_fifty_million_parameters():
     with torch.device("meta"):
-        assert count(MLP(10, (10_000, 5_000), 2)) == 50_125_002
+        assert sum(parameter.numel() for parameter in MLP(10, (10_000, 5_000), 2).parameters()) == 50_125_002
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -60,8 +56,7 @@ def test_a_shorter_sequence_is_a_prefix():
 def test_post_layernorm_relu_blocks():
     block = transformer().blocks[0]
     assert isinstance(block, nn.TransformerEncoderLayer)
-    assert not block.norm_first
-    assert block.activation is nn.functional.relu
+    assert (block.norm_first, block.activation) == (False, nn.functional.relu)
 
 
 def test_sinusoids_are_those_of_the_paper():

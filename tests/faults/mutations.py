@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +113,6 @@ def put_something_else(file: Path, rng: random.Random) -> None:
     """What is no file, or has no end, stands where the file stood."""
     file.unlink()
     kind = rng.randrange(6)
-    if kind == 0:
-        file.mkdir()
-    elif kind == 1:
-        os.mkfifo(file)
-    elif kind == 2:
-        file.symlink_to(file)
-    elif kind == 3:
-        file.symlink_to("/dev/zero")
-    elif kind == 4:
-        file.touch()
+    links = partial(file.symlink_to, file), partial(file.symlink_to, "/dev/zero")
+    makers = (file.mkdir, partial(os.mkfifo, file), *links, file.touch, lambda: None)  # the last leaves nothing there
+    makers[kind]()
