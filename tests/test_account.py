@@ -14,7 +14,6 @@ def config(source: Path, output: Path, **changes: object) -> PrepareConfig:
 
 
 def account_of(printed: str, folder: Path) -> list[str]:
-    """The lines of the account, with names instead of paths."""
     lines = printed.replace(f"{folder}/", "").splitlines()
     return [" ".join(line.split()) for line in lines if line.startswith("  ")]
 

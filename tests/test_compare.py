@@ -31,9 +31,6 @@ def tiny(kind: str, corpus: Path, folder: Path):
     return job_config(kind, folder, {"train.mixed_precision": "no"})
 
 
-# One run
-
-
 @pytest.mark.parametrize("kind", ["mlp", "gpt2"])
 def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
     config = tiny(kind, corpus, tmp_path / "runs")
@@ -111,13 +108,9 @@ def peaks_around_an_allocation() -> tuple[int, int]:
     return before, peak_memory(device)
 
 
-# Communication
-
-
 @pytest.mark.timed
 @pytest.mark.slow
 def test_share_of_a_known_communication(tmp_path):
-    """An all-reduce that takes 40 ms more, and steps that take 0.1 s more on one rank, which the other waits for."""
     # whole steps of 24: a short one takes as long, and samples are counted
     config = job_config("mlp", tmp_path, {"train.mixed_precision": "no", "data.points": 96})
     shares = run_ranks(share_with, 2, config.model_copy(update={"run_name": "hook"}), 0.04, 0)
@@ -151,9 +144,6 @@ def share_with(config, all_reduce: float, last_rank: float) -> float | None:
     run.model.register_comm_hook(None, hook)
     share = communication_share(run, 2)
     return share and share.share
-
-
-# The table
 
 
 def runs(*seconds: float, communication: Share | None = None) -> list[Reading]:
@@ -206,9 +196,6 @@ def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
     assert row(Share(0.0, 0.01), Share(0.1, 0.01), Share(0.2, 0.01)).communication == pytest.approx((0.1, 0.1))
     assert row(Share(-0.02, 0.12)).cells()[7] == "below the noise of ± 12.0%"
     assert row(Share(-0.02, 0.12)).cells()[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
-
-
-# How long, and what is kept
 
 
 @pytest.fixture
@@ -276,9 +263,6 @@ def test_data_path_goes_to_the_one_job_that_reads_data(tmp_path):
     for jobs, readers in ((("regression",), "none"), ((images, "gpt2"), "cifar100_lenet, gpt2_30m")):
         with pytest.raises(UserError, match=f"data_path = x: is for one job .* {readers}"):
             read_jobs(CompareConfig(jobs=jobs, data_path="x"), CPU, tmp_path)
-
-
-# What cannot be measured, and what is wrong
 
 
 def test_ways_say_why_they_are_missing(monkeypatch):
@@ -358,8 +342,7 @@ def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     single, _, ddp = rows
     assert single["difference_norm"] == 0, "a repeat is bitwise the same"
     assert ddp["difference_norm"] < 1e-4
-    assert -1 < ddp["communication"] < 1
-    assert ddp["threads"] == 1
+    assert (-1 < ddp["communication"] < 1, ddp["threads"]) == (True, 1)
     order = [line.split()[:2] for line in found.err.splitlines() if line.startswith("tiny ")]
     assert order == [["tiny", "single"], ["tiny", "DDP-2"]] * 2
 

@@ -53,9 +53,6 @@ def write(tmp_path):
     return write_yaml
 
 
-# Presets
-
-
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda file: file.stem)
 def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     config = load(TrainingConfig, ["--config", str(preset)])
@@ -114,7 +111,6 @@ def test_a_run_of_text_that_was_begun_with_the_toys_configuration_keeps_it(tmp_p
 
 
 def test_a_default_run_that_an_older_release_began_goes_on_as_it_began(tmp_path, monkeypatch, capsys):
-    """What may not change in a run stays; steps are the file's, as long as nothing else differs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/stdlib").mkdir(parents=True)
     begin = lambda *flags: load(TrainingConfig, ["--config", BUILT_IN, *flags])  # noqa: E731
@@ -158,9 +154,6 @@ def test_a_run_folder_with_a_strange_configuration_counts_as_new(tmp_path, monke
     for text in ("", "model: 3", "optim: [1]", "model: {n_layer: [4]}"):
         (tmp_path / "runs" / "mine" / "config.yaml").write_text(text)
         assert training_default({"data.path": "data/mine", "run_name": "mine"})[0] == OWN_TEXT
-
-
-# Precedence
 
 
 def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write):
@@ -226,9 +219,6 @@ def test_lists_on_the_command_line():
     assert load(ClassifierConfig, ["--model.hidden", "[30, 20]"]).model.hidden == (30, 20)
 
 
-# Saved configurations
-
-
 def test_whether_hashes_are_verified_was_yes_or_no_once(write):
     words = {"true": "changed", "false": "never", "yes": "changed", "off": "never", "0": "never", "always": "always"}
     for before, now in words.items():
@@ -257,9 +247,6 @@ def test_complete_leaves_out_and_lists_what_is_there_no_more():
 def test_complete_checks_no_values():
     values, gone = complete(TrainingConfig, {"optim": {"lr": -1, "betas": "x"}, "model": {"n_embd": 100}})
     assert (values["optim"]["lr"], values["optim"]["betas"], values["model"]["n_embd"], gone) == (-1, "x", 100, [])
-
-
-# Mistakes
 
 
 def test_all_mistakes_at_once(write):
@@ -399,9 +386,6 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "cannot be read" in mistakes("--config=--")[0]  # [] in argparse before Python 3.13
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
     assert "not a text file" in mistakes("--config", str(tmp_path / "binary.yaml"))[0]
-
-
-# Commands
 
 
 @pytest.mark.parametrize("command", [TrainingConfig, PrepareConfig, EvaluateConfig, GenerateConfig])

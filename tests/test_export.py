@@ -67,6 +67,11 @@ def exported(checkpoint: Path, output: Path, *flags: str) -> int:
     return export_hf(load(ExportConfig, [str(checkpoint), "--output", str(output), *flags]))
 
 
+def expect_rejected(checkpoint: Path, message: str) -> None:
+    with pytest.raises(check.Rejected, match=message):
+        export.export(find_checkpoint(checkpoint), checkpoint.with_name("made"))
+
+
 def tokenizers(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path | None]:
     if name == "bpe":
         return load_tokenizer(str(corpus)), corpus / "tokenizer.json"
@@ -127,7 +132,6 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
 
 
 def test_a_checkpoint_of_the_first_release(tmp_path, little_text, monkeypatch):
-    """And of a run: its curve is drawn. What is relative is relative to the project."""
     monkeypatch.chdir(GOLDEN.parent.parent)
     assert exported(GOLDEN / "gpt2_run", tmp_path / "made") == 0
     card = (tmp_path / "made" / "README.md").read_text()
@@ -156,19 +160,16 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callabl
     return edit
 
 
-def flip_lowest_bit(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["transformer.h.1.mlp.c_fc.weight"].view(torch.int32)[3, 5] ^= 1
-
-
 def swap_merges(definition: dict[str, Any]) -> None:
     """Two merges that compete for the same letters, in the other order."""
     merges = definition["model"]["merges"]
     merges[0], merges[5] = merges[5], merges[0]
 
 
-PROJECTION = "transformer.h.0.attn.c_proj.weight"
+PROJECTION, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
-    "a bit of a weight": (edit_weights(flip_lowest_bit), "h.1.mlp.c_fc.weight is not the checkpoint's"),
+    "a bit of a weight": (edit_weights(lambda tensors: tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)),
+     "h.1.mlp.c_fc.weight is not the checkpoint's"),
     "a square matrix transposed": (edit_weights(lambda tensors: tensors[PROJECTION].t_()), "c_proj.weight is not the"),
     "a tensor too few": (edit_weights(lambda tensors: tensors.pop("transformer.h.1.ln_1.weight")), "missing_keys"),
     "a tensor too many": (edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
@@ -211,8 +212,7 @@ def test_a_mapping_that_is_wrong_both_ways_is_rejected(wrong, checkpoint, tmp_pa
     export_right = export.to_transformers
     monkeypatch.setattr(export, "to_transformers", to_theirs)
     monkeypatch.setattr(check, "from_transformers", lambda tensors, state: state)
-    with pytest.raises(check.Rejected, match="logits differ"):
-        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+    expect_rejected(checkpoint, "logits differ")
 
 
 def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
@@ -222,8 +222,7 @@ def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, mo
         return model, tokenizer
 
     monkeypatch.setattr(export, "load_model", load_broken)
-    with pytest.raises(check.Rejected, match="own logits are not finite"):
-        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+    expect_rejected(checkpoint, "own logits are not finite")
 
 
 def test_greedy_tokens_that_differ_are_rejected(checkpoint, tmp_path, little_text, monkeypatch):
@@ -237,8 +236,7 @@ def test_greedy_tokens_that_differ_are_rejected(checkpoint, tmp_path, little_tex
         return written
 
     monkeypatch.setattr(GPT2LMHeadModel, "generate", generate_another)
-    with pytest.raises(check.Rejected, match="greedy tokens differ"):
-        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+    expect_rejected(checkpoint, "greedy tokens differ")
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_checked(checkpoint, tmp_path, little_text, monkeypatch):
@@ -297,7 +295,6 @@ def test_the_newest_checkpoint_is_the_default_and_names_the_folder(tmp_path, lit
 
 
 def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
-    """Its merges are found from its ranks: GPT-2's are those of the original table; another pattern is kept."""
     import tiktoken
     import tokenizers
 

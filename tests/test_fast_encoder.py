@@ -1,5 +1,4 @@
-"""gigatoken in tiktoken's place: equal ids, and what happens when they are not. A stand-in plays it where it is not
-installed."""
+"""gigatoken in tiktoken's place: equal ids, and what happens when they differ. A stand-in replaces it if absent."""
 
 import json
 import random
@@ -134,7 +133,6 @@ def test_a_sample_is_of_the_middle_of_what_is_encoded():
 
 @pytest.mark.parametrize("size", [100, 40 * SAMPLE])
 def test_the_ids_themselves_are_looked_at(size):
-    """Those of the whole text, which are stored: some encoders go wrong in long ones alone."""
     tokenizer = load_tokenizer("gpt2")
     fast, text = FastEncoder(tokenizer, StandIn(tokenizer)), "".join(f"{number} words, " for number in range(size // 9))
     ids = fast.encode(text)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import expect_error
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.data.vocabulary import train_bpe
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.generate import BATCH_ROWS, TextStream, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT, KVCache
 from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
@@ -208,7 +208,6 @@ def test_samples_follow_the_models_distribution():
 
 
 def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch):
-    """The prompt at once, then one token at a time: what the cache is for."""
     model, lengths = tiny(), []
     decode = model.decode
     monkeypatch.setattr(model, "decode", lambda tokens, *rest: lengths.append(tokens.size(1)) or decode(tokens, *rest))
@@ -309,16 +308,13 @@ def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
     generate_text(config.model_copy(update={"prompts": ("def main", "  return")}))
     assert capsys.readouterr().out == from_file
     monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
-    with pytest.raises(UserError, match="prompts_file = -: is empty"):
-        generate_text(config.model_copy(update={"prompts_file": "-"}))
+    expect_error("prompts_file = -: is empty", generate_text, config.model_copy(update={"prompts_file": "-"}))
     for content, said in ((b"\n\r\n", "is empty"), (b"caf\xe9", "is not UTF-8"), (None, "cannot be read")):
         file.unlink() if content is None else file.write_bytes(content)
-        with pytest.raises(UserError, match=f"prompts_file = .*{said}"):
-            generate_text(config.model_copy(update={"prompts_file": str(file)}))
+        expect_error(f"prompts_file = .*{said}", generate_text, config.model_copy(update={"prompts_file": str(file)}))
 
 
 def test_prompts_are_typed(checkpoint, monkeypatch, capsys):
-    """At a terminal each line is continued at once; through a pipe all of them together."""
     config = GenerateConfig(checkpoint=str(checkpoint), prompts_file="-", max_new_tokens=6, device="cpu")
     monkeypatch.setattr(sys, "stdin", io.StringIO("def main\nreturn\n"))
     generate_text(config)

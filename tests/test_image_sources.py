@@ -40,9 +40,6 @@ def counts(samples: Samples) -> list[int]:
     return torch.bincount(samples.targets, minlength=len(WORDS)).tolist()
 
 
-# Splits
-
-
 @pytest.mark.parametrize("test", ["test", "val", "validation", "Test"])
 def test_classes_that_are_called_like_splits(tmp_path, test, capsys):
     trained = {name: 3 + number for number, name in enumerate(WORDS)}
@@ -151,9 +148,6 @@ def test_parquet_files_say_their_split_first(names, splits):
 def test_parquet_files_whose_names_say_something_else():
     with pytest.raises(UserError, match="parquet files testing, training, none of which is a split's"):
         split_files("/data", [Path("/data/training.parquet"), Path("/data/testing.parquet")])
-
-
-# Sources
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +305,6 @@ def test_parquet_files_that_go_are_named(tmp_path):
 
 
 def test_spare_classes_have_names_of_their_own(tmp_path):
-    """CIFAR-10 has ten classes, also where a folder lacks some: as the first releases numbered them."""
     images, _ = pictures(3)
     for split in ("train", "test"):
         for name, image in zip("567", images, strict=True):
@@ -328,9 +321,6 @@ def test_one_list_of_classes_for_all_splits(tmp_path):
     found = read(tmp_path)
     assert (found.classes, found.train.targets.tolist()) == (["a", "b", "c"], [1, 1, 2, 2])
     assert found.test.targets.tolist() == [0, 0, 2]
-
-
-# Pixels
 
 
 def one_image(folder: Path, image: Image.Image, suffix: str = "png", **options) -> Path:
@@ -421,7 +411,6 @@ def test_what_may_not_be_read_is_named(tmp_path, place, mode, message):
 
 
 def test_scaled_to_one_size(tmp_path):
-    """The centred square: red bars left and right of it are cut off."""
     image = Image.new("RGB", (20, 10), "red")
     image.paste("blue", (5, 0, 15, 10))
     folder = one_image(tmp_path, image)
@@ -430,9 +419,6 @@ def test_scaled_to_one_size(tmp_path):
     assert found.train.inputs[0].flatten(1).unique(dim=1).flatten().tolist() == [0, 0, 255]
     with Image.open(folder / "test/b/0.png") as other:
         assert np.array_equal(read(folder, image_size=8).test.inputs[1].permute(1, 2, 0), np.asarray(other))
-
-
-# Decoded when read
 
 
 @pytest.mark.parametrize("kind", ["folders", "parquet"])
@@ -464,9 +450,6 @@ def test_training_on_what_does_not_fit_is_the_same(tmp_path):
     run_ranks(run_small_job, 1, job_config("lenet", tmp_path / "changed", own | {"train.epochs": 1}))
     run_ranks(run_small_job, 1, job_config("lenet", tmp_path / "changed", stored))
     assert same(weights(tmp_path / "kept/run"), weights(tmp_path / "changed/run"))
-
-
-# Runs
 
 
 def test_a_run_keeps_its_classes(tmp_path):

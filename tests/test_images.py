@@ -62,28 +62,21 @@ def write_others(split: str, names: tuple[str, str] = ("img", "fine_label"), **c
 
 
 LABELS = pictures(11, seed=2)[1]
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "column": write_others("test", ("img", "coarse")),
-    "label": write_others("test", labels=np.where(LABELS == 3, 100, LABELS)),
-    "shape": write_others("test", images=pictures(11, seed=2, size=28)[0]),
-    "grey": write_others("test", images=pictures(11, seed=2)[0][..., 0]),
-    "split": lambda folder: (folder / "train-00000-of-00001.parquet").unlink(),
-    "torn": lambda folder: os.truncate(folder / "test-00000-of-00001.parquet", 5000),
-    "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
-    "absent": shutil.rmtree,
-}
+TRAIN, TEST = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ("column", r"split test has no column fine_label or label, but img, coarse"),
-    ("label", r"split test, row 3: has the label 100; labels are 0 to 99"),
-    ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
-    ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
-    ("split", r"has no split train, but test"), ("torn", r"cannot be read"), ("empty", r"has no images in it"),
-    ("absent", r"there is no such folder"),
-])  # fmt: skip
-def test_wrong_data_is_named(good, tmp_path, how, message):
-    DAMAGE[how](shutil.copytree(good, tmp_path / "data"))
+@pytest.mark.parametrize(("damage", "message"), [
+    (write_others("test", ("img", "coarse")), r"split test has no column fine_label or label, but img, coarse"),
+    (write_others("test", labels=np.where(LABELS == 3, 100, LABELS)), "row 3: has the label 100; labels are 0 to 99"),
+    (write_others("test", images=pictures(11, seed=2, size=28)[0]), "28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
+    (write_others("test", images=pictures(11, seed=2)[0][..., 0]), "split test, row 0: is an image of 32 x 32 uint8"),
+    (lambda folder: (folder / TRAIN).unlink(), "has no split train, but test"),
+    (lambda folder: os.truncate(folder / TEST, 5000), "cannot be read"),
+    (lambda folder: [file.unlink() for file in folder.iterdir()], "has no images in it"),
+    (shutil.rmtree, "there is no such folder"),
+], ids=range(8))  # fmt: skip
+def test_wrong_data_is_named(good, tmp_path, damage, message):
+    damage(shutil.copytree(good, tmp_path / "data"))
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path / "data")
     assert str(error.value).startswith("data.")
@@ -91,8 +84,7 @@ def test_wrong_data_is_named(good, tmp_path, how, message):
 
 def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"download the parquet files .* --data.path"):
-        read_images(ClassifierDataConfig(name="cifar100"))
+    expect_error(r"download the parquet files .* --data.path", read_images, ClassifierDataConfig(name="cifar100"))
 
 
 LENET = {"model": {"name": "lenet"}}

@@ -139,8 +139,7 @@ def test_a_folder_that_another_trainer_holds(corpus, tmp_path):
 
 
 def peak_of_a_run(arguments: list[str], script: str) -> tuple[int, float, str]:
-    """Exit code, the most memory of the process, which is fresh, and what it printed. Not `ru_maxrss`: a child's begins
-    with what its parent had."""
+    """Exit code, a fresh process's most memory (`ru_maxrss` would begin with its parent's), and what it printed."""
     command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     most = 0
@@ -198,7 +197,6 @@ def test_memory_by_part():
 
 
 def test_a_checkpoint_behind_the_training_takes_its_copy():
-    """12 bytes a parameter: of the process on a CPU, of the host beside a GPU; without it, the largest tensor there."""
     parameters = setting().parameters
     for kind in ("cpu", "cuda"):
         behind, still = (estimate(setting(kind=kind, background=it)) for it in (True, False))
@@ -217,7 +215,6 @@ def test_muon_keeps_one_moment_of_the_blocks_matrices():
 
 
 def test_what_training_saves_is_what_autograd_saves():
-    """Bytes per token and channel of a block, as autograd counts them: with and without dropout, in fp32 and bf16."""
     import torch
 
     from gpt2_ddp.model.gpt import GPT

@@ -51,7 +51,6 @@ def library() -> list[str]:
 
 @pytest.fixture
 def texts(tmp_path, library) -> Path:
-    """A folder of 300 documents, most of them short."""
     folder = tmp_path / "texts"
     (folder / "below").mkdir(parents=True)
     for number, text in enumerate(library):
@@ -281,8 +280,7 @@ def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
         others = [pool.submit(fail, number) for number in (1, 2, 3)]
         for future in (first, *others):
             future.result(timeout=60)
-    assert entered[0] == 0
-    assert sorted(entered) == [0, 1, 2, 3]
+    assert (entered[0], sorted(entered)) == (0, [0, 1, 2, 3])
     assert list((tmp_path / "new").glob("*")) == []  # the parent stays where another came between the two
 
 
@@ -315,14 +313,14 @@ def test_a_bpe_of_little_text_says_its_size(tmp_path, capsys):
     "text", ["床前明月光，疑是地上霜。" * 200, "🙂👩\u200d👧🏳️❤️🇨🇭" * 200, "a\r\nb\u2028 <|endoftext|>"]
 )
 def test_bytes_and_characters_of_any_text(tmp_path, tokenizer, text):
+    (tmp_path / "texts").mkdir()
     for number in range(3):
-        (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / f"texts/{number}.txt").write_bytes(text[number:].encode())
     manifest = prepare(config(tmp_path / "texts", tmp_path / "out", tokenizer=tokenizer, val_fraction=0))
     assert documents_of(tmp_path / "out", "train") == [text, text[1:], text[2:]]
     assert manifest.vocab_size == (257 if tokenizer == "bytes" else len({*text}) + 1)
-    with pytest.raises(UserError, match="tokenizer chars" if tokenizer == "chars" else "tokenizer bytes"):
-        prepare(config(tmp_path / "texts", tmp_path / "out", tokenizer="gpt2", val_fraction=0))
+    other = config(tmp_path / "texts", tmp_path / "out", tokenizer="gpt2", val_fraction=0)
+    expect_error(f"tokenizer {tokenizer}", prepare, other)
 
 
 def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):

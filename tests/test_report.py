@@ -21,7 +21,6 @@ from safetensors.numpy import save_file
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports import page as page_module
 from gpt2_ddp.reports.figure import Picture, draw, share_tokens
 from gpt2_ddp.reports.lines import COLORS, MAX_POINTS, short_names, thin
@@ -182,8 +181,8 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_several_runs_and_what_differs(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / place / "run", metrics(20), seed=seed, lr=lr) for place, seed, lr in
-            [("a", 1, 1e-3), ("b", 1, 3e-4), ("c", 2, 1e-3)]]  # fmt: skip
+    changes = {"a": (1, 1e-3), "b": (1, 3e-4), "c": (2, 1e-3)}
+    runs = [make_run(tmp_path / name / "run", metrics(20), "", *change) for name, change in changes.items()]
     page = Page(write_report([*runs, runs[0]], tmp_path))
     summary, differences, _ = page.tables
     assert summary[""] == ["a/run", "b/run", "c/run"]
@@ -198,8 +197,7 @@ def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
     (run / "status.json").unlink()
     (run / "samples.jsonl").unlink()
     page = Page(write_report([run], run))
-    assert page.tables[0]["steps"] == ["30"]
-    assert page.tables[0]["state"] == page.tables[0]["seed"] == ["–"]
+    assert page.tables[0].items() >= {"steps": ["30"], "state": ["–"], "seed": ["–"]}.items()
     for note in ("metrics.jsonl: 1 unreadable line left out", "config.yaml: unreadable", "status.json: missing"):
         assert f"run: {note}" in page.text
 
@@ -212,9 +210,8 @@ def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
     rows[30] |= {"loss": bad, "val_loss": bad}
     run = make_run(tmp_path / "run", [row | {"mfu": None} for row in rows])
     page = Page(write_report([run], run))
-    assert page.tables[0]["last train loss"] == ["not finite at step 300"]
+    assert page.tables[0].items() >= {"last train loss": ["not finite at step 300"], "MFU (median)": ["–"]}.items()
     assert page.tables[0]["best validation loss"][0].startswith("2.0000 at step 200")
-    assert page.tables[0]["MFU (median)"] == ["–"]
     assert "not a finite number" in page.text  # crosses in the figure, with their key
     assert "MFU " not in page.text.replace("MFU (median)", "")
 
@@ -263,10 +260,9 @@ def test_same_metrics_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = make_run(tmp_path / "runs" / "good", metrics(3))
-    with pytest.raises(UserError, match=r"runs = .*/nothing: there is no such folder; .*like .*/runs/good"):
-        write_report([run.parent / "nothing"], tmp_path)
-    with pytest.raises(UserError, match=r"runs = .*/runs: holds no metrics.jsonl; .*like .*/runs/good"):
-        write_report([run, run.parent], tmp_path)
+    like = "; .*like .*/runs/good"
+    expect_error(rf"runs = .*/nothing: there is no such folder{like}", write_report, [run.parent / "nothing"], tmp_path)
+    expect_error(rf"runs = .*/runs: holds no metrics.jsonl{like}", write_report, [run, run.parent], tmp_path)
     expect_error("name at least one", report, ReportConfig(runs=()))
     expect_error(r"output = .*/metrics.jsonl: cannot be written", write_report, [run], run / "metrics.jsonl")
     torn = make_run(tmp_path / "torn", [], torn='{"step": 0')
@@ -278,7 +274,6 @@ def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_small_job_counts_samples(tmp_path: Path) -> None:
-    """Its loss is no cross-entropy per token, so no perplexity is made of it; beside a GPT, each has its own rows."""
     job = make_run(tmp_path / "job", [])
     rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
     rows[-1] |= {"val_loss": 0.5, "val_accuracy": 0.75, "val_samples": 31}
@@ -338,7 +333,6 @@ def test_loss_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_differ(tmp_path: Path) -> None:
-    """Losses per token cannot be compared then: validation in bits per byte, no training loss, and it is said."""
     runs = [make_run(tmp_path / name, metrics(10)) for name in "ab"]
     states = [run / "checkpoints" / "step-00000100" / "state.json" for run in runs]
     for state, sha in zip(states, ("1" * 64, "2" * 64), strict=True):

@@ -34,7 +34,6 @@ def test_the_mlp_of_the_clusters_has_fifty_million_parameters():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_position_sees_nothing_after_itself(training):
-    """And everything before: with the mask upside down, both halves of this test fail."""
     model = transformer().train(training)
     tokens = torch.randint(100, (3, 10), generator=torch.Generator().manual_seed(1))
     logits = model(tokens)

@@ -37,9 +37,6 @@ def cifar(tmp_path_factory) -> str:
     return str(write_cifar(tmp_path_factory.mktemp("data") / "cifar", 130, 37))
 
 
-# The loop
-
-
 def by_hand(config) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples."""
     generator = torch.Generator().manual_seed(config.seed)
@@ -62,7 +59,6 @@ def by_hand(config) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
 
 
 def assert_by_hand(folder: Path, config) -> list[float]:
-    """The run's weights are those of a plain loop, whose losses are returned."""
     weight, bias, losses = by_hand(config)
     found = weights(folder / "run")
     assert torch.allclose(found["linear.weight"], weight, atol=1e-6)
@@ -72,7 +68,6 @@ def assert_by_hand(folder: Path, config) -> list[float]:
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 5), (3, 2)])
 def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
-    """97 points in batches of 12: the last step has one sample, so most ranks have none."""
     config = job_config("regression", tmp_path, {"data.points": 97, "train.micro_batch_size": micro})
     results = run_ranks(train, world, config)
     losses = assert_by_hand(tmp_path, config)
@@ -84,9 +79,6 @@ def test_equal_to_a_hand_written_loop(tmp_path, world, micro):
     last = sum(loss * size for loss, size in zip(losses[-9:], sizes, strict=True)) / 97
     assert results[0].metrics["train_loss"] == pytest.approx(last, rel=1e-5)
     assert all(result.metrics == results[0].metrics for result in results)
-
-
-# Schedules
 
 
 def test_rates_by_epochs(tmp_path):
@@ -148,8 +140,7 @@ def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
 
 
 def resnet18_by_hand(config, images: np.ndarray, labels: np.ndarray) -> list[float]:
-    """The losses of its steps in plain PyTorch; a rank's work, as sums are in an order of their own for each number of
-    threads."""
+    """The losses of its steps in plain PyTorch; a rank's work, as the number of threads decides the order of sums."""
     optim, size, epochs = config.optim, config.train.global_batch_size, config.train.epochs
     torch.manual_seed(config.seed)
     model = ResNet18(10)
@@ -184,9 +175,6 @@ def test_resnet18_trains_as_in_plain_pytorch(tmp_path):
     [losses] = run_ranks(resnet18_by_hand, 1, config, images, labels)
     assert len(losses) == 50
     assert [row["loss"] for row in rows(tmp_path / "run")[1:]] == pytest.approx(losses, rel=1e-5, abs=1e-5)
-
-
-# Scores
 
 
 SETS = ((1, 4), (2, 1), (5, 4), (7, 2), (37, 8), (48, 8))
@@ -250,9 +238,6 @@ def test_accuracy_is_that_of_a_plain_computation_on_any_number_of_processes(cifa
         assert {name: scores[name] for name in expected} == expected
 
 
-# Stops and resumes
-
-
 @pytest.mark.parametrize("kind", ["transformer", pytest.param("lenet", marks=pytest.mark.slow)])
 def test_killed_and_restarted_is_bitwise_equal(tmp_path, cifar, kind):
     changes = {"train.epochs": 2, **({"data.path": cifar} if kind == "lenet" else {})}
@@ -276,15 +261,13 @@ def assert_same_rows(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path):
-    """ResNet-18 on two processes, whose BatchNorm statistics are in the checkpoint; the loss of the epoch goes on."""
     cifar = write_cifar(tmp_path / "cifar", 56, 10)
     changes = {"data.path": str(cifar), "data.image_size": 8, "train.epochs": 1}
     run_ranks(train, 2, job_config("resnet18", tmp_path / "whole", changes))
     parts = job_config("resnet18", tmp_path / "parts", changes)
     assert run_ranks(signalled_job, 2, parts, 3, signal.SIGTERM) == ["stopped"] * 2
     status = json.loads((tmp_path / "parts/run/status.json").read_text())
-    assert status["state"] == "stopped"
-    assert 3 <= status["step"] <= 4
+    assert (status["state"], status["step"] in (3, 4)) == ("stopped", True)
     run_ranks(train, 2, parts)
     found = weights(tmp_path / "parts/run")
     assert found["bn1.num_batches_tracked"] == 9  # micro-batches of 5 steps, of which the last is short
@@ -308,7 +291,6 @@ def test_a_finished_run_says_so_and_more_epochs_go_on(trained_job, tmp_path):
 
 @pytest.mark.slow
 def test_checkpoints_without_moments(tmp_path, capsys):
-    """Adam's are two thirds. A resumed run says that they begin anew, and is intact; no replay is claimed."""
     changes = {"train.epochs": 2, "checkpoint.save_optimizer": False}
     run_ranks(train, 1, job_config("mlp", tmp_path, {**changes, "checkpoint.save_optimizer": True}))
     bare = tmp_path / "bare"
@@ -347,12 +329,8 @@ def test_a_folder_of_images_may_move(tmp_path, cifar, lenet):
 
 
 def test_scale_with_processes(tmp_path):
-    """Two processes with batch 12 and lr 0.01 are one with 24 and 0.02."""
     run_ranks(train, 2, job_config("regression", tmp_path, {"scale_with_processes": True}))
     assert_by_hand(tmp_path, job_config("regression", tmp_path, {"train.global_batch_size": 24, "optim.lr": 0.02}))
-
-
-# Wrong input
 
 
 @pytest.mark.parametrize(("changes", "processes", "message"), [

@@ -109,15 +109,11 @@ def test_one_flipped_bit_of_a_manifest_is_found(data):
 
 
 def test_one_flipped_bit_of_a_manifest_without_a_hash_changes_no_identity(tmp_path):
-    """Version 1: what is not found says nothing of tokens or tokenizer, but where they came from."""
     data = shutil.copytree(CORPUS, tmp_path / "data")
     right, content = open_data(data), (data / MANIFEST).read_bytes()
     for case in range(150):
         (data / MANIFEST).write_bytes(flip(content, random.Random(case)))
         assert identity(data) in (None, right), case
-
-
-# The identity that checkpoints hold
 
 
 def test_the_identity_of_data_is_the_same_in_both_versions(tmp_path, capsys):
@@ -155,9 +151,6 @@ def test_shards_of_others_that_are_in_both_splits_are_not_indexed(data):
     with pytest.raises(UserError, match=r"val_000001\.bin holds what the other split has"):
         index_shards(PrepareConfig(source=f"bin:{data}/*.bin", tokenizer=str(data / "tokenizer.json")))
     assert not (data / MANIFEST).exists()
-
-
-# What is remembered
 
 
 def hashed(folder: Path, monkeypatch: pytest.MonkeyPatch, remember: bool = True) -> list[str]:
@@ -207,27 +200,23 @@ def test_a_damaged_record_counts_for_nothing(data, monkeypatch):
 def test_a_record_that_grew_too_large_begins_anew(data, monkeypatch):
     monkeypatch.setattr(hashes, "LARGEST", 1000)
     (data / RECORD).write_bytes(b"x" * 1001)
-    assert hashed(data, monkeypatch) == SHARDS
+    assert [hashed(data, monkeypatch), hashed(data, monkeypatch)] == [SHARDS, []]
     assert (data / RECORD).stat().st_size < 1000
-    assert hashed(data, monkeypatch) == []
 
 
-def verify_my_part(folder: Path, times: int) -> None:
+def verify_my_part(folder: Path) -> None:
     manifest = read_manifest(folder)
-    for _ in range(times):
+    for _ in range(5):
         verify_shards(folder, manifest, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         verify_shards(folder, manifest)
 
 
 def test_ranks_remember_at_once(data, monkeypatch):
     (data / RECORD).unlink()
-    run_ranks(verify_my_part, 4, data, 5)
+    run_ranks(verify_my_part, 4, data)
     lines = (data / RECORD).read_text().splitlines()
     assert sorted(json.loads(line)[0] for line in set(lines)) == SHARDS
     assert hashed(data, monkeypatch) == []
-
-
-# Tokenizers
 
 
 def tokens_by_id(values: dict) -> list[str]:
