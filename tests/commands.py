@@ -8,11 +8,15 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
+import pytest
 from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks, write_to
+
+from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -111,6 +115,12 @@ def expect_mistake(folder: Path, script: str, arguments: list[str], *words: str,
         for word in words if rank == 0 else ():
             assert word in lines[0], lines[0]
     assert {name: digest for name, digest in snapshot(folder).items() if name in before} == before
+
+
+def expect_error(message: str, function: Callable, *args: Any, **options: Any) -> None:
+    """The call ends with a UserError that matches `message`."""
+    with pytest.raises(UserError, match=message):
+        function(*args, **options)
 
 
 HOLD = """import fcntl, os, sys

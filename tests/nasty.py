@@ -46,6 +46,8 @@ NOT_TEXT = {
     "torn.parquet": b"PAR1 and no more",
 }
 LATIN = {"latin.txt": PROSE.encode("latin-1"), "cp1252.txt": "“Où ?” – 5 €\n".encode("cp1252") * 50}
+CL100K_PATTERN = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+CL100K_PATTERN += r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 
 
 def write_decodable(folder: Path) -> Path:

@@ -105,10 +105,6 @@ def signalled_job(config: JobConfig, step: int, number: int) -> str:
     return run_small_job(config).outcome
 
 
-def killed_job(config: JobConfig, step: int) -> str:
-    return signalled_job(config, step, signal.SIGKILL)
-
-
 def said(function: Callable, *args: Any) -> tuple[Any, str, str]:
     """The value of a call, and what it printed to stdout and to stderr."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:

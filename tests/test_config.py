@@ -53,9 +53,6 @@ def write(tmp_path):
     return write_yaml
 
 
-# Presets
-
-
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda file: file.stem)
 def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     config = load(TrainingConfig, ["--config", str(preset)])
@@ -65,15 +62,10 @@ def test_every_preset_loads_and_names_data_that_its_recipe_makes(preset):
     assert recipe.output == config.data.path
 
 
-@pytest.mark.parametrize(
-    ("size", "shape", "lr"),
-    [
-        ("124m", (12, 12, 768), 6e-4),
-        ("350m", (24, 16, 1024), 3e-4),
-        ("774m", (36, 20, 1280), 2.5e-4),
-        ("1558m", (48, 25, 1600), 2e-4),
-    ],
-)
+@pytest.mark.parametrize(("size", "shape", "lr"), [
+    ("124m", (12, 12, 768), 6e-4), ("350m", (24, 16, 1024), 3e-4), ("774m", (36, 20, 1280), 2.5e-4),
+    ("1558m", (48, 25, 1600), 2e-4),
+])  # fmt: skip
 def test_published_sizes(size, shape, lr):
     file = ROOT / "configs" / f"gpt2_{size}.yaml"
     config = load(TrainingConfig, ["--config", str(file)])
@@ -91,14 +83,7 @@ def test_published_sizes(size, shape, lr):
             assert not repeated, f"{section}.{repeated} repeat the defaults"
 
 
-def test_the_default_file_is_found_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = load(TrainingConfig, [], default="configs/gpt2_stdlib.yaml")
-    assert config.run_name == "stdlib"
-
-
 def test_text_of_ones_own_does_not_inherit_the_toys_configuration(tmp_path, monkeypatch, capsys):
-    """Without --config: what suits the built-in corpus is for that alone."""
     monkeypatch.chdir(tmp_path)
     for flags in ([], ["--data.path", "data/stdlib/"]):
         assert load(TrainingConfig, flags, training_default).run_name == "stdlib"
@@ -112,9 +97,7 @@ def test_text_of_ones_own_does_not_inherit_the_toys_configuration(tmp_path, monk
 
 
 @pytest.mark.parametrize("more", [[], ["--model.n_layer", "7", "--optim.lr", "1e-3"]])
-def test_a_run_of_ones_own_text_that_was_begun_with_the_toys_configuration_goes_on_with_it(
-    tmp_path, monkeypatch, capsys, more
-):
+def test_a_run_of_text_that_was_begun_with_the_toys_configuration_keeps_it(tmp_path, monkeypatch, capsys, more):
     monkeypatch.chdir(tmp_path)
     for name, file, said in ("old", BUILT_IN, "runs/old/config.yaml"), ("new", OWN_TEXT, OWN_TEXT):
         flags = ["--data.path", "data/mine", "--run_name", name, *more]
@@ -128,7 +111,6 @@ def test_a_run_of_ones_own_text_that_was_begun_with_the_toys_configuration_goes_
 
 
 def test_a_default_run_that_an_older_release_began_goes_on_as_it_began(tmp_path, monkeypatch, capsys):
-    """What may not change in a run stays; steps are the file's, as long as nothing else differs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/stdlib").mkdir(parents=True)
     begin = lambda *flags: load(TrainingConfig, ["--config", BUILT_IN, *flags])  # noqa: E731
@@ -142,16 +124,12 @@ def test_a_default_run_that_an_older_release_began_goes_on_as_it_began(tmp_path,
 
 
 def test_images_do_not_inherit_the_configuration_of_the_clusters(tmp_path, monkeypatch, capsys):
-    """One epoch at 1e-4 made an MLP tell the clusters apart, and LeNet nothing."""
     monkeypatch.chdir(tmp_path)
     assert load(ClassifierConfig, [], classifier_default) == load(ClassifierConfig, ["--config", CLUSTERS])
     assert load(ClassifierConfig, ["--data.name", "clusters"], classifier_default).model.name == "mlp"
     assert capsys.readouterr().err == ""
-    for flags in (
-        ["--data.path", "photos"],
-        ["--data.name", "cifar10"],
-        ["--data.path", "x", "--data.name", "cifar10"],
-    ):
+    for words in ("--data.path photos", "--data.name cifar10", "--data.path x --data.name cifar10"):
+        flags = words.split()
         found = load(ClassifierConfig, flags, classifier_default)
         assert found == load(ClassifierConfig, ["--config", OWN_IMAGES, *flags])
         assert (found.model.name, found.optim.name, found.train.epochs) == ("lenet", "adam", 20)
@@ -178,9 +156,6 @@ def test_a_run_folder_with_a_strange_configuration_counts_as_new(tmp_path, monke
         assert training_default({"data.path": "data/mine", "run_name": "mine"})[0] == OWN_TEXT
 
 
-# Precedence
-
-
 def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write):
     first = write("train: {steps: 5, micro_batch_size: 2}\noptim: {lr: 0.01, warmup_steps: 1}\n")
     second = write("optim: {lr: 0.02}\neval: {every: 7}\n")
@@ -194,20 +169,19 @@ def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write)
     assert load(TrainingConfig, [*files[2:], *files[:2]]).optim.lr == 0.01
 
 
-def test_the_default_file_stands_in_only_when_no_file_is_named(write):
+def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it is found from any folder
     default = "configs/gpt2_stdlib.yaml"
     assert load(TrainingConfig, ["--model.n_layer", "7"], default).model.n_embd == 192
-    assert load(TrainingConfig, [*STEPS, "--config", write("")], default).model.n_embd == 768
+    assert load(TrainingConfig, [*STEPS, "--config", write("model:\n  # n_embd: 3\n")], default).model.n_embd == 768
 
 
 def test_values_of_every_kind():
     config = train("--train.compile", "--model.bias", "false", "--optim.betas", "0.8", "0.99", "--eval.tokens", "null")
     assert (config.train.compile, config.model.bias, config.optim.betas) == ("model", False, (0.8, 0.99))
     words = ("auto", "off", "blocks", "model", "true", "false", "on", "no")
-    settled = [train("--train.compile", word).train.compile for word in words]
-    assert settled == ["auto", "off", "blocks", "model", "model", "off", "model", "off"], (
-        "as of the first releases, too"
-    )
+    settled = [train("--train.compile", word).train.compile for word in words]  # those of the first releases, too
+    assert settled == ["auto", "off", "blocks", "model", "model", "off", "model", "off"]
     assert config.eval.tokens is None
     assert (train().eval.tokens, train("--eval.tokens", "500").eval.tokens) == ("auto", 500)
     assert train("--optim.betas", "[0.8,0.99]").optim.betas == (0.8, 0.99)
@@ -218,7 +192,6 @@ def test_values_of_every_kind():
 
 
 def test_one_or_several(write):
-    """Trackers and sample prompts; a lone text is what earlier releases wrote."""
     tracking = lambda *argv: train(*argv).tracking  # noqa: E731
     for text, names in (("none", ()), ("null", ()), ("wandb", ("wandb",)), ("wandb,trackio", ("wandb", "trackio"))):
         assert tracking("--tracking.log_with", text).log_with == names
@@ -235,23 +208,15 @@ def test_what_a_command_sets_in_a_section_stays_when_another_key_of_it_is_set(wr
     for argv in ([], ["--tracking.project", "x"], ["--config", write("tracking: {project: x}")]):
         assert load(ClassifierConfig, argv).tracking.log_every == 50
     assert load(ClassifierConfig, ["--config", write("tracking: {log_every: 5}")]).tracking.log_every == 5
-    assert "steps between rows of metrics.jsonl (default: 50)" in " ".join(
-        printed(capsys, ClassifierConfig, "--help").split()
-    )
+    text = " ".join(printed(capsys, ClassifierConfig, "--help").split())
+    assert "steps between rows of metrics.jsonl (default: 50)" in text
     (message,) = mistakes("--tracking.log_every", "0", command=ClassifierConfig)
     assert message.endswith("the default is 50")
-
-
-def test_a_section_without_keys_sets_nothing(write):
-    assert train("--config", write("model:\n  # n_layer: 3\n")).model.n_layer == 12
 
 
 def test_lists_on_the_command_line():
     assert load(ClassifierConfig, ["--model.hidden", "[]"]).model.hidden == ()
     assert load(ClassifierConfig, ["--model.hidden", "[30, 20]"]).model.hidden == (30, 20)
-
-
-# Saved configurations
 
 
 def test_whether_hashes_are_verified_was_yes_or_no_once(write):
@@ -261,17 +226,12 @@ def test_whether_hashes_are_verified_was_yes_or_no_once(write):
         assert train("--config", write(f"data: {{verify_hashes: {before}}}")).data.verify_hashes == now
 
 
-def test_complete_leaves_todays_dump_as_it_is():
-    saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--optim.betas", "0.8", "0.9", "--data.prepare", "x")))
-    assert complete(TrainingConfig, saved) == (saved, [])
-
-
 def test_complete_fills_in_what_has_come_since():
     saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--tracking.project", "x")))
     today = yaml.safe_load(dump(train("--optim.lr", "1e-3")))
     del saved["optim"]["eps"], saved["optim"]["betas"], saved["tracking"], saved["seed"]
     values, gone = complete(TrainingConfig, saved)
-    assert (values, gone) == (today, [])
+    assert (values, gone) == complete(TrainingConfig, today) == (today, [])
     assert values["optim"]["eps"] == 1e-8
     assert complete(ClassifierConfig, {"tracking": {"project": "x"}})[0]["tracking"]["log_every"] == 50
     assert complete(ClassifierConfig, {})[0]["tracking"]["log_every"] == 50
@@ -289,23 +249,11 @@ def test_complete_checks_no_values():
     assert (values["optim"]["lr"], values["optim"]["betas"], values["model"]["n_embd"], gone) == (-1, "x", 100, [])
 
 
-# Mistakes
-
-
 def test_all_mistakes_at_once(write):
     file = write("optim: {lr: fast}\nmodel: {n_layers: 3}\ntrian: {}\n")
     found = mistakes("--config", file, "--train.steps", "many", "--eval.evry", "3", "--model.dropout", "1.5", "stray")
-    text = "\n".join(found)
-    for part in (
-        "optim.lr = fast",
-        "model.n_layers",
-        "trian",
-        "train.steps = many",
-        "--eval.evry",
-        "model.dropout = 1.5",
-    ):
-        assert part in text
-    assert "stray" in text
+    parts = ("optim.lr = fast", "model.n_layers", "trian", "train.steps = many", "--eval.evry", "model.dropout = 1.5")
+    assert all(part in "\n".join(found) for part in (*parts, "stray"))
     assert len(found) == 7
 
 
@@ -322,14 +270,8 @@ def test_a_file_for_another_script_is_one_mistake(write):
 def test_all_mistakes_between_fields_at_once():
     argv = ["--model.n_embd", "100", "--train.global_batch_tokens", "1000", "--optim.min_lr", "1"]
     text = "\n".join(mistakes(*argv, "--optim.decay_steps", "5"))
-    for field in (
-        "model.n_embd = 100",
-        "train.global_batch_tokens = 1000",
-        "optim.min_lr = 1",
-        "optim.warmup_steps = 700",
-    ):
-        assert field in text
-    assert "train.steps = None" in text
+    fields = ("model.n_embd = 100", "train.global_batch_tokens = 1000", "optim.min_lr = 1", "optim.warmup_steps = 700")
+    assert all(field in text for field in (*fields, "train.steps = None"))
 
 
 MISTAKES = """
@@ -353,25 +295,19 @@ MISTAKES = """
 12 | command line = 12: | a value without a flag
 --model.n_layer 0 | model.n_layer = 0 | greater than or equal to 1
 --model.n_layer 2.5 | model.n_layer = 2.5 | integer
---model.n_layer two | model.n_layer = two | integer
 --model.n_layer true | model.n_layer = true | integer
 --model.dropout 1 | model.dropout = 1 | less than 1
 --optim.name sgd | optim.name = sgd | adamw
---optim.schedule linear | optim.schedule = linear | 'cosine'
 --optim.betas 0.9 1.0 | optim.betas | less than 1
 --optim.betas 0.9 | optim.betas | 2 values
---optim.betas 0.9 nan | optim.betas | finite
 --optim.lr fast | optim.lr = fast | number
 --optim.lr -1e-3 | optim.lr = -1e-3: | should be greater than 0
 --optim.lr nan | optim.lr = nan | finite
---optim.lr inf | optim.lr = inf | finite
 --train.epochs nan | train.epochs = nan | finite
 --train.loss_chunk 0 | train.loss_chunk = 0 | at least 1, or auto, or null
 --train.micro_batch_size 0 | train.micro_batch_size = 0 | at least 1, or auto
 --train.micro_batch_size true | train.micro_batch_size = true | at least 1, or auto
 --train.compile maybe | train.compile = maybe | 'auto', 'off', 'blocks' or 'model'
---train.mixed_precision fp8 | train.mixed_precision = fp8 | 'bf16'
---train.device tpu | train.device = tpu | 'cuda'
 --train.deterministic maybe | train.deterministic = maybe | boolean
 --data.verify_hashes maybe | data.verify_hashes = maybe | should be 'always', 'changed' or 'never'
 --checkpoint.keep_last 0 | checkpoint.keep_last = 0 | greater than or equal to 1
@@ -382,7 +318,6 @@ MISTAKES = """
 --config missing.yaml | --config = missing.yaml | No such file
 --model.n_lay 3 | --model.n_lay: | there is no such flag
 --optim 3 | --optim: | there is no such flag
---conf 3 | --conf: | there is no such flag
 --model.n_layers 3 | --model.n_layers: | did you mean --model.n_layer?
 --lr 3 | --lr: | did you mean --optim.lr?
 --block_size 3 | --block_size: | did you mean --model.block_size?
@@ -400,25 +335,13 @@ def test_a_mistake_names_field_value_and_cure(case):
     assert cure in message
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "optim: {betas: [false, false]}",
-        "train: {steps: true}",
-        "optim: {lr: true, min_lr: 0}",
-        "eval: {tokens: false}",
-        "train: {max_minutes: true}",
-        "seed: true",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "optim: {betas: [false, false]}", "train: {steps: true}", "optim: {lr: true, min_lr: 0}", "eval: {tokens: false}",
+    "train: {max_minutes: true}", "seed: true",
+])  # fmt: skip
 def test_booleans_are_not_numbers(write, text):
     (message,) = mistakes(*([] if "steps" in text else STEPS), "--config", write(text))
     assert "number" in message
-
-
-def test_nan_in_a_file(write):
-    (message,) = mistakes(*STEPS, "--config", write("optim: {weight_decay: .nan}"))
-    assert message.startswith("optim.weight_decay = nan")
 
 
 def test_the_nearest_key_of_a_file_is_named(write):
@@ -427,47 +350,25 @@ def test_the_nearest_key_of_a_file_is_named(write):
     assert "did you mean optim?" in found[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "cure"),
-    [
-        ("train: 3", "train = 3: should be a section of keys"),
-        ("- a\n- b", "sections and keys"),
-        ("a: [", "not valid YAML"),
-        ("data: {path: 5}", "data.path = 5: should be a valid string"),
-    ],
-)
-def test_files_that_are_not_sections_of_keys(write, text, cure):
-    (message,) = mistakes(*STEPS, "--config", write(text))
-    assert cure in message
-
-
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
 
 
-@pytest.mark.parametrize(
-    ("text", "cure"),
-    [
-        (BOMB, "repeated with *"),
-        (BOMB.replace("[", "{<<: [").replace("]", "]}"), "repeated with *"),
-        ("model: &a {n_layer: *a}", "repeated with *"),
-        ("seed: " + "[" * 2000 + "]" * 2000, "nested too deeply"),
-        ("".join(" " * i + "a:\n" for i in range(350)), "nested too deeply"),
-        ("seed: 1\nseed: 2", "the key seed stands there twice"),
-        ("model: {n_layer: 1}\nmodel: {n_head: 2}", "the key model stands there twice"),
-        ("seed: 1\n---\nseed: 2", "single document"),
-        ("run_name: 2026-99-99", "cannot be read as timestamp"),
-        ("seed: !!int x", "cannot be read as int"),
-        ("seed: 0x" + "f" * 5000, "cannot be read as int"),
-        ("train: {compile: !!bool x}", "cannot be read as bool"),
-        ("? [1, 2]\n: 3", "unhashable key"),
-        ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
-        ("model: !!map [1]", "expected a mapping node"),
-        ("1: 2", "1: there is no such key"),
-        ("model: {2: 3}", "model.2: there is no such key"),
-        ("optim.lr: 0.1", "write `optim: {lr: ...}`"),
-    ],
-    ids=range(18),
-)
+@pytest.mark.parametrize(("text", "cure"), [
+    ("train: 3", "train = 3: should be a section of keys"), ("- a\n- b", "sections and keys"),
+    ("a: [", "not valid YAML"), ("data: {path: 5}", "data.path = 5: should be a valid string"),
+    ("optim: {weight_decay: .nan}", "optim.weight_decay = nan"), (BOMB, "repeated with *"),
+    (BOMB.replace("[", "{<<: [").replace("]", "]}"), "repeated with *"),
+    ("model: &a {n_layer: *a}", "repeated with *"), ("seed: " + "[" * 2000 + "]" * 2000, "nested too deeply"),
+    ("".join(" " * i + "a:\n" for i in range(350)), "nested too deeply"),
+    ("seed: 1\nseed: 2", "the key seed stands there twice"),
+    ("model: {n_layer: 1}\nmodel: {n_head: 2}", "the key model stands there twice"),
+    ("seed: 1\n---\nseed: 2", "single document"), ("run_name: 2026-99-99", "cannot be read as timestamp"),
+    ("seed: !!int x", "cannot be read as int"), ("seed: 0x" + "f" * 5000, "cannot be read as int"),
+    ("train: {compile: !!bool x}", "cannot be read as bool"), ("? [1, 2]\n: 3", "unhashable key"),
+    ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
+    ("model: !!map [1]", "expected a mapping node"), ("1: 2", "1: there is no such key"),
+    ("model: {2: 3}", "model.2: there is no such key"), ("optim.lr: 0.1", "write `optim: {lr: ...}`"),
+], ids=range(23))  # fmt: skip
 def test_files_that_no_one_should_write(write, text, cure):
     (message,) = mistakes(*STEPS, "--config", write(text))
     assert cure in message
@@ -475,7 +376,7 @@ def test_files_that_no_one_should_write(write, text, cure):
 
 def test_a_single_value_can_be_repeated_in_a_file(write):
     config = load(TrainingConfig, ["--config", write("train: {steps: &n 900}\noptim: {decay_steps: *n}")])
-    assert (config.train.steps, config.optim.decay_steps) == (900, 900)
+    assert config.train.steps == config.optim.decay_steps == 900
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -483,17 +384,8 @@ def test_files_that_cannot_be_read(tmp_path):
     assert "File name too long" in mistakes("--config", "a" * 5000)[0]
     assert "cannot be read (No file can have such a name" in mistakes("--config", "a\0b")[0]
     assert "cannot be read" in mistakes("--config=--")[0]  # [] in argparse before Python 3.13
-    binary = tmp_path / "binary.yaml"
-    binary.write_bytes(b"\xff\xfe\x00\x81")
-    assert "not a text file" in mistakes("--config", str(binary))[0]
-
-
-def test_sections_are_frozen():
-    with pytest.raises(ValueError, match="frozen"):
-        train().model.n_layer = 3
-
-
-# Commands
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00\x81")
+    assert "not a text file" in mistakes("--config", str(tmp_path / "binary.yaml"))[0]
 
 
 @pytest.mark.parametrize("command", [TrainingConfig, PrepareConfig, EvaluateConfig, GenerateConfig])
@@ -523,7 +415,6 @@ COMMANDS = [file for file in sorted((ROOT / "scripts").glob("*.py")) if not file
 
 
 def test_help_and_mistakes_import_no_torch(tmp_path):
-    """One interpreter runs all scripts in turn; nor does status.py, which people give again and again."""
     cases = [(str(file), argument, code) for file in COMMANDS for argument, code in (("--help", 0), ("--nothing", 2))]
     cases.append((str(ROOT / "scripts/status.py"), str(tmp_path), 2))
     code = f"""
@@ -544,7 +435,6 @@ for file, argument, code in {cases!r}:
 
 @pytest.mark.parametrize(("main", "code"), [("print(1)", 141), ("(_ for _ in ()).throw(BrokenPipeError)", 1)])
 def test_a_command_whose_output_nobody_reads_ends_like_others(main, code):
-    """But another pipe that breaks is an error."""
     reader, writer = os.pipe()
     if code == 141:
         os.close(reader)

@@ -3,7 +3,7 @@
 import gzip
 from pathlib import Path
 
-import pytest
+from commands import expect_error
 from nasty import DECODABLE, NOT_TEXT, PROSE, RUSSIAN, write_decodable, write_nasty
 
 from gpt2_ddp.config.cli import load
@@ -12,7 +12,6 @@ from gpt2_ddp.data import decode
 from gpt2_ddp.data.decode import look
 from gpt2_ddp.data.sources import read_pieces, survey
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.errors import UserError
 
 
 def config(source: Path, **changes) -> PrepareConfig:
@@ -46,26 +45,22 @@ def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
     assert seen.account.left_out.count == len(NOT_TEXT)
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
     for name in NOT_TEXT:
-        with pytest.raises(UserError, match=rf"source = .*{name}: (is not text|cannot be read)"):
-            survey(config(tmp_path / name))  # there is nothing else
-    with pytest.raises(UserError, match=r"source = .*archive\.txt: is not text"):
-        survey(config(tmp_path, on_bad_file="stop"))
+        # there is nothing else
+        expect_error(rf"source = .*{name}: (is not text|cannot be read)", survey, config(tmp_path / name))
+    expect_error(r"source = .*archive\.txt: is not text", survey, config(tmp_path, on_bad_file="stop"))
 
 
 def test_text_in_another_encoding_is_asked_for(tmp_path):
     write_nasty(tmp_path)
-    with pytest.raises(
-        UserError,
-        match=r"encoding = auto: cannot decode 2 files \(.*cp1252\.txt, line 1; .*latin\.txt, line 1\) as UTF-8;",
-    ):
-        survey(config(tmp_path))
+    where = r"\(.*cp1252\.txt, line 1; .*latin\.txt, line 1\)"
+    expect_error(f"encoding = auto: cannot decode 2 files {where} as UTF-8;", survey, config(tmp_path))
     account = survey(config(tmp_path, encoding="cp1252")).account
     assert (account.encodings["cp1252"], account.encodings["utf-16"], account.undecodable.count) == (2, 2, 0)
     read = texts(tmp_path, encoding="cp1252")
     assert {PROSE, RUSSIAN, "“Où ?” – 5 €\n" * 50} <= {*read}  # what is UTF-8 or marked as UTF-16 stays that
     assert read.count(PROSE) == 6  # latin.txt like the others
-    with pytest.raises(UserError, match=r"encoding = shift_jis: cannot decode 2 files .* as UTF-8 or shift_jis"):
-        survey(config(tmp_path, encoding="shift_jis"))
+    message = "encoding = shift_jis: cannot decode 2 files .* as UTF-8 or shift_jis"
+    expect_error(message, survey, config(tmp_path, encoding="shift_jis"))
 
 
 def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, monkeypatch):
@@ -103,7 +98,6 @@ def test_control_characters_make_a_file_binary_but_a_trace_of_them_does_not(tmp_
 
 def test_an_encoding_is_one_of_pythons():
     for name, cure in (("latin1x", "did you mean latin1"), ("base64", "no such codec for text"), ("", "no such codec")):
-        with pytest.raises(UserError, match=f"encoding = {name}: Python has .*{cure}"):
-            load(PrepareConfig, ["--encoding", name])
+        expect_error(f"encoding = {name}: Python has .*{cure}", load, PrepareConfig, ["--encoding", name])
     for name in ("auto", "Latin-1", "cp1252", "utf-8", "GB18030"):
         assert load(PrepareConfig, ["--encoding", name]).encoding == name

@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from commands import expect_error
 from nasty import write_nested
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import decode, documents
 from gpt2_ddp.data.documents import split, without_line_breaks
 from gpt2_ddp.data.sources import read_pieces, survey
-from gpt2_ddp.errors import UserError
 
 
 def config(source: Path, **changes) -> PrepareConfig:
@@ -35,11 +35,9 @@ def test_splitting_a_stream_is_splitting_its_text(separator, monkeypatch):
         while at < len(text):
             blocks.append(text[at : at + draw.randint(1, 30)])
             at += len(blocks[-1])
-        expected = text.split(separator)
-        assert ["".join(document) for document in split(blocks, separator)] == expected[
-            : len(expected) - (not expected[-1])
-        ]
-        assert len([None for _ in split(blocks, separator)]) == len(expected) - (not expected[-1])  # none of them taken
+        expected = text.removesuffix(separator).split(separator)
+        assert ["".join(document) for document in split(blocks, separator)] == expected
+        assert len([None for _ in split(blocks, separator)]) == len(expected)  # none of them taken
 
 
 def test_line_breaks_around_a_separator_belong_to_it():
@@ -77,10 +75,8 @@ def test_a_column_may_be_inside_another(tmp_path):
         assert (seen.account.rows, seen.account.without_text.count) == (3, 1)
         [where] = seen.account.without_text.where
         assert where.endswith({"a.jsonl": "a.jsonl, line 2", "b.parquet": "b.parquet, row 2"}[name])
-        with pytest.raises(UserError, match=r"column = text: none of 3 rows has text there; .* has id, meta\.text$"):
-            texts(tmp_path / name)
-        with pytest.raises(UserError, match=r"column = id: .* holds int, not text"):
-            texts(tmp_path / name, column="id")
+        expect_error(r"column = text: none of 3 rows has text there; .* has id, meta\.text$", texts, tmp_path / name)
+        expect_error(r"column = id: .* holds int, not text", texts, tmp_path / name, column="id")
     (tmp_path / "dotted.jsonl").write_text('{"meta.text": "by its name", "meta": {"text": "inside"}}\n')
     assert texts(tmp_path / "dotted.jsonl", column="meta.text") == ["by its name"]
     pa.parquet.write_table(pa.table({"meta.text": ["by its name"]}), tmp_path / "dotted.parquet")
@@ -92,8 +88,7 @@ def test_rows_without_text_are_counted_and_a_column_that_is_not_there_is_found_e
     (tmp_path / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "here"}]))
     assert texts(tmp_path / "late.jsonl") == ["here"]
     (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]) + "not JSON")
-    with pytest.raises(UserError, match=r"column = text: none of 1,000 rows .*none\.jsonl, line 1, has body"):
-        texts(tmp_path / "none.jsonl")
+    expect_error(r"column = text: none of 1,000 rows .*none\.jsonl, line 1, has body", texts, tmp_path / "none.jsonl")
     (tmp_path / "null.jsonl").write_text('{"text": null}\n' * 1500 + '{"text": "here"}\n')
     assert texts(tmp_path / "null.jsonl") == ["here"]
 
@@ -101,8 +96,7 @@ def test_rows_without_text_are_counted_and_a_column_that_is_not_there_is_found_e
 def test_parquet_text_that_is_not_utf8_is_named(tmp_path):
     column = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
     pa.parquet.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"x\.parquet: holds text after row 0 that is not UTF-8"):
-        texts(tmp_path / "x.parquet")
+    expect_error(r"x\.parquet: holds text after row 0 that is not UTF-8", texts, tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("changes", [{}, {"documents": "line"}, {"document_separator": "<|endoftext|>"}])

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import expect_error
 from models import tiny
+from nasty import CL100K_PATTERN
 from runs import training_config
 from safetensors.torch import load_file, save_file
 
@@ -38,22 +40,14 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
     changes = {"model": model.config.model_dump(), "train.global_batch_tokens": model.config.block_size}
     config = training_config(folder / "no_data", folder, changes)
     state = {
-        "step": 7,
-        "kind": "gpt2",
-        "position": 30,
-        "tokens": 480,
-        "epoch_size": 12,
-        "order_digest": "0f" * 32,
+        "step": 7, "kind": "gpt2", "position": 30, "tokens": 480, "epoch_size": 12, "order_digest": "0f" * 32,
         "data_manifest": "ab" * 32,
         "metrics": {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None},
-        "tokenizer": tokenizer.name,
-        "tokenizer_sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-    }
+        "tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
+    }  # fmt: skip
     files = (file,) if file else ()
-    write(
-        Snapshot(state, yaml.safe_dump(config.model_dump(mode="json")), model.state_dict(), {}, files), folder / "run"
-    )
+    saved = yaml.safe_dump(config.model_dump(mode="json"))
+    write(Snapshot(state, saved, model.state_dict(), {}, files), folder / "run")
     return folder / "run"
 
 
@@ -73,6 +67,11 @@ def exported(checkpoint: Path, output: Path, *flags: str) -> int:
     return export_hf(load(ExportConfig, [str(checkpoint), "--output", str(output), *flags]))
 
 
+def expect_rejected(checkpoint: Path, message: str) -> None:
+    with pytest.raises(check.Rejected, match=message):
+        export.export(find_checkpoint(checkpoint), checkpoint.with_name("made"))
+
+
 def tokenizers(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path | None]:
     if name == "bpe":
         return load_tokenizer(str(corpus)), corpus / "tokenizer.json"
@@ -82,10 +81,9 @@ def tokenizers(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path
     return load_tokenizer(name), None
 
 
-@pytest.mark.parametrize(
-    ("name", "bias"),
-    [pytest.param("gpt2", True, marks=pytest.mark.slow), ("bpe", False), ("chars", True), ("bytes", False)],
-)
+@pytest.mark.parametrize(("name", "bias"), [
+    pytest.param("gpt2", True, marks=pytest.mark.slow), ("bpe", False), ("chars", True), ("bytes", False),
+])  # fmt: skip
 def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_path, little_text, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -115,13 +113,10 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_p
 
 
 def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
-    """Files readable like others; the checkpoint's own tokenizer, byte for byte; a card that says what is known."""
     assert exported(checkpoint, tmp_path / "made") == 0
     files = {file.name: file for file in (tmp_path / "made").iterdir()}
-    assert {*files} == {
-        *("README.md", "config.json", "generation_config.json", "model.safetensors"),
-        *("tokenizer.json", "tokenizer_config.json", "training.yaml"),
-    }
+    names = "README.md config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert {*files} == {*names.split(), "training.yaml"}
     assert len({file.stat().st_mode for file in files.values()}) == 1
     assert files["tokenizer.json"].read_bytes() == (checkpoint / "tokenizer.json").read_bytes()
     assert b'"__metadata__":{"format":"pt"}' in files["model.safetensors"].read_bytes()[:2000]
@@ -137,16 +132,14 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
 
 
 def test_a_checkpoint_of_the_first_release(tmp_path, little_text, monkeypatch):
-    """And of a run: its curve is drawn. What is relative is relative to the project."""
     monkeypatch.chdir(GOLDEN.parent.parent)
     assert exported(GOLDEN / "gpt2_run", tmp_path / "made") == 0
     card = (tmp_path / "made" / "README.md").read_text()
-    assert "](loss.png)" in card
     assert (tmp_path / "made" / "loss.png").read_bytes()[:4] == b"\x89PNG"
-    assert "tokens to train on" in card  # the corpus is there, too
-    tensors = load_file(tmp_path / "made" / "model.safetensors")
-    parameters = sum(value.numel() for value in tensors.values())
-    assert f"of {parameters:,} parameters" in card  # 300 ids; the 84 rows that pad them are not counted
+    parameters = sum(value.numel() for value in load_file(tmp_path / "made" / "model.safetensors").values())
+    # the corpus is there, too; of 384 rows the 84 that pad the 300 ids are not counted
+    for said in ("](loss.png)", "tokens to train on", f"of {parameters:,} parameters"):
+        assert said in card
 
 
 def edit_json(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
@@ -167,48 +160,34 @@ def edit_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callabl
     return edit
 
 
-def flip_lowest_bit(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["transformer.h.1.mlp.c_fc.weight"].view(torch.int32)[3, 5] ^= 1
-
-
-def turn(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["transformer.h.0.attn.c_proj.weight"] = tensors["transformer.h.0.attn.c_proj.weight"].T
-
-
 def swap_merges(definition: dict[str, Any]) -> None:
     """Two merges that compete for the same letters, in the other order."""
     merges = definition["model"]["merges"]
     merges[0], merges[5] = merges[5], merges[0]
 
 
+PROJECTION, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
-    "a bit of a weight": (edit_weights(flip_lowest_bit), "h.1.mlp.c_fc.weight is not the checkpoint's"),
-    "a square matrix transposed": (edit_weights(turn), "h.0.attn.c_proj.weight is not the checkpoint's"),
+    "a bit of a weight": (edit_weights(lambda tensors: tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)),
+     "h.1.mlp.c_fc.weight is not the checkpoint's"),
+    "a square matrix transposed": (edit_weights(lambda tensors: tensors[PROJECTION].t_()), "c_proj.weight is not the"),
     "a tensor too few": (edit_weights(lambda tensors: tensors.pop("transformer.h.1.ln_1.weight")), "missing_keys"),
-    "a tensor too many": (
-        edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
-        "unexpected_keys",
-    ),
+    "a tensor too many": (edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
+     "unexpected_keys"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not load it"),
     "another number of heads": (edit_json("config.json", lambda config: config.update(n_head=4)), "logits differ"),
-    "another epsilon": (
-        edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
-        "logits differ",
-    ),
+    "another epsilon": (edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
+     "logits differ"),
     "a fourth of the merges": (edit_json("tokenizer.json", swap_merges), "token ids differ"),
-    "special tokens in text": (
-        edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
-        "token ids differ behind '': [28, 92,",
-    ),
+    "special tokens in text": (edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
+     "token ids differ behind '': [28, 92,"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "t"),
     "another end": (edit_json("generation_config.json", lambda config: config.update(eos_token_id=9)), "end-of-text"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_differs_is_rejected_and_left_to_be_looked_at(
-    what, checkpoint, tmp_path, little_text, monkeypatch, capsys
-):
+def test_what_differs_is_rejected_and_kept(what, checkpoint, tmp_path, little_text, monkeypatch, capsys):
     change, words = WRONG[what]
 
     def tampered(folder: Path, *args: Any) -> check.Findings:
@@ -223,20 +202,17 @@ def test_what_differs_is_rejected_and_left_to_be_looked_at(
 
 
 @pytest.mark.parametrize("wrong", ["turned", "rows"])
-def test_a_mapping_that_is_wrong_both_ways_is_rejected_by_the_logits(
-    wrong, checkpoint, tmp_path, little_text, monkeypatch
-):
+def test_a_mapping_that_is_wrong_both_ways_is_rejected(wrong, checkpoint, tmp_path, little_text, monkeypatch):
     def to_theirs(state: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
         tensors = export_right(state, vocab_size)
-        name = "transformer.h.0.attn.c_proj.weight" if wrong == "turned" else "transformer.wpe.weight"
+        name = PROJECTION if wrong == "turned" else "transformer.wpe.weight"
         tensors[name] = (tensors[name].T if wrong == "turned" else tensors[name].flip(0)).contiguous()
         return tensors
 
     export_right = export.to_transformers
     monkeypatch.setattr(export, "to_transformers", to_theirs)
     monkeypatch.setattr(check, "from_transformers", lambda tensors, state: state)
-    with pytest.raises(check.Rejected, match="logits differ"):
-        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+    expect_rejected(checkpoint, "logits differ")
 
 
 def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
@@ -246,12 +222,10 @@ def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, mo
         return model, tokenizer
 
     monkeypatch.setattr(export, "load_model", load_broken)
-    with pytest.raises(check.Rejected, match="own logits are not finite"):
-        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+    expect_rejected(checkpoint, "own logits are not finite")
 
 
 def test_greedy_tokens_that_differ_are_rejected(checkpoint, tmp_path, little_text, monkeypatch):
-    """Of a cache, say, which single forward passes do not use."""
     from transformers import GPT2LMHeadModel
 
     honest = GPT2LMHeadModel.generate
@@ -262,12 +236,10 @@ def test_greedy_tokens_that_differ_are_rejected(checkpoint, tmp_path, little_tex
         return written
 
     monkeypatch.setattr(GPT2LMHeadModel, "generate", generate_another)
-    with pytest.raises(check.Rejected, match="greedy tokens differ"):
-        export.export(find_checkpoint(checkpoint), tmp_path / "made")
+    expect_rejected(checkpoint, "greedy tokens differ")
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_checked(checkpoint, tmp_path, little_text, monkeypatch):
-    """By a run that goes on; all that is needed of it was read before."""
     check_it = export.check_export
 
     def check_and_remove(*arguments):
@@ -295,26 +267,21 @@ def test_with_a_file_for_llama_cpp(checkpoint, tmp_path, little_text, monkeypatc
 
 def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
-    with pytest.raises(UserError, match=r"one of gpt2 is wanted"):
-        exported(GOLDEN / "regression_run", tmp_path / "made")
+    expect_error(r"one of gpt2 is wanted", exported, GOLDEN / "regression_run", tmp_path / "made")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match=r"file: is there already"):
-        exported(checkpoint, tmp_path / "file")
+    expect_error(r"file: is there already", exported, checkpoint, tmp_path / "file")
     with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):  # tests are offline
         export_hf(load(ExportConfig, [str(checkpoint), "--push_to_hub", "me/mine"]))
-    with pytest.raises(UserError, match=r"push_to_hub = mine"):
-        load(ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
+    expect_error(r"push_to_hub = mine", load, ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"transformers: is not installed"):
-        exported(checkpoint, tmp_path / "made")
+    expect_error(r"transformers: is not installed", exported, checkpoint, tmp_path / "made")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path):
     found = find_checkpoint(checkpoint)
     (checkpoint / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="removes old checkpoints: give the same command again"):
-        export.export(found, tmp_path / "made")
+    expect_error("removes old checkpoints: give the same command again", export.export, found, tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -328,23 +295,16 @@ def test_the_newest_checkpoint_is_the_default_and_names_the_folder(tmp_path, lit
 
 
 def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
-    """Its merges are found from its ranks: GPT-2's are those of the original table; another pattern is kept."""
     import tiktoken
     import tokenizers
 
     gpt2 = load_tokenizer("gpt2")
-    pattern = (  # cl100k_base's
-        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|"
-        r"\s*[\r\n]|\s+(?!\S)|\s"
-    )
-    special = {"<|endoftext|>": 50256, "<|other|>": 50258}
-    ranks = gpt2.encoding._mergeable_ranks
-    other = Tokenizer(
-        "other", tiktoken.Encoding("other", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    )
+    tables = {"mergeable_ranks": gpt2.encoding._mergeable_ranks}
+    tables |= {"pat_str": CL100K_PATTERN, "special_tokens": {"<|endoftext|>": 50256, "<|other|>": 50258}}
+    other = Tokenizer("other", tiktoken.Encoding("other", **tables))
     definition = tokenizer_json(other)
-    assert definition["model"]["merges"][:3] == [["Ġ", "t"], ["Ġ", "a"], ["h", "e"]]
-    assert definition["model"]["merges"][-1] == ["Ġg", "azed"]
+    first, second, third, *_, last = definition["model"]["merges"]
+    assert [first, second, third, last] == [["Ġ", "t"], ["Ġ", "a"], ["h", "e"], ["Ġg", "azed"]]
     theirs: Any = tokenizers.Tokenizer.from_str(json.dumps(definition))
     theirs.encode_special_tokens = True
     text = check._text(other)[:20_000]
@@ -354,7 +314,6 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_in_full(corpus, tmp_path, capsys):
-    """A megabyte of text, 200 greedy tokens; generate.py's tokens are those of transformers."""
     from transformers import AutoModelForCausalLM
 
     model, (tokenizer, file) = tiny(512, bias=False, block_size=256).eval(), tokenizers("bpe", corpus, tmp_path)

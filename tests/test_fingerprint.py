@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import expect_error
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import fingerprint
 from gpt2_ddp.data.fingerprint import RECORD
 from gpt2_ddp.data.manifest import read_manifest, write_manifest
 from gpt2_ddp.data.prepare import prepare
-from gpt2_ddp.errors import UserError
 
 
 @pytest.fixture
@@ -48,11 +48,8 @@ def test_what_changed_is_named_and_nothing_is_lost(texts):
     (texts / "d/f.txt").unlink()
     for name in ("1", "2", "3"):
         (texts / f"{name}.txt").write_text("new\n")
-    message = (
-        r"source = texts: has changed .*\(3 added: 1.txt, 2.txt, ...; 1 edited: a.txt; 1 removed: d/f.txt\); choose"
-    )
-    with pytest.raises(UserError, match=message):
-        prepare(config())
+    changes = "3 added: 1.txt, 2.txt, ...; 1 edited: a.txt; 1 removed: d/f.txt"
+    expect_error(rf"source = texts: has changed .*\({changes}\); choose", prepare, config())
     assert {path: path.read_bytes() for path in Path("out").iterdir()} == before
     assert read_manifest(Path("out")) == made
     assert prepare(config(output="other")).hash != made.hash
@@ -84,8 +81,7 @@ def test_without_its_record_a_change_is_noticed_too(texts):
         damage()
         prepare(config())
         (texts / "c.txt").write_text("this is another\n")
-        with pytest.raises(UserError, match=r"\(66 bytes in 6 files then, 72 in 6 now\)"):
-            prepare(config())
+        expect_error(r"\(66 bytes in 6 files then, 72 in 6 now\)", prepare, config())
         (texts / "c.txt").write_text("this is c\n")
 
 
@@ -96,20 +92,20 @@ def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts, capsys):
     assert "note: texts is not there any more" in capsys.readouterr().out
     Path("texts").mkdir()
     Path("texts/b.txt").write_text("another\n")
-    recipe = {name: value for name, value in made.recipe.items() if name not in ("fingerprint", "column", "revision")}
+    later = "fingerprint", "column", "revision", "encoding", "on_bad_file", "document_separator", "account"
+    recipe = {name: value for name, value in made.recipe.items() if name not in later}
     (Path("out") / RECORD).unlink()
     (Path("out") / "manifest.json").unlink()
-    write_manifest(Path("out"), type(made)(**{**vars(made), "recipe": recipe}))  # of a release that had neither
+    write_manifest(Path("out"), type(made)(**{**vars(made), "recipe": recipe}))  # of a release that had none of them
     assert prepare(config()).hash == made.hash
-    with pytest.raises(UserError, match="made with column text; choose another"):
-        prepare(config(column="body"))
+    assert "account" not in read_manifest(Path("out")).recipe
+    expect_error("made with column text; choose another", prepare, config(column="body"))
 
 
 @pytest.mark.parametrize("source", ["texts/*.txt", "texts/a.txt", "{absolute}/**/*.txt"])
 def test_names_do_not_depend_on_where_the_source_is(texts, source):
     prepare(config(source.format(absolute=texts.absolute())))
-    names = [json.loads(line)[0] for line in (Path("out") / RECORD).read_text().splitlines()]
-    assert names[0] == "a.txt"
+    assert json.loads((Path("out") / RECORD).read_text().splitlines()[0])[0] == "a.txt"
 
 
 def test_another_python_has_another_library(texts, monkeypatch):
@@ -119,11 +115,8 @@ def test_another_python_has_another_library(texts, monkeypatch):
     (texts / "tomllib.py").write_text("import that\n")
     monkeypatch.setattr("platform.python_version", lambda: "3.99.0")
     then = sys.version.split()[0]
-    message = (
-        rf"\(1 added: tomllib.py; 0 edited; 0 removed; stdlib \(Python {then}\) then, stdlib \(Python 3.99.0\) now\)"
-    )
-    with pytest.raises(UserError, match=message):
-        prepare(config("stdlib"))
+    versions = rf"stdlib \(Python {then}\) then, stdlib \(Python 3.99.0\) now"
+    expect_error(rf"\(1 added: tomllib.py; 0 edited; 0 removed; {versions}\)", prepare, config("stdlib"))
 
 
 def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
@@ -135,7 +128,5 @@ def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
     assert was == {"commit": "a" * 40}
     fingerprint.check_unchanged(tmp_path, here, was, "words")
     fingerprint.check_unchanged(tmp_path, here, was, "words")  # nobody answers
-    with pytest.raises(
-        UserError, match=r"hub:owner/name: has changed .*\(commit aaaaaaaaaaaa then, bbbbbbbbbbbb now\)"
-    ):
-        fingerprint.check_unchanged(tmp_path, here, was, "words")
+    message = r"hub:owner/name: has changed .*\(commit aaaaaaaaaaaa then, bbbbbbbbbbbb now\)"
+    expect_error(message, fingerprint.check_unchanged, tmp_path, here, was, "words")

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import run_script
-from ranks import run_ranks
+from commands import expect_error
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.data.vocabulary import train_bpe
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.generate import BATCH_ROWS, TextStream, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT, KVCache
 from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
@@ -41,9 +39,10 @@ def tiny(vocab_size: int = VOCAB, **changes) -> GPT:
 
 @torch.no_grad()
 def plain_greedy(model: GPT, prompt: list[int], count: int) -> list[int]:
-    """What greedy decoding should yield, from whole forward passes; no context longer than block_size."""
+    """What greedy decoding should yield, from whole forward passes."""
     window, result = prompt, []
     for _ in range(count):
+        window = window[-model.config.block_size // 2 :] if len(window) > model.config.block_size else window
         token = int(model(torch.tensor([window]))[0, -1].argmax())
         window, result = [*window, token], [*result, token]
     return result
@@ -70,9 +69,8 @@ def test_cached_logits_equal_the_plain_forward_at_every_position():
 def test_a_prompt_may_be_decoded_in_pieces():
     model, tokens = tiny(), torch.randint(VOCAB, (2, 20))
     cache, positions = KVCache(model, rows=2, length=20), torch.arange(20).expand(2, 20)
-    hidden = [
-        model.decode(tokens[:, part], positions[:, part], cache) for part in (slice(7), slice(7, 19), slice(19, 20))
-    ]
+    parts = slice(7), slice(7, 19), slice(19, 20)
+    hidden = [model.decode(tokens[:, part], positions[:, part], cache) for part in parts]
     logits = model.head(torch.cat(hidden, dim=1))[..., :VOCAB]
     torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-5)
 
@@ -106,16 +104,10 @@ def test_more_rows_than_a_batch():
     assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
 
 
-@torch.no_grad()
 def test_beyond_the_block_the_last_half_of_the_context_is_kept():
     model = tiny(block_size=16)
-    prompt = PROMPTS[0]
-    window, expected = list(prompt), []
-    for _ in range(40):
-        window = window[-8:] if len(window) > 16 else window
-        token = int(model(torch.tensor([window]))[0, -1].argmax())
-        window, expected = [*window, token], [*expected, token]
-    assert generate(model, [prompt], 40, eot=-1, temperature=0) == [expected]
+    expected = plain_greedy(model, PROMPTS[0], 40)
+    assert generate(model, [PROMPTS[0]], 40, eot=-1, temperature=0) == [expected]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])
@@ -125,10 +117,9 @@ def test_tiny_contexts(block_size):
 
 
 def test_a_long_prompt_keeps_its_end():
-    model = tiny(block_size=16)
-    prompt = torch.randint(VOCAB, (40,)).tolist()
-    assert generate(model, [prompt], 10, -1, temperature=0) == generate(model, [prompt[-16:]], 10, -1, temperature=0)
-    assert generate(model, [prompt], 10, -1, temperature=0) != generate(model, [prompt[:16]], 10, -1, temperature=0)
+    model, prompt = tiny(block_size=16), torch.randint(VOCAB, (40,)).tolist()
+    whole, end, start = (generate(model, [part], 10, -1, temperature=0) for part in (prompt, prompt[-16:], prompt[:16]))
+    assert whole == end != start
 
 
 def test_an_empty_prompt_is_the_start_of_a_document():
@@ -146,17 +137,6 @@ def test_each_row_stops_at_its_end_of_text():
     assert len({len(row) for row in results}) > 1
 
 
-def test_stops_when_all_rows_have_ended(monkeypatch):
-    model, calls = tiny(), []
-    decode = model.decode
-    monkeypatch.setattr(model, "decode", lambda *inputs: calls.append(1) or decode(*inputs))
-    first, second = generate(model, PROMPTS[:1], 2, eot=-1, temperature=0)[0]
-    assert first != second
-    calls.clear()
-    assert generate(model, PROMPTS[:1], 1000, eot=second, temperature=0) == [[first]]
-    assert len(calls) == 2
-
-
 def test_seeds_repeat_and_differ():
     model = tiny()
     results = [generate(model, PROMPTS, 30, EOT, seed=seed) for seed in (1, 1, 2)]
@@ -168,7 +148,6 @@ def test_global_generators_and_the_training_mode_are_left_alone():
     model = tiny(dropout=0.5).train()
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
     first = generate(model, PROMPTS, 10, EOT)
-    assert model.training
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
@@ -213,9 +192,8 @@ def test_sampling_distribution(options, expected):
 
 
 def test_tokens_without_probability_are_never_drawn():
-    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]])
-    for uniform in (0.0, 0.5, 1 - 2**-24):
-        assert sample(logits, torch.tensor([uniform]), 1.0, None, 1.0).item() in (1, 2)
+    logits, uniform = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]), torch.tensor([0.0, 0.5, 1 - 2**-24])
+    assert {*sample(logits.expand(3, -1), uniform, 1.0, None, 1.0).tolist()} <= {1, 2}
 
 
 def test_samples_follow_the_models_distribution():
@@ -229,13 +207,15 @@ def test_samples_follow_the_models_distribution():
     assert ((shares - expected).abs() <= 4.5 * (expected * (1 - expected) / count).sqrt()).all()
 
 
-def test_each_token_passes_the_model_once(monkeypatch):
-    """The prompt at once, then one token at a time: what the cache is for."""
+def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch):
     model, lengths = tiny(), []
     decode = model.decode
     monkeypatch.setattr(model, "decode", lambda tokens, *rest: lengths.append(tokens.size(1)) or decode(tokens, *rest))
-    generate(model, PROMPTS[:1], 20, eot=-1, temperature=0)
+    first, second = generate(model, PROMPTS[:1], 20, eot=-1, temperature=0)[0][:2]
     assert lengths == [3, *[1] * 19]
+    assert first != second
+    assert generate(model, PROMPTS[:1], 1000, eot=second, temperature=0) == [[first]]
+    assert lengths[20:] == [3, 1]
 
 
 class Letters:
@@ -260,9 +240,8 @@ def test_samples_of_text_are_the_prompts_and_their_continuations():
 
 def test_new_tokens_are_heard_as_they_come():
     model, heard = tiny(), {}
-    results = generate(
-        model, [[1]] * (BATCH_ROWS + 2), 5, 7, heard=lambda row, token: heard.setdefault(row, []).append(token)
-    )
+    hear = lambda row, token: heard.setdefault(row, []).append(token)  # noqa: E731
+    results = generate(model, [[1]] * (BATCH_ROWS + 2), 5, 7, heard=hear)
     assert [heard.get(row, []) for row in range(BATCH_ROWS + 2)] == results
 
 
@@ -289,9 +268,8 @@ def checkpoint(tmp_path_factory):
     file = folder / "tokenizer.json"
     train_bpe(["def main(argument):\n    return argument + 1\n"] * 10, 300, file)
     vocab_size = load_tokenizer(str(file)).vocab_size
-    config = TrainingConfig.model_validate(
-        {"model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}, "train": {"steps": 1}}
-    )
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
+    config = TrainingConfig.model_validate({"model": shape, "train": {"steps": 1}})
     model = GPT(config.model, vocab_size)
     state = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "best_evaluation": [1, 2.5, 100, 1]}
     optimizer = torch.optim.AdamW(model.parameters())
@@ -303,9 +281,8 @@ def checkpoint(tmp_path_factory):
 
 
 def test_run_prints_every_sample(checkpoint, capsys):
-    config = GenerateConfig(
-        checkpoint=str(checkpoint), prompts=("def main", "return"), num_samples=2, max_new_tokens=12, device="cpu"
-    )
+    prompts = {"prompts": ("def main", "return"), "num_samples": 2, "max_new_tokens": 12}
+    config = GenerateConfig(checkpoint=str(checkpoint), device="cpu", **prompts)
     assert generate_text(config) == 0
     first = capsys.readouterr()
     samples = first.out.split("-" * 80 + "\n")
@@ -331,19 +308,13 @@ def test_prompts_come_from_a_file(checkpoint, tmp_path, capsys, monkeypatch):
     generate_text(config.model_copy(update={"prompts": ("def main", "  return")}))
     assert capsys.readouterr().out == from_file
     monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
-    with pytest.raises(UserError, match="prompts_file = -: is empty"):
-        generate_text(config.model_copy(update={"prompts_file": "-"}))
+    expect_error("prompts_file = -: is empty", generate_text, config.model_copy(update={"prompts_file": "-"}))
     for content, said in ((b"\n\r\n", "is empty"), (b"caf\xe9", "is not UTF-8"), (None, "cannot be read")):
-        if content is None:
-            file.unlink()
-        else:
-            file.write_bytes(content)
-        with pytest.raises(UserError, match=f"prompts_file = .*{said}"):
-            generate_text(config.model_copy(update={"prompts_file": str(file)}))
+        file.unlink() if content is None else file.write_bytes(content)
+        expect_error(f"prompts_file = .*{said}", generate_text, config.model_copy(update={"prompts_file": str(file)}))
 
 
 def test_prompts_are_typed(checkpoint, monkeypatch, capsys):
-    """At a terminal each line is continued at once; through a pipe all of them together."""
     config = GenerateConfig(checkpoint=str(checkpoint), prompts_file="-", max_new_tokens=6, device="cpu")
     monkeypatch.setattr(sys, "stdin", io.StringIO("def main\nreturn\n"))
     generate_text(config)
@@ -354,8 +325,7 @@ def test_prompts_are_typed(checkpoint, monkeypatch, capsys):
     generate_text(config)
     typed = capsys.readouterr()
     assert typed.out.startswith(first)
-    assert typed.err.count("> ") == 3
-    assert typed.err.count("tokens/s") == 2
+    assert (typed.err.count("> "), typed.err.count("tokens/s")) == (3, 2)
     assert second.startswith("return")
 
 
@@ -376,10 +346,3 @@ def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples
     with pytest.raises(KeyboardInterrupt):
         generate_text(config.model_copy(update={"max_new_tokens": 50}))
     assert capsys.readouterr().out == whole
-
-
-def test_the_script(checkpoint):
-    arguments = ["--checkpoint", str(checkpoint), "--prompts", "def main", "--device", "cpu"]
-    ((code, errors),) = run_ranks(run_script, 1, "generate", arguments)
-    assert code == 0, errors
-    assert " tokens/s on cpu" in errors

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from cifar import pictures, write_cifar, write_class_folders, write_parquet
+from commands import expect_error
 
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
@@ -61,33 +62,21 @@ def write_others(split: str, names: tuple[str, str] = ("img", "fine_label"), **c
 
 
 LABELS = pictures(11, seed=2)[1]
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "column": write_others("test", ("img", "coarse")),
-    "label": write_others("test", labels=np.where(LABELS == 3, 100, LABELS)),
-    "shape": write_others("test", images=pictures(11, seed=2, size=28)[0]),
-    "grey": write_others("test", images=pictures(11, seed=2)[0][..., 0]),
-    "split": lambda folder: (folder / "train-00000-of-00001.parquet").unlink(),
-    "torn": lambda folder: os.truncate(folder / "test-00000-of-00001.parquet", 5000),
-    "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
-    "absent": shutil.rmtree,
-}
+TRAIN, TEST = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("column", r"split test has no column fine_label or label, but img, coarse"),
-        ("label", r"split test, row 3: has the label 100; labels are 0 to 99"),
-        ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
-        ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
-        ("split", r"has no split train, but test"),
-        ("torn", r"cannot be read"),
-        ("empty", r"has no images in it"),
-        ("absent", r"there is no such folder"),
-    ],
-)
-def test_wrong_data_is_named(good, tmp_path, how, message):
-    DAMAGE[how](shutil.copytree(good, tmp_path / "data"))
+@pytest.mark.parametrize(("damage", "message"), [
+    (write_others("test", ("img", "coarse")), r"split test has no column fine_label or label, but img, coarse"),
+    (write_others("test", labels=np.where(LABELS == 3, 100, LABELS)), "row 3: has the label 100; labels are 0 to 99"),
+    (write_others("test", images=pictures(11, seed=2, size=28)[0]), "28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
+    (write_others("test", images=pictures(11, seed=2)[0][..., 0]), "split test, row 0: is an image of 32 x 32 uint8"),
+    (lambda folder: (folder / TRAIN).unlink(), "has no split train, but test"),
+    (lambda folder: os.truncate(folder / TEST, 5000), "cannot be read"),
+    (lambda folder: [file.unlink() for file in folder.iterdir()], "has no images in it"),
+    (shutil.rmtree, "there is no such folder"),
+], ids=range(8))  # fmt: skip
+def test_wrong_data_is_named(good, tmp_path, damage, message):
+    damage(shutil.copytree(good, tmp_path / "data"))
     with pytest.raises(UserError, match=message) as error:
         read(tmp_path / "data")
     assert str(error.value).startswith("data.")
@@ -95,22 +84,22 @@ def test_wrong_data_is_named(good, tmp_path, how, message):
 
 def test_without_network_and_data_one_line_says_how_to_get_them(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"download the parquet files .* --data.path"):
-        read_images(ClassifierDataConfig(name="cifar100"))
+    expect_error(r"download the parquet files .* --data.path", read_images, ClassifierDataConfig(name="cifar100"))
 
 
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"data": {"name": "cifar100"}}, "model.name = mlp"),
-        ({"model": {"name": "lenet"}}, "model.name = lenet"),
-        ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm = true"),
-        ({"model": {"hidden": (5, 0)}}, "model.hidden = [5, 0]"),
-    ],
-)
+LENET = {"model": {"name": "lenet"}}
+
+
+@pytest.mark.parametrize(("values", "field"), [
+    ({"data": {"name": "images"}} | LENET, "data.path = None: should be the folder of your images"),
+    ({"data": {"name": "me/mine", "path": "x"}} | LENET, "data.path = x: takes the place of me/mine"),
+    ({"data": {"name": "mnist"}} | LENET, "should be clusters, cifar10, cifar100, images, or OWNER/NAME"),
+    ({"data": {"name": "cifar100"}}, "model.name = mlp"), (LENET, "model.name = lenet"),
+    ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm = true"),
+    ({"model": {"hidden": (5, 0)}}, "model.hidden = [5, 0]"),
+])  # fmt: skip
 def test_models_and_data_that_do_not_fit(values, field):
-    with pytest.raises(UserError, match=re.escape(field)):
-        ClassifierConfig.model_validate(values)
+    expect_error(re.escape(field), ClassifierConfig.model_validate, values)
 
 
 def test_normalised_to_one():
@@ -119,7 +108,6 @@ def test_normalised_to_one():
 
 
 def test_crops_and_flips_are_those_of_the_padded_image():
-    """Each result is one of the 9 x 9 x 2 that there can be, and all kinds come up."""
     image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
     torch.manual_seed(0)
     found = crop_and_flip(image.expand(400, 3, 32, 32))

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import expect_mistake
+from commands import expect_error, expect_mistake
 from ranks import run_ranks
-from runs import rows, train, training_config
+from runs import change, rows, same, train, training_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -73,14 +73,12 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str,
     save_file({name: value.contiguous() for name, value in changed.items()}, folder / "model.safetensors")
 
 
-def shards(folder: Path, parts: int = 2) -> None:
-    """Saves the tensors as transformers does where they are too many for one file."""
-    tensors, places = load_file(folder / "model.safetensors"), {}
+def without_a_shard(folder: Path) -> None:
+    """One of the two files that transformers writes where tensors are too many for one, and the index of both."""
+    tensors, files = load_file(folder / "model.safetensors"), [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     (folder / "model.safetensors").unlink()
-    for part in range(parts):
-        name, names = f"model-{part + 1:05}-of-{parts:05}.safetensors", sorted(tensors)[part::parts]
-        save_file({one: tensors[one] for one in names}, folder / name)
-        places |= dict.fromkeys(names, name)
+    places = {name: files[number % 2] for number, name in enumerate(sorted(tensors))}
+    save_file({name: tensors[name] for name in places if places[name] == files[0]}, folder / files[0])
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
@@ -98,9 +96,7 @@ def test_what_transformers_saved_is_continued_and_comes_back_bitwise(tmp_path, c
     shutil.copy(GOLDEN / "corpus/tokenizer.json", tmp_path)
     ours = start(config(tmp_path))
     back = to_transformers(ours.state_dict(), TOKENIZER.vocab_size)
-    wanted = {name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
-    assert back.keys() == wanted.keys()
-    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+    assert same(back, {name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"})
     tokens = torch.randint(TOKENIZER.vocab_size, (3, 32))
     with torch.no_grad():
         torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
@@ -123,23 +119,21 @@ def test_old_names_and_half_precision(theirs, dtype):
     change_tensors(theirs, lambda tensors: {n: v.to(dtype) for n, v in old_style(tensors).items()})
     change_fields(theirs, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh")
     back = to_transformers(start(config(theirs)).state_dict(), TOKENIZER.vocab_size)
-    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+    assert same(back, wanted)
 
 
 def test_a_model_without_biases_drops_those_that_are_zero(theirs, capsys):
     change_tensors(theirs, lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()})
     ours = start(config(theirs, bias=False))
-    wanted = load_file(theirs / "model.safetensors")
-    back = to_transformers(ours.state_dict(), TOKENIZER.vocab_size)
+    back, wanted = to_transformers(ours.state_dict(), TOKENIZER.vocab_size), load_file(theirs / "model.safetensors")
     assert all(torch.equal(back[name], wanted[name]) for name in wanted)
 
 
 def test_a_shorter_context_takes_the_first_positions_and_says_so(theirs, capsys):
     ours = start(config(theirs, block_size=24))
     assert torch.equal(ours.wpe.weight, load_file(theirs / "model.safetensors")["transformer.wpe.weight"][:24])
-    assert capsys.readouterr().err == (
-        f"note: train.init_from = {theirs}: the first 24 of its 32 positions are taken (block_size)\n"
-    )
+    note = f"note: train.init_from = {theirs}: the first 24 of its 32 positions are taken (block_size)\n"
+    assert capsys.readouterr().err == note
 
 
 def test_rows_beyond_the_tokens_of_the_data_are_left_out(theirs, capsys):
@@ -165,17 +159,15 @@ def test_a_tokenizer_in_two_files_is_read_and_a_missing_one_is_said(theirs, caps
     assert capsys.readouterr().err == ""
     first, second, *more = merges.read_text().splitlines()
     merges.write_text("\n".join([first, *more, second]) + "\n")
-    with pytest.raises(UserError, match="splits or merges text otherwise"):
-        start(config(theirs))
+    expect_error("splits or merges text otherwise", start, config(theirs))
     merges.unlink()
     start(config(theirs))
     assert "all that is known is that the tokenizer has 300 ids as well" in capsys.readouterr().err
 
 
 def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
-    return lambda folder: change_tensors(
-        folder, lambda t: {**t, f"transformer.{name}": change(t[f"transformer.{name}"])}
-    )
+    name = f"transformer.{name}"
+    return lambda folder: change_tensors(folder, lambda tensors: {**tensors, name: change(tensors[name])})
 
 
 def fields(**changes: Any) -> Callable[[Path], None]:
@@ -186,36 +178,21 @@ def with_one_changed(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor.index_put((torch.tensor(0),), torch.full(tensor.shape[1:], value))
 
 
-def pickle_only(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def lose_a_shard(folder: Path) -> None:
-    shards(folder)
-    (folder / "model-00002-of-00002.safetensors").unlink()
-
-
 def another_tokenizer(folder: Path) -> None:
     train_bpe(["other words than those there, and some more of them"] * 9, 300, folder / "tokenizer.json")
 
 
 def other_blanks(folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    definition = json.loads(file.read_text())
-    definition["pre_tokenizer"]["add_prefix_space"] = True
-    file.write_text(json.dumps(definition))
+    change(folder / "tokenizer.json", '"add_prefix_space": false', '"add_prefix_space": true')
 
 
 def drop(name: str) -> Callable[[Path], None]:
     return lambda folder: change_tensors(folder, lambda tensors: {n: v for n, v in tensors.items() if n != name})
 
 
-def own_head(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: {**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1})
-
-
-def classifier(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: {**tensors, "score.weight": torch.ones(2, 32)})
+def add(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    """Adds a tensor that `make` makes of the embedding."""
+    return lambda folder: change_tensors(folder, lambda t: {**t, name: make(t["transformer.wte.weight"]).clone()})
 
 
 def cut_short(file: Path) -> None:
@@ -232,26 +209,19 @@ def wrong_merge(folder: Path) -> None:
         if len(first) == 2 and vocab.get(other[1], 10**9) < vocab[first + second]:
             merges[number] = other
             break
-    else:
-        raise AssertionError("there is none")
+    assert merges != json.loads(file.read_text())["model"]["merges"]
     file.write_text(json.dumps(definition))
 
 
 EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
     "layers": (fields(n_layer=3), {}, ["model.n_layer = 2: .* has 3; set it to 3"]),
-    "heads and width": (
-        lambda _: None,
-        {"n_head": 4, "n_embd": 64},
-        ["model.n_head = 4: .* has 2; set it to 2", "model.n_embd = 64: .* has 32; set it to 32"],
-    ),
+    "heads and width": (lambda _: None, {"n_head": 4, "n_embd": 64},
+     ["model.n_head = 4: .* has 2; set it to 2", "model.n_embd = 64: .* has 32; set it to 32"]),
     "a longer context": (lambda _: None, {"block_size": 64}, ["model.block_size = 64: .* 32 positions; set it to 32"]),
     "scaled by layer": (fields(scale_attn_by_inverse_layer_idx=True), {}, ["scale_attn_by_inverse_layer_idx: true"]),
     "not scaled": (fields(scale_attn_weights=False), {}, ["has scale_attn_weights: false, and here it is true alone"]),
-    "two choices": (
-        fields(activation_function="relu", layer_norm_epsilon=1e-6),
-        {},
-        ["activation_function: \"relu\", and here it is \"gelu_new\"", "layer_norm_epsilon: 1e-06"],
-    ),
+    "two choices": (fields(activation_function="relu", layer_norm_epsilon=1e-6), {},
+     ["activation_function: \"relu\", and here it is \"gelu_new\"", "layer_norm_epsilon: 1e-06"]),
     "exact gelu": (fields(activation_function="gelu"), {}, ["activation_function: \"gelu\""]),
     "untied": (fields(tie_word_embeddings=False), {}, ["tie_word_embeddings: false"]),
     "cross attention": (fields(add_cross_attention=True), {}, ["add_cross_attention: true"]),
@@ -260,9 +230,10 @@ EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
     "another architecture": (fields(model_type="llama"), {}, ["is a model of type llama"]),
     "nonsense": (fields(n_positions="many"), {}, ["model.block_size = 32: .* has many positions"]),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), {}, ["config.json: cannot be read"]),
-    "a pickle": (pickle_only, {}, ["pickles alone \\(pytorch_model.bin\\)"]),
+    "a pickle": (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), {},
+     ["pickles alone \\(pytorch_model.bin\\)"]),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), {}, ["has no model.safetensors, nor"]),
-    "a missing shard": (lose_a_shard, {}, ["has no model-00002-of-00002.safetensors"]),
+    "a missing shard": (without_a_shard, {}, ["has no model-00002-of-00002.safetensors"]),
 }  # fmt: skip
 
 
@@ -280,15 +251,15 @@ def test_refused_by_its_small_files(theirs, case):
 LATE: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "missing": (drop("transformer.h.1.mlp.c_fc.weight"), {}, "h.1.mlp.c_fc.weight is missing"),
     "no embedding": (drop("transformer.wte.weight"), {}, "wte.weight is missing"),
-    "one too many": (classifier, {}, "score.weight is one too many"),
+    "one too many": (add("score.weight", lambda wte: wte[:2]), {}, "score.weight is one too many"),
     "another shape": (tensor("h.0.ln_1.weight", lambda t: t[:-1]), {}, "h.0.ln_1.weight has the shape \\[31\\]"),
     "not transposed": (tensor("h.0.attn.c_attn.weight", lambda t: t.T), {}, "h.0.attn.c_attn.weight has the shape"),
     "not a number": (tensor("h.1.ln_2.bias", with_one_changed(float("nan"))), {}, "h.1.ln_2.bias .* not finite"),
     "infinite": (tensor("wpe.weight", with_one_changed(float("inf"))), {}, "wpe.weight .* not finite"),
-    "twice": (lambda folder: change_tensors(folder, lambda t: {**t, "ln_f.bias": torch.ones(32)}), {}, "a second time"),
+    "twice": (add("ln_f.bias", lambda wte: wte[0]), {}, "a second time"),
     "integers": (tensor("h.0.mlp.c_fc.weight", lambda t: t.to(torch.int8)), {}, "c_fc.weight is of type torch.int8"),
     "biases": (lambda _: None, {"bias": False}, "bias is not zero, and model.bias is false"),
-    "a head of its own": (own_head, {}, "lm_head.weight is not the embedding"),
+    "a head of its own": (add("lm_head.weight", lambda wte: wte + 1), {}, "lm_head.weight is not the embedding"),
     "cut short": (lambda folder: cut_short(folder / "model.safetensors"), {}, "not a whole safetensors file"),
     "fewer tokens": (tensor("wte.weight", lambda t: t[:299]), {}, "has 299 rows of a vocabulary, .* has 300 ids"),
     "other tokens": (another_tokenizer, {}, "its tokenizer is another one: id 257 is"),
@@ -309,7 +280,6 @@ def test_refused_by_its_weights_or_its_tokenizer(theirs, case):
 
 
 def test_from_the_hub(theirs, monkeypatch):
-    """Only config.json at first, and the rest when it is wanted; whatever huggingface_hub says is one line."""
     asked = []
 
     def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
@@ -324,8 +294,7 @@ def test_from_the_hub(theirs, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"train\.init_from = hub:nobody/none: cannot be had from the Hub .*no network"):
         find_initial_weights(config("hub:nobody/none"))
-    with pytest.raises(UserError, match=r"train\.init_from = hub:a/b/c: cannot be had from the Hub"):
-        find_initial_weights(config("hub:a/b/c"))
+    expect_error(r"train\.init_from = hub:a/b/c: cannot be had from the Hub", find_initial_weights, config("hub:a/b/c"))
 
 
 def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
@@ -341,13 +310,11 @@ def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
 
 
 def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
-    with pytest.raises(UserError, match=r"checkpoint = .* is a model of transformers; .*train\.init_from"):
-        find_checkpoint(theirs)
+    expect_error(r"checkpoint = .* is a model of transformers; .*train\.init_from", find_checkpoint, theirs)
 
 
 @pytest.mark.slow
 def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
-    """Its first loss is the model's; stopped halfway and resumed it is bitwise the run that was never stopped."""
 
     def settings(name: str, steps: int) -> TrainingConfig:
         changes = {"run_name": name, "train.steps": steps, "optim.decay_steps": 12, "eval.tokens": None}
@@ -361,8 +328,7 @@ def test_a_run_begun_so_goes_on_without_the_folder(theirs, tmp_path):
     shutil.rmtree(theirs)
     run_ranks(train, 1, settings("halves", 10))
     place = "checkpoints/step-00000010/model.safetensors"
-    whole, halves = (load_file(tmp_path / "runs" / name / place) for name in ("whole", "halves"))
-    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    assert same(*(load_file(tmp_path / "runs" / name / place) for name in ("whole", "halves")))
     stream = TokenStream(GOLDEN / "corpus", read_manifest(GOLDEN / "corpus"), "val")
     tokens = torch.from_numpy(stream.read(np.array([0]), len(stream))[0].astype("int64"))
     windows = [tokens[at : at + 33][None] for at in range(0, len(tokens) - 1, 32)]

@@ -1,8 +1,6 @@
 """The plan of a training: what it refuses is what training refuses, word for word, and it leaves nothing behind."""
 
-import contextlib
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import held, run_script
+from commands import SCRIPTS, expect_error, held, run_script
 from golden_runs import CORPUS, GOLDEN
 from ranks import run_ranks
 from runs import edit_manifest, training_config
@@ -24,7 +22,6 @@ from runs import edit_manifest, training_config
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.memory import Setting, estimate, moments
 from gpt2_ddp.plan import plan as planning
@@ -37,10 +34,8 @@ from gpt2_ddp.run.peaks import PEAKS
 
 def everything(folder: Path) -> dict[str, str]:
     """Every file and folder, hidden ones too, with its content."""
-    return {
-        str(file): hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
-        for file in sorted(folder.rglob("*"))
-    }
+    digest = lambda file: hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""  # noqa: E731
+    return {str(file): digest(file) for file in sorted(folder.rglob("*"))}
 
 
 def with_a_run(place: Path) -> None:
@@ -82,43 +77,29 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "a mistake in the configuration": (lambda place: None, ["--model.n_head", "3"], "model.n_embd = 32"),
     "a precision that CPUs lack": (lambda place: None, ["--train.mixed_precision", "fp16"], "fp16"),
     "no data": (lambda place: shutil.rmtree(place / "data"), [], "is not a folder"),
-    "a recipe for another folder": (
-        lambda place: shutil.rmtree(place / "data"),
-        ["--data.prepare", "configs/data_stdlib.yaml"],
-        "writes to data/stdlib",
-    ),
+    "a recipe for another folder": (lambda place: shutil.rmtree(place / "data"),
+     ["--data.prepare", "configs/data_stdlib.yaml"], "writes to data/stdlib"),
     "a shard with a flipped bit": (lambda place: flip(place / "data/train_000001.bin"), [], "SHA-256 differs"),
-    "another tokenizer": (
-        lambda place: shutil.copy(CORPUS / "tokenizer.json", place / "data"),
-        [],
-        "is not the tokenizer",
-    ),
+    "another tokenizer": (lambda place: shutil.copy(CORPUS / "tokenizer.json", place / "data"), [],
+     "is not the tokenizer"),
     "patience without a validation split": (no_validation, ["--eval.patience", "2"], "eval.patience = 2"),
-    "a window longer than the data": (
-        lambda place: None,
-        ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"],
-        "a window needs 100000 tokens",
-    ),
+    "a window longer than the data": (lambda place: None,
+     ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"], "a window needs 100000 tokens"),
     "a file for an output folder": (lambda place: None, ["--output_dir", "/dev/null"], "Not a directory"),
-    "init_from another model": (
-        lambda place: None,
-        ["--train.init_from", str(GOLDEN / "gpt2_run")],
-        "its tokens are of another tokenizer",
-    ),
+    "init_from another model": (lambda place: None, ["--train.init_from", str(GOLDEN / "gpt2_run")],
+     "its tokens are of another tokenizer"),
     "resuming with other fields": (with_a_run, ["--seed", "5", "--optim.lr", "0.01"], "seed = 5"),
     "resuming on other data": (with_other_data, [], "not the ones"),
     "fresh in a folder in use": (with_a_run, ["--fresh"], "nothing is overwritten"),
     "no intact checkpoint": (no_intact_checkpoint, [], "none is intact"),
-}
+}  # fmt: skip
 
 
-def refusals(place: Path, script: str, arguments: list[str]) -> tuple[int, list[str], str]:
-    """Exit code, the `error:` lines, and standard output."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        code, errors = run_script(script, ["--config", str(place / "config.yaml"), *arguments])
+def refusals(place: Path, script: str, arguments: list[str]) -> tuple[int, list[str]]:
+    """Exit code and the `error:` lines."""
+    code, errors = run_script(script, ["--config", str(place / "config.yaml"), *arguments])
     assert "Traceback" not in errors
-    return code, [line for line in errors.splitlines() if line.startswith("error:")], said.getvalue()
+    return code, [line for line in errors.splitlines() if line.startswith("error:")]
 
 
 def both(corpus: Path, folder: Path) -> dict[str, tuple[Any, Any, bool]]:
@@ -139,36 +120,28 @@ def both(corpus: Path, folder: Path) -> dict[str, tuple[Any, Any, bool]]:
 def test_plan_refuses_what_train_refuses_word_for_word(corpus, tmp_path):
     (answers,) = run_ranks(both, 1, corpus, tmp_path)
     for case, (plan, train, untouched) in answers.items():
-        assert plan[:2] == train[:2], case
-        assert plan[0] == 2, case
+        assert (plan, plan[0], untouched) == (train, 2, True), case
         assert REFUSALS[case][2] in plan[1][0], case
-        assert untouched, case
 
 
 @pytest.mark.slow
 def test_a_folder_that_another_trainer_holds(corpus, tmp_path):
-    """Neither taken nor changed; and processes that do not divide the batch."""
     (tmp_path / "config.yaml").write_text(dump(training_config(corpus, tmp_path / "runs")))
     (tmp_path / "runs/run").mkdir(parents=True)
     with held(tmp_path / "runs/run/.lock"):
         before = everything(tmp_path)
         plan = run_ranks(refusals, 1, tmp_path, "plan", [])[0]
         assert everything(tmp_path) == before
-        assert plan[:2] == run_ranks(refusals, 1, tmp_path, "train_gpt2", [])[0][:2]
+        assert plan == run_ranks(refusals, 1, tmp_path, "train_gpt2", [])[0]
         assert "another trainer is running" in plan[1][0]
-    three = run_ranks(refusals, 1, tmp_path, "plan", ["--gpus", "5"])[0]
-    assert three[:2] == run_ranks(refusals, 5, tmp_path, "train_gpt2", [])[0][:2]
+    five = run_ranks(refusals, 1, tmp_path, "plan", ["--gpus", "5"])[0]
+    assert five == run_ranks(refusals, 5, tmp_path, "train_gpt2", [])[0]
 
 
 def peak_of_a_run(arguments: list[str], script: str) -> tuple[int, float, str]:
-    """Exit code, the most memory of the process, which is fresh, and what it printed. Not `ru_maxrss`: a child's begins
-    with what its parent had."""
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parents[1] / f"scripts/{script}.py"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    """Exit code, a fresh process's most memory (`ru_maxrss` would begin with its parent's), and what it printed."""
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     most = 0
     while process.poll() is None:
         found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())
@@ -178,10 +151,8 @@ def peak_of_a_run(arguments: list[str], script: str) -> tuple[int, float, str]:
     return process.returncode, most, process.stdout.read()
 
 
-MEMORY = {
-    "logits": ["--model.n_embd", "192", "--model.block_size", "128", "--eval.batch_size", "16"],
-    "activations": ["--model.n_layer", "6", "--model.n_embd", "256", "--model.block_size", "256"],
-}
+MEMORY = {"logits": "--model.n_embd 192 --model.block_size 128 --eval.batch_size 16"}
+MEMORY |= {"activations": "--model.n_layer 6 --model.n_embd 256 --model.block_size 256"}
 
 
 @pytest.mark.slow
@@ -189,7 +160,7 @@ MEMORY = {
 def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
     edited = {"train.micro_batch_size": 16, "train.global_batch_tokens": 4096, "train.steps": 1, "eval.tokens": 256}
     (tmp_path / "config.yaml").write_text(dump(training_config(corpus, tmp_path / "runs", edited)))
-    arguments = ["--config", str(tmp_path / "config.yaml"), *MEMORY[case]]
+    arguments = ["--config", str(tmp_path / "config.yaml"), *MEMORY[case].split()]
     code, _, said = peak_of_a_run([*arguments, "--json"], "plan")
     assert code == 0
     planned = json.loads(said)["memory"]["peak"]
@@ -203,20 +174,10 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
 
 def setting(**changes: Any) -> Setting:
     values: dict[str, Any] = {
-        "kind": "cuda",
-        "model": ModelConfig(),
-        "parameters": 124_475_904,
-        "matrices": 124_354_560,
-        "state": 2 * 124_475_904,
-        "vocab_size": 50_304,
-        "micro_batch": 16,
-        "eval_batch": 16,
-        "precision": "bf16",
-        "checkpointing": False,
-        "processes": 8,
-        "background": True,
-        "base": 0.0,
-    }
+        "kind": "cuda", "model": ModelConfig(), "parameters": 124_475_904, "matrices": 124_354_560,
+        "state": 2 * 124_475_904, "vocab_size": 50_304, "micro_batch": 16, "eval_batch": 16, "precision": "bf16",
+        "checkpointing": False, "processes": 8, "background": True, "base": 0.0,
+    }  # fmt: skip
     return Setting(**(values | changes))
 
 
@@ -225,9 +186,8 @@ def test_memory_by_part():
     n = 16 * 1024
     assert sum(memory.parts.values()) == pytest.approx(memory.peak)
     assert memory.moment == "training"
-    assert memory.parts["weights"] + memory.parts["gradients"] + memory.parts["moments"] == pytest.approx(
-        16 * 124_475_904
-    )
+    states = sum(memory.parts[name] for name in ("weights", "gradients", "moments"))
+    assert states == pytest.approx(16 * 124_475_904)
     assert memory.parts["logits"] == 12 * n * 50_304
     per_layer = 36 * n * 768  # bytes, half of them in bf16: docs/plan.md has the sum
     assert memory.parts["activations"] == pytest.approx(12 * per_layer + 12 * n * 768 + 24 * n * 768)
@@ -237,8 +197,6 @@ def test_memory_by_part():
 
 
 def test_a_checkpoint_behind_the_training_takes_its_copy():
-    """12 bytes a parameter, all the time: of the process on a CPU, of the host beside a GPU. Otherwise nothing on a
-    CPU, and beside a GPU the largest tensor."""
     parameters = setting().parameters
     for kind in ("cpu", "cuda"):
         behind, still = (estimate(setting(kind=kind, background=it)) for it in (True, False))
@@ -257,7 +215,6 @@ def test_muon_keeps_one_moment_of_the_blocks_matrices():
 
 
 def test_what_training_saves_is_what_autograd_saves():
-    """Bytes per token and channel of a block, as autograd counts them: with and without dropout, in fp32 and bf16."""
     import torch
 
     from gpt2_ddp.model.gpt import GPT
@@ -299,8 +256,7 @@ def test_machines():
     for name in PEAKS:  # each has a memory, by its name or by the table
         assert 16e9 <= find_machine(plan_config(gpu=name), 1).memory <= 300e9
     assert find_machine(plan_config(gpu="NVIDIA A100-SXM4-40GB"), 1).memory == 40e9
-    with pytest.raises(UserError, match="NVIDIA H100 80GB HBM3"):
-        find_machine(plan_config(gpu="H100 80GB"), 1)
+    expect_error("NVIDIA H100 80GB HBM3", find_machine, plan_config(gpu="H100 80GB"), 1)
     assert find_machine(plan_config(gpu="H100 80GB", gpu_memory=80), 1).peak is None
 
 
@@ -318,9 +274,8 @@ def test_what_is_done_and_how_long_it_takes():
 def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
     config = plan_config(gpu="H100 80GB HBM3", eval={"tokens": 10**9})
     machine = find_machine(config, 1)
-    assert (
-        _rate(config, machine, None, 10**9, 10**6, config.training, Seen(), "no", False) is None
-    )  # the peak is bf16's
+    unknown = _rate(config, machine, None, 10**9, 10**6, config.training, Seen(), "no", False)
+    assert unknown is None, "the peak is bf16's"
     for task, scored in ((None, 10**9), (SimpleNamespace(validation_tokens=300), 300)):
         rate = _rate(config, machine, None, 10**9, 10**6, config.training, Seen(task=task), "bf16", False)
         assert rate.tokens_per_second == 0.4 * 989.5e12 / 10**9
@@ -328,8 +283,6 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
 
 
 def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
-    """A run that goes on has its own micro-batch, on as many devices of the kind; compiling makes a start slow on
-    every device on which it pays."""
     changes = {"train.micro_batch_size": "auto", "train.compile": "auto", "train.mixed_precision": "bf16"}
     training = training_config(corpus, tmp_path, {**changes, "tracking.peak_flops": 1e12})
     config = PlanConfig.model_validate(training.model_dump(mode="json"))
@@ -353,10 +306,8 @@ def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
 
 
 def test_the_questions_that_make_no_sense():
-    with pytest.raises(UserError, match="leave gpu, gpus and nodes away"):
-        plan_config(gpu="NVIDIA A10", measure=True)
-    with pytest.raises(UserError, match="leave one of the two away"):
-        plan_config(gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
+    expect_error("leave gpu, gpus and nodes away", plan_config, gpu="NVIDIA A10", measure=True)
+    expect_error("leave one of the two away", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
 
 
 def test_the_configuration_that_is_printed_is_training_s():

@@ -1,7 +1,6 @@
 """Preparing data: what ends up in the shards, restarts, and the user's mistakes."""
 
 import gzip
-import io
 import json
 import os
 import random
@@ -11,14 +10,16 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
+from commands import expect_error
 from nasty import library_texts
 from ranks import run_ranks
+from runs import said
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
@@ -34,7 +35,7 @@ from gpt2_ddp.data.vocabulary import suitable_vocab_size
 from gpt2_ddp.errors import UserError
 
 PROJECT = Path(__file__).parents[1]
-SCRIPT = [sys.executable, str(PROJECT / "scripts" / "prepare_data.py")]
+SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]
 
 
 @pytest.fixture
@@ -50,7 +51,6 @@ def library() -> list[str]:
 
 @pytest.fixture
 def texts(tmp_path, library) -> Path:
-    """A folder of 300 documents, most of them short."""
     folder = tmp_path / "texts"
     (folder / "below").mkdir(parents=True)
     for number, text in enumerate(library):
@@ -113,10 +113,9 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch
     monkeypatch.setattr(documents, "BLOCK", 10_000)
     rows = [{"text": text[:2000]} for text in documents_in(texts)[:100]]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one = prepare(config(texts, tmp_path / "one", tokenizer="bpe", vocab_size=400, shard_tokens=50_000))
-    two = prepare(config(texts, tmp_path / "two", tokenizer="bpe", vocab_size=400, shard_tokens=50_000, workers=2))
-    assert one.hash == two.hash
-    assert one == two
+    bpe = {"tokenizer": "bpe", "vocab_size": 400, "shard_tokens": 50_000}
+    one, two = (prepare(config(texts, tmp_path / name, **bpe, workers=n)) for name, n in (("one", 1), ("two", 2)))
+    assert (one, one.hash) == (two, two.hash)
     for shard in one.splits["train"]:
         assert (tmp_path / "one" / shard.file).read_bytes() == (tmp_path / "two" / shard.file).read_bytes()
     elsewhere = texts.rename(tmp_path / "moved")
@@ -128,9 +127,8 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 1000)
     text = "".join(library[:40])
     (tmp_path / "one.txt").write_bytes(text.encode())
-    manifest = prepare(
-        config(tmp_path / "one.txt", tmp_path / "out", tokenizer="gpt2", val_fraction=0.1, shard_tokens=20_000)
-    )
+    changes = {"tokenizer": "gpt2", "val_fraction": 0.1, "shard_tokens": 20_000}
+    manifest = prepare(config(tmp_path / "one.txt", tmp_path / "out", **changes))
     total = manifest.tokens("train") + manifest.tokens("val")
     assert manifest.tokens("val") == round(0.1 * total)
     joined = np.concatenate([tokens_of(tmp_path / "out", "train"), tokens_of(tmp_path / "out", "val")])
@@ -142,7 +140,6 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
 
 @pytest.mark.usefixtures("helperless")
 def test_standard_library(tmp_path, capsys, monkeypatch):
-    """Of which 300 small files will do here."""
     files = {path: path.stat().st_size for path in find.library_files()}
     assert sum(files.values()) > 8e6
     assert suitable_vocab_size(sum(files.values())) == 8192
@@ -162,12 +159,10 @@ def test_standard_library(tmp_path, capsys, monkeypatch):
 def test_a_tokenizer_of_ones_own_is_copied(texts, tmp_path, monkeypatch):
     first = prepare(config(texts, tmp_path / "first", tokenizer="bpe", vocab_size=300))
     (tmp_path / "mine.json").write_bytes((tmp_path / "first" / "tokenizer.json").read_bytes())
-    second = prepare(config(texts, tmp_path / "second", tokenizer=str(tmp_path / "mine.json")))
-    assert second.hash == first.hash
     monkeypatch.chdir(tmp_path / "first")
-    third = prepare(config(texts, tmp_path / "third", tokenizer="tokenizer.json"))
-    assert third.hash == first.hash
-    assert (tmp_path / "third" / "tokenizer.json").exists()
+    for number, tokenizer in enumerate((str(tmp_path / "mine.json"), "tokenizer.json")):
+        assert prepare(config(texts, tmp_path / str(number), tokenizer=tokenizer)).hash == first.hash
+        assert (tmp_path / str(number) / "tokenizer.json").exists()
 
 
 def test_another_recipe_overwrites_nothing(texts, tmp_path):
@@ -186,22 +181,16 @@ def test_another_recipe_overwrites_nothing(texts, tmp_path):
 def test_folders_of_others_are_left_alone(texts, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train_000000.bin").write_bytes(b"precious")
-    with pytest.raises(UserError, match=r"holds files that prepare_data\.py did not write"):
-        prepare(config(texts, tmp_path / "out"))
+    expect_error(r"holds files that prepare_data\.py did not write", prepare, config(texts, tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train_000000.bin"]
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UserError, match=r"output = .*cannot be written"):
-        prepare(config(texts, tmp_path / "file"))
-
-
-def command(*arguments: object) -> list[str]:
-    return [*SCRIPT, *map(str, arguments)]
+    expect_error(r"output = .*cannot be written", prepare, config(texts, tmp_path / "file"))
 
 
 @pytest.mark.slow
 def test_killed_and_run_again(tmp_path):
     source = f"{Path(os.__file__).parent}/*.py"
-    arguments = command("--source", source, "--tokenizer", "gpt2", "--shard_tokens", 20_000, "--workers", 2)
+    arguments = [*SCRIPT, "--source", source, *["--tokenizer", "gpt2", "--shard_tokens", "20000", "--workers", "2"]]
     output = tmp_path / "killed"
     process = subprocess.Popen([*arguments, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while not list(output.glob("train_*.bin")):
@@ -210,8 +199,7 @@ def test_killed_and_run_again(tmp_path):
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    with pytest.raises(UserError, match="has shards and no manifest"):
-        read_manifest(output)
+    expect_error("has shards and no manifest", read_manifest, output)
     (output / "train_000999.bin").touch()  # as a run with smaller shards would leave
     (output / ".val_000999.bin.tmp").touch()
     subprocess.run([*arguments, "--output", str(output)], check=True)
@@ -223,66 +211,43 @@ def test_killed_and_run_again(tmp_path):
     assert not any(Path(f"/proc/{child}").exists() for child in children.split())  # none outlives its parent
 
 
-def printed_preparation(config: PrepareConfig) -> str:
-    with redirect_stdout(io.StringIO()) as printed:
-        prepare(config)
-    return printed.getvalue()
-
-
 def test_two_at_once(texts, tmp_path):
-    outputs = run_ranks(printed_preparation, 2, config(texts, tmp_path / "out"))
-    assert sorted("is already prepared" in output for output in outputs) == [False, True]
+    found = run_ranks(said, 2, prepare, config(texts, tmp_path / "out"))
+    assert sorted("is already prepared" in output for _, output, _ in found) == [False, True]
     verify_shards(tmp_path / "out", read_manifest(tmp_path / "out"))
 
 
 FILES = {
-    "words.txt": b"text",
-    "empty.txt": b"",
-    "image.png": b"\x89PNG\0\0",
-    "rows.jsonl": b'{"body": "x", "n": 1}\n',
-    "broken.jsonl": b'{"text": "x"}\n{"text": \n',
-    "deep.jsonl": b"[" * 100_000,
-    "list.json": b'[{"text": "x"}]\n',
-    "torn.parquet": b"PAR1torn",
-    "torn.txt.gz": gzip.compress(b"text" * 1000)[:30],
-}
+    "words.txt": b"text", "empty.txt": b"", "image.png": b"\x89PNG\0\0", "rows.jsonl": b'{"body": "x", "n": 1}\n',
+    "broken.jsonl": b'{"text": "x"}\n{"text": \n', "deep.jsonl": b"[" * 100_000, "list.json": b'[{"text": "x"}]\n',
+    "torn.parquet": b"PAR1torn", "torn.txt.gz": gzip.compress(b"text" * 1000)[:30],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("source", "changes", "message"),
-    [
-        ("absent.txt", {}, "source = .*absent.txt: there is no such file"),
-        ("none/*.txt", {}, "there is no such file"),
-        ("empty.txt", {}, "source = .*: has too little text for a train split"),
-        ("image.png", {}, r"image\.png: is not text"),
-        (
-            "rows.jsonl",
-            {},
-            "column = text: none of 1 rows has text there; the first, .*rows.jsonl, line 1, has body, n",
-        ),
-        ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
-        ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"),
-        ("deep.jsonl", {}, r"deep\.jsonl: line 1 is not JSON"),
-        ("list.json", {}, "line 1 is not an object"),
-        ("torn.parquet", {}, r"torn\.parquet: cannot be read \(Parquet"),
-        ("torn.txt.gz", {}, r"torn\.txt\.gz: cannot be read"),
-        ("words.txt", {"tokenizer": "gpt5"}, "tokenizer = gpt5"),
-        ("words.txt", {"tokenizer": "words.txt"}, "tokenizer = words.txt"),
-    ],
-)
+@pytest.mark.parametrize(("source", "changes", "message"), [
+    ("absent.txt", {}, "source = .*absent.txt: there is no such file"),
+    ("none/*.txt", {}, "there is no such file"),
+    ("empty.txt", {}, "source = .*: has too little text for a train split"),
+    ("image.png", {}, r"image\.png: is not text"),
+    ("rows.jsonl", {}, "column = text: none of 1 rows has text there; the first, .*rows.jsonl, line 1, has body, n"),
+    ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
+    ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"), ("deep.jsonl", {}, r"deep\.jsonl: line 1 is not JSON"),
+    ("list.json", {}, "line 1 is not an object"),
+    ("torn.parquet", {}, r"torn\.parquet: cannot be read \(Parquet"),
+    ("torn.txt.gz", {}, r"torn\.txt\.gz: cannot be read"), ("words.txt", {"tokenizer": "gpt5"}, "tokenizer = gpt5"),
+    ("words.txt", {"tokenizer": "words.txt"}, "tokenizer = words.txt"),
+])  # fmt: skip
 def test_mistakes_are_named(tmp_path, source, changes, message):
     for name, data in FILES.items():
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(UserError, match=message):
-        prepare(config(tmp_path / source, tmp_path / "new" / "out", **{"val_fraction": 0} | changes))
+    expect_error(message, prepare, config(tmp_path / source, tmp_path / "new" / "out", **{"val_fraction": 0} | changes))
     assert not (tmp_path / "new").exists()
 
 
 def test_a_source_without_text_is_found_before_a_bpe_is_trained(tmp_path, capfd):
     (tmp_path / "empty.txt").touch()
     for source in ("empty.txt", "absent.txt"):
-        with pytest.raises(UserError, match="source = "):
-            prepare(config(tmp_path / source, tmp_path / "out", tokenizer="bpe"))
+        expect_error("source = ", prepare, config(tmp_path / source, tmp_path / "out", tokenizer="bpe"))
     assert capfd.readouterr().out == ""
 
 
@@ -297,7 +262,6 @@ def test_what_others_put_into_the_folder_stays(tmp_path):
 
 
 def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
-    """The first takes its folder and its lock away; the second, and only one at a time, makes them anew."""
     folder, entered, inside = tmp_path / "new/out", [], threading.Semaphore(0)
 
     def fail(number: int) -> None:
@@ -316,13 +280,11 @@ def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
         others = [pool.submit(fail, number) for number in (1, 2, 3)]
         for future in (first, *others):
             future.result(timeout=60)
-    assert entered[0] == 0
-    assert sorted(entered) == [0, 1, 2, 3]
+    assert (entered[0], sorted(entered)) == (0, [0, 1, 2, 3])
     assert list((tmp_path / "new").glob("*")) == []  # the parent stays where another came between the two
 
 
 def test_many_who_fail_at_once_leave_nothing(tmp_path):
-    """None keeps another from taking the folder away that it made, by a lock put into it in between."""
     folder, inside = tmp_path / "out", []
 
     def fail(_: int) -> None:
@@ -351,14 +313,14 @@ def test_a_bpe_of_little_text_says_its_size(tmp_path, capsys):
     "text", ["床前明月光，疑是地上霜。" * 200, "🙂👩\u200d👧🏳️❤️🇨🇭" * 200, "a\r\nb\u2028 <|endoftext|>"]
 )
 def test_bytes_and_characters_of_any_text(tmp_path, tokenizer, text):
+    (tmp_path / "texts").mkdir()
     for number in range(3):
-        (tmp_path / "texts").mkdir(exist_ok=True)
         (tmp_path / f"texts/{number}.txt").write_bytes(text[number:].encode())
     manifest = prepare(config(tmp_path / "texts", tmp_path / "out", tokenizer=tokenizer, val_fraction=0))
     assert documents_of(tmp_path / "out", "train") == [text, text[1:], text[2:]]
     assert manifest.vocab_size == (257 if tokenizer == "bytes" else len({*text}) + 1)
-    with pytest.raises(UserError, match="tokenizer chars" if tokenizer == "chars" else "tokenizer bytes"):
-        prepare(config(tmp_path / "texts", tmp_path / "out", tokenizer="gpt2", val_fraction=0))
+    other = config(tmp_path / "texts", tmp_path / "out", tokenizer="gpt2", val_fraction=0)
+    expect_error(f"tokenizer {tokenizer}", prepare, other)
 
 
 def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):
@@ -374,14 +336,9 @@ def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):
 
 
 def test_default_outputs():
-    for source, output in (
-        ("stdlib", "data/stdlib"),
-        ("texts/shakespeare.txt", "data/shakespeare"),
-        ("texts/**/*.txt", "data/texts"),
-        ("*.txt", "data/text"),
-        ("hub:HuggingFaceFW/fineweb-edu", "data/fineweb-edu"),
-    ):
-        assert default_output(PrepareConfig(source=source)) == output
+    sources = ("stdlib", "texts/shakespeare.txt", "texts/**/*.txt", "*.txt", "hub:HuggingFaceFW/fineweb-edu")
+    outputs = [default_output(PrepareConfig(source=source)).removeprefix("data/") for source in sources]
+    assert outputs == ["stdlib", "shakespeare", "texts", "text", "fineweb-edu"]
     assert default_output(PrepareConfig(source="hub:a/b", subset="c")) == "data/b-c"
 
 
@@ -392,14 +349,11 @@ def test_shipped_recipes(tmp_path):
     assert stdlib == PrepareConfig(output=default_output(stdlib), vocab_size=2048)
 
 
-@pytest.mark.parametrize(
-    ("documents", "digest"),
-    [
-        ("file", "49da85cfb0dcc735eb94fd99f61089d93a03a7b39c2f1b413486ce45f6ef87cf"),
-        ("line", "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"),
-        ("paragraph", "6a21db73c0d3527ccc6739a702af88845cdac367d56682b21e198b8a4aea63e1"),
-    ],
-)
+@pytest.mark.parametrize(("documents", "digest"), [
+    ("file", "49da85cfb0dcc735eb94fd99f61089d93a03a7b39c2f1b413486ce45f6ef87cf"),
+    ("line", "5d4180baf5f1a3b90b1e7aa469db18a638b4ddfbd7234fc12df99ee267c953ee"),
+    ("paragraph", "6a21db73c0d3527ccc6739a702af88845cdac367d56682b21e198b8a4aea63e1"),
+])  # fmt: skip
 def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, digest):
     draw = random.Random(0)
     words = ["one", "two ", "\n", "\r\n", "\n\n", "é", "漢字", " and", "\t", "😀", ", ", "\x0c", " \n"]
@@ -409,34 +363,20 @@ def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, dige
         (tmp_path / "texts" / f"{number:02d}.txt").write_bytes(text.encode())
     rows = [{"id": number, "text": f"row {number} " * number} for number in range(30)] + [{"id": 1, "text": None}]
     (tmp_path / "texts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert (
-        prepare(
-            config(tmp_path / "texts", tmp_path / "out", documents=documents, tokenizer="gpt2", val_fraction=0.2)
-        ).hash
-        == digest
-    )
+    changes = {"documents": documents, "tokenizer": "gpt2", "val_fraction": 0.2}
+    assert prepare(config(tmp_path / "texts", tmp_path / "out", **changes)).hash == digest
 
 
-@pytest.mark.parametrize(
-    ("size", "ids"),
-    [
-        (1, 512),
-        (10**4, 512),
-        (300_000, 2048),
-        (10**6, 4096),
-        (10**7, 8192),
-        (10**8, 2**15),
-        (10**12, 2**15),
-        (None, 2**15),
-    ],
-)
+@pytest.mark.parametrize(("size", "ids"), [
+    (1, 512), (10**4, 512), (300_000, 2048), (10**6, 4096), (10**7, 8192), (10**8, 2**15), (10**12, 2**15),
+    (None, 2**15),
+])  # fmt: skip
 def test_a_vocabulary_suits_the_size_of_the_text(size, ids):
     assert suitable_vocab_size(size) == ids
 
 
 @pytest.mark.usefixtures("helperless")
 def test_without_a_vocab_size_the_text_decides_and_any_that_is_there_will_do(tmp_path, capsys):
-    """Those of older releases, which had another default, are found prepared as well."""
     (tmp_path / "text.txt").write_text("".join(f"word{number} of many\n" for number in range(4000)))
     asked = config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe")
     assert prepare(asked).vocab_size == suitable_vocab_size(os.path.getsize(tmp_path / "text.txt")) == 1024
@@ -454,11 +394,9 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
         (lambda: file.unlink(), "1 removed: below/001.txt"),
         (lambda: texts.rename(tmp_path / "elsewhere"), "there is no such file"),
     ):
-        monkeypatch.setattr(
-            prepare_module, "make_tokenizer", lambda *args, change=change: (make_tokenizer(*args), change())
-        )
-        with pytest.raises(UserError, match=words):
-            prepare(config(texts, tmp_path / "out", tokenizer="chars"))
+        changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731
+        monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
+        expect_error(words, prepare, config(texts, tmp_path / "out", tokenizer="chars"))
         assert not (tmp_path / "out").exists()
 
 
@@ -466,7 +404,6 @@ def test_an_output_within_the_source(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(find, "library_files", lambda: [Path(os.__file__)])
     prepare(config("stdlib", "stdlib", max_documents=1, tokenizer="bytes"))
-    with pytest.raises(UserError, match="is the source; choose another folder"):
-        prepare(config(texts, texts))
+    expect_error("is the source; choose another folder", prepare, config(texts, texts))
     made = prepare(config(texts, texts / "out"))
     assert prepare(config(texts, texts / "out")) == made

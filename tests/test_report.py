@@ -14,13 +14,13 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+from commands import expect_error
 from matplotlib.text import Text
 from safetensors.numpy import save_file
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports import page as page_module
 from gpt2_ddp.reports.figure import Picture, draw, share_tokens
 from gpt2_ddp.reports.lines import COLORS, MAX_POINTS, short_names, thin
@@ -58,11 +58,8 @@ def make_run(folder: Path, rows: list[dict], torn: str = "", seed: int = 7, lr: 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made and not drawn: `svg` is the text in them."""
-
-    def words(picture: Picture) -> str:
-        return escape(" ".join(text.get_text() for text in picture.figure.findobj(Text)))
-
-    monkeypatch.setattr(Picture, "svg", words)
+    words = lambda picture: " ".join(text.get_text() for text in picture.figure.findobj(Text))  # noqa: E731
+    monkeypatch.setattr(Picture, "svg", lambda picture: escape(words(picture)))
     monkeypatch.setattr(Picture, "png", lambda picture: b"png")
 
 
@@ -75,9 +72,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn_rows() -> list[dict]:
-    rows = metrics(30)
-    for i, row in enumerate(rows[1:], 1):
-        row["tokens_per_second"] = 100.0 * i
+    rows = [row | {"tokens_per_second": 100.0 * i} if i else row for i, row in enumerate(metrics(30))]
     rows[7] |= {"grad_norm": None}
     return rows
 
@@ -87,11 +82,7 @@ class Page(HTMLParser):
 
     def __init__(self, file: Path):
         super().__init__()
-        self.tables: list[dict[str, list[str]]] = []
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.in_cell = False
+        self.tables, self.tags, self.links, self.text, self.in_cell = [], [], [], "", False
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -125,9 +116,7 @@ def test_the_best_evaluation_is_one_of_those_that_scored_as_many_tokens_as_the_l
 
 def points(file: Path) -> dict:
     """What the page's script reads."""
-    found = re.search(r'id="points">(.*?)</script>', file.read_text(encoding="utf-8"))
-    assert found
-    return json.loads(found[1])
+    return json.loads(re.findall(r'id="points">(.*?)</script>', file.read_text(encoding="utf-8"))[0])
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -140,27 +129,17 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
     assert write_report([run], run) == run / "report.html"
     summary, evaluation = Page(run / "report.html").tables
     assert {label: cell for label, (cell,) in summary.items() if label} == {
-        "state": "stopped: SIGTERM",
-        "steps": "300",
-        "tokens": f"{300 * BATCH:,}",
-        "skipped steps": "3",
+        "state": "stopped: SIGTERM", "steps": "300", "tokens": f"{300 * BATCH:,}", "skipped steps": "3",
         "last train loss": "3.2000 at step 300",
         "last validation loss": f"3.0000 at step 300 (perplexity {math.exp(3):.2f}, 1.2500 bits per byte)",
         "best validation loss": f"2.0000 at step 200 (perplexity {math.exp(2):.2f}, 1.2500 bits per byte)",
-        "tokens per second (median)": "256",
-        "MFU (median)": "25.0%",
-        "time in training steps": "10 min 0 s",
+        "tokens per second (median)": "256", "MFU (median)": "25.0%", "time in training steps": "10 min 0 s",
         "parameters (without positions)": f"{128 * 32 + 32:,}",
-        "n_layer / n_head / n_embd / block_size": "2 / 2 / 32 / 64",
-        "global batch (tokens)": "512",
-        "learning rate": "0.001",
-        "seed": "7",
-        "order digest": f"{30:064x}"[::-1][:12],
-    }
-    assert evaluation["validation loss (nats per token)"] == ["3.0000"]
-    assert evaluation["bits per token"] == [f"{3 / math.log(2):.4f}"]
-    assert evaluation["bits per byte"] == ["1.2500"]
-    assert evaluation["tokens scored"] == ["999"]
+        "n_layer / n_head / n_embd / block_size": "2 / 2 / 32 / 64", "global batch (tokens)": "512",
+        "learning rate": "0.001", "seed": "7", "order digest": f"{30:064x}"[::-1][:12],
+    }  # fmt: skip
+    wanted = {"validation loss (nats per token)": ["3.0000"], "bits per token": [f"{3 / math.log(2):.4f}"]}
+    assert evaluation.items() >= {**wanted, "bits per byte": ["1.2500"], "tokens scored": ["999"]}.items()
     assert "the last sample" in Page(run / "report.html").text
     assert "Not in this report" not in Page(run / "report.html").text
     assert (run / "report.png").read_bytes() == b"png"
@@ -194,17 +173,16 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
     assert page.tags.count("script") == 2  # ours: the values and what shows them
     assert "b" not in page.tags
     assert points(tmp_path / "report.html")["runs"][0]["name"] == run.name
-    assert (
-        "a\\u003cb>&$x$" in (tmp_path / "report.html").read_text()
-    )  # `<!--<script>` would hide the end of the element
+    # `<!--<script>` would hide the end of the element
+    assert "a\\u003cb>&$x$" in (tmp_path / "report.html").read_text()
     assert page.text.count(HOSTILE) == 6  # reason, learning rate and seed, both again as differences, sample
     assert page.tables[0][""] == ["a<b>&$x$ $\\foo$", "other"]
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_several_runs_and_what_differs(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / place / "run", metrics(20), seed=seed, lr=lr) for place, seed, lr in
-            [("a", 1, 1e-3), ("b", 1, 3e-4), ("c", 2, 1e-3)]]  # fmt: skip
+    changes = {"a": (1, 1e-3), "b": (1, 3e-4), "c": (2, 1e-3)}
+    runs = [make_run(tmp_path / name / "run", metrics(20), "", *change) for name, change in changes.items()]
     page = Page(write_report([*runs, runs[0]], tmp_path))
     summary, differences, _ = page.tables
     assert summary[""] == ["a/run", "b/run", "c/run"]
@@ -219,8 +197,7 @@ def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
     (run / "status.json").unlink()
     (run / "samples.jsonl").unlink()
     page = Page(write_report([run], run))
-    assert page.tables[0]["steps"] == ["30"]
-    assert page.tables[0]["state"] == page.tables[0]["seed"] == ["–"]
+    assert page.tables[0].items() >= {"steps": ["30"], "state": ["–"], "seed": ["–"]}.items()
     for note in ("metrics.jsonl: 1 unreadable line left out", "config.yaml: unreadable", "status.json: missing"):
         assert f"run: {note}" in page.text
 
@@ -231,13 +208,10 @@ def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
     rows = metrics(30)
     rows[12] |= {"loss": bad, "grad_norm": bad}
     rows[30] |= {"loss": bad, "val_loss": bad}
-    for row in rows:
-        row["mfu"] = None
-    run = make_run(tmp_path / "run", rows)
+    run = make_run(tmp_path / "run", [row | {"mfu": None} for row in rows])
     page = Page(write_report([run], run))
-    assert page.tables[0]["last train loss"] == ["not finite at step 300"]
+    assert page.tables[0].items() >= {"last train loss": ["not finite at step 300"], "MFU (median)": ["–"]}.items()
     assert page.tables[0]["best validation loss"][0].startswith("2.0000 at step 200")
-    assert page.tables[0]["MFU (median)"] == ["–"]
     assert "not a finite number" in page.text  # crosses in the figure, with their key
     assert "MFU " not in page.text.replace("MFU (median)", "")
 
@@ -252,13 +226,11 @@ def test_runs_that_have_just_begun(tmp_path: Path, n_rows: int) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_rows_of_another_trainer(tmp_path: Path) -> None:
-    rows = [{"step": i, "loss": 1.0 - i / 10} for i in range(11)]  # ends at 0: no logarithm
-    page = Page(write_report([make_run(tmp_path / "run", rows)], tmp_path))
-    assert page.tables[0]["last train loss"] == ["0.0000 at step 10"]
+    run = make_run(tmp_path / "run", [{"step": i, "loss": 1.0 - i / 10} for i in range(11)])  # ends at 0: no logarithm
+    assert Page(write_report([run], tmp_path)).tables[0]["last train loss"] == ["0.0000 at step 10"]
 
 
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:
-    """Twenty thousand rows of noise, along one axis."""
     rows = metrics(20_000, every=1)
     noise = np.random.default_rng(0).lognormal(size=(20_000, 3)).tolist()
     for row, values in zip(rows[1:], noise, strict=True):
@@ -288,17 +260,13 @@ def test_same_metrics_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("undrawn")
 def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = make_run(tmp_path / "runs" / "good", metrics(3))
-    with pytest.raises(UserError, match=r"runs = .*/nothing: there is no such folder; .*like .*/runs/good"):
-        write_report([run.parent / "nothing"], tmp_path)
-    with pytest.raises(UserError, match=r"runs = .*/runs: holds no metrics.jsonl; .*like .*/runs/good"):
-        write_report([run, run.parent], tmp_path)
-    with pytest.raises(UserError, match="name at least one"):
-        report(ReportConfig(runs=()))
-    with pytest.raises(UserError, match=r"output = .*/metrics.jsonl: cannot be written"):
-        write_report([run], run / "metrics.jsonl")
+    like = "; .*like .*/runs/good"
+    expect_error(rf"runs = .*/nothing: there is no such folder{like}", write_report, [run.parent / "nothing"], tmp_path)
+    expect_error(rf"runs = .*/runs: holds no metrics.jsonl{like}", write_report, [run, run.parent], tmp_path)
+    expect_error("name at least one", report, ReportConfig(runs=()))
+    expect_error(r"output = .*/metrics.jsonl: cannot be written", write_report, [run], run / "metrics.jsonl")
     torn = make_run(tmp_path / "torn", [], torn='{"step": 0')
-    with pytest.raises(UserError, match="no complete row"):
-        write_report([torn], tmp_path)
+    expect_error("no complete row", write_report, [torn], tmp_path)
     assert not (tmp_path / "report.html").exists()
     assert report(ReportConfig(runs=(str(run),))) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
@@ -306,14 +274,12 @@ def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_small_job_counts_samples(tmp_path: Path) -> None:
-    """Its loss is no cross-entropy per token, so no perplexity is made of it; beside a GPT, each has its own rows."""
     job = make_run(tmp_path / "job", [])
     rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
     rows[-1] |= {"val_loss": 0.5, "val_accuracy": 0.75, "val_samples": 31}
     (job / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(write_report([job], job))
-    assert page.tables[0]["samples"] == ["36"]
-    assert page.tables[0]["samples per second (median)"] == ["500"]
+    assert page.tables[0].items() >= {"samples": ["36"], "samples per second (median)": ["500"]}.items()
     assert page.tables[1]["validation accuracy"] == ["0.7500"]
     assert "perplexity" not in page.text
     assert "Throughput (samples per second)" in page.text
@@ -322,7 +288,6 @@ def test_a_small_job_counts_samples(tmp_path: Path) -> None:
 
 
 def test_runs_that_coincide_are_all_visible(tmp_path: Path) -> None:
-    """Seven equal schedules, one of them longer, one shorter: each has its share of what is seen of the curve."""
     lengths = [30, 60, 30, 30, 10, 30, 30]
     picture = draw(read_runs([make_run(tmp_path / f"run{i}", metrics(n)) for i, n in enumerate(lengths)]), "steps")
     left, top, right, bottom = [round(edge * 130 / 72) for edge in list(picture.panels().values())[1]]
@@ -358,7 +323,6 @@ def test_values_under_the_pointer(drawn: Path) -> None:
 
 
 def test_loss_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
-    """Where rows have it; not in the place of a loss that is not finite."""
     rows = metrics(4)
     rows[2] |= {"loss_mean": 5.5}
     rows[3] |= {"loss_mean": 5.0, "loss": None}
@@ -369,7 +333,6 @@ def test_loss_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
 
 
 def test_tokenizers_that_differ(tmp_path: Path) -> None:
-    """Losses per token cannot be compared then: validation in bits per byte, no training loss, and it is said."""
     runs = [make_run(tmp_path / name, metrics(10)) for name in "ab"]
     states = [run / "checkpoints" / "step-00000100" / "state.json" for run in runs]
     for state, sha in zip(states, ("1" * 64, "2" * 64), strict=True):
@@ -403,14 +366,12 @@ def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
     assert choose_axis(read_runs([run, other]), "auto") == (everything, "steps")
     assert choose_axis(read_runs([run, twice]), "auto") == (everything, "tokens")
     assert choose_axis(read_runs([run, foreign]), "auto") == (["steps"], "steps")
-    with pytest.raises(UserError, match=r"axis = time: the rows of foreign do not say it"):
-        write_report([run, foreign], tmp_path, "time")
+    expect_error(r"axis = time: the rows of foreign do not say it", write_report, [run, foreign], tmp_path, "time")
     text = write_report([run], tmp_path, "time").read_text()
     assert re.findall(r'id="by-(\w+)"( checked)?', text) == [("steps", ""), ("tokens", ""), ("time", " checked")]
 
 
 def test_events_are_no_rows(tmp_path: Path) -> None:
-    """What happened is marked below the loss; a branch's time is its own."""
     rows = [row for row in metrics(30) if row["step"] > 200]
     rows.insert(0, {"event": "branch", "step": 200, "of": "runs/x"})
     rows.insert(4, {"event": "start", "step": 230})

@@ -10,39 +10,30 @@ from gpt2_ddp.tasks.jobs import image_model
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
 
 
-def count(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def transformer() -> TransformerLM:
     torch.manual_seed(0)
     return TransformerLM(vocab_size=100, n_layer=2, n_head=4, n_embd=12, d_ff=24, dropout=0.0, max_length=10)
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "outputs", "parameters"),
-    [
-        (lambda: Line(), (5,), (5,), 2),
-        (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 10 * 100 + 100 + 100 * 50 + 50 + 50 * 2 + 2),
-        (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
-        (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
-    ],
-    ids=["line", "mlp", "lenet", "resnet18"],
-)
+@pytest.mark.parametrize(("model", "inputs", "outputs", "parameters"), [
+    (lambda: Line(), (5,), (5,), 2),
+    (lambda: MLP(10, (100, 50), 2), (5, 10), (5, 2), 10 * 100 + 100 + 100 * 50 + 50 + 50 * 2 + 2),
+    (lambda: LeNet(10), (5, 3, 32, 32), (5, 10), 62_006),
+    (lambda: ResNet18(10), (2, 3, 32, 32), (2, 10), 11_173_962),
+], ids=["line", "mlp", "lenet", "resnet18"])  # fmt: skip
 def test_shapes_and_sizes(model, inputs, outputs, parameters):
     built = model()
     assert built(torch.randn(inputs)).shape == outputs
-    assert count(built) == parameters
+    assert sum(parameter.numel() for parameter in built.parameters()) == parameters
 
 
 def test_the_mlp_of_the_clusters_has_fifty_million_parameters():
     with torch.device("meta"):
-        assert count(MLP(10, (10_000, 5_000), 2)) == 50_125_002
+        assert sum(parameter.numel() for parameter in MLP(10, (10_000, 5_000), 2).parameters()) == 50_125_002
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_position_sees_nothing_after_itself(training):
-    """And everything before: with the mask upside down, both halves of this test fail."""
     model = transformer().train(training)
     tokens = torch.randint(100, (3, 10), generator=torch.Generator().manual_seed(1))
     logits = model(tokens)
@@ -64,8 +55,7 @@ def test_a_shorter_sequence_is_a_prefix():
 def test_post_layernorm_relu_blocks():
     block = transformer().blocks[0]
     assert isinstance(block, nn.TransformerEncoderLayer)
-    assert not block.norm_first
-    assert block.activation is nn.functional.relu
+    assert (block.norm_first, block.activation) == (False, nn.functional.relu)
 
 
 def test_sinusoids_are_those_of_the_paper():

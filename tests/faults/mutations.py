@@ -6,6 +6,7 @@ import random
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +21,11 @@ CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]
 """Seeds, and how many cases of each."""
 NASTY: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 255, 256, 2**16, 2**31, 2**32 - 1, 2**32, 2**63, 2**64, 10**400, 0.5, 1e308),
-    *(
-        float("nan"),
-        float("inf"),
-        "",
-        " ",
-        ".",
-        "..",
-        "/",
-        "/dev/zero",
-        "~",
-        "nul\0",
-        "line\nline",
-        "\x1b[31m",
-        "é" * 200,
-    ),
+    *(float("nan"), float("inf"), "", " ", ".", "..", "/", "/dev/zero", "~", "nul\0", "line\nline", "\x1b[31m",
+     "é" * 200),
     *("a" * 5000, "../x", "gpt2", "tokenizer.json", "train_000000.bin", "\ud800", "1", "true", [], [[]], {}, {"": 0}),
     *([1] * 1000, {"a": {"b": [None]}}, [[[[[[[[[["deep"]]]]]]]]]]),
-]
+]  # fmt: skip
 
 
 def open_data(folder: Path) -> str:
@@ -125,13 +113,6 @@ def put_something_else(file: Path, rng: random.Random) -> None:
     """What is no file, or has no end, stands where the file stood."""
     file.unlink()
     kind = rng.randrange(6)
-    if kind == 0:
-        file.mkdir()
-    elif kind == 1:
-        os.mkfifo(file)
-    elif kind == 2:
-        file.symlink_to(file)
-    elif kind == 3:
-        file.symlink_to("/dev/zero")
-    elif kind == 4:
-        file.touch()
+    links = partial(file.symlink_to, file), partial(file.symlink_to, "/dev/zero")
+    makers = (file.mkdir, partial(os.mkfifo, file), *links, file.touch, lambda: None)  # the last leaves nothing there
+    makers[kind]()

@@ -11,26 +11,25 @@ from commands import run_scripts, snapshot
 from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
 from ranks import run_ranks
 
+from gpt2_ddp.config import tools
 from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.config.mistakes import MOST, leaves
 from gpt2_ddp.config.plan import PlanConfig
-from gpt2_ddp.config.tools import (
-    EvaluateConfig,
-    ExportConfig,
-    GenerateConfig,
-    PrepareConfig,
-    ReportConfig,
-    VerifyConfig,
-)
+from gpt2_ddp.config.tools import GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import LARGEST, PROJECT
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError, shown
+from gpt2_ddp.reports.runs import read_runs
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.run.checkpoint import find_checkpoint
+from gpt2_ddp.tasks.images.load import read_images
 
-COMMANDS = (TrainingConfig, PrepareConfig, EvaluateConfig, GenerateConfig, ExportConfig, PlanConfig)
+COMMANDS = (TrainingConfig, PrepareConfig, tools.EvaluateConfig, GenerateConfig, tools.ExportConfig, PlanConfig)
 WORDS = ["&a ", "*a", "!!python/object:os.system ", "\t", '"\\0"', "? ", "[" * 500, "{", ": ", "---\n", "0x", ".nan"]
 WORDS += ["2026-99-99", "<<: ", "- ", "|\n", "'", "%YAML 9.9\n", "\x85", "\ufeff", "1" * 5000, "!!binary x", "~", "\r"]
 
@@ -86,9 +85,8 @@ def test_absurd_command_lines(tmp_path, seed, cases):
         argv = []
         for _ in range(rng.choice([1, 1, 1, 3, 100])):
             name = rng.choice([*names, *names, rng.choice(names)[:-1], "config", "x" * 5000, "", "a.b.c"])
-            value = rng.choice(
-                [f"{value!s:.6000}" for value in NASTY if value != 10**400] + ["9" * 5000, "--", "-", "1 2"]
-            )
+            values = [f"{value!s:.6000}" for value in NASTY if value != 10**400]
+            value = rng.choice([*values, "9" * 5000, "--", "-", "1 2"])
             argv += rng.choice([[f"--{name}", value], [f"--{name}={value}"], [f"--{name}"], [value]])
         if "--help" not in argv:
             refused += check_outcome(command, argv, tmp_path / "again.yaml")
@@ -111,11 +109,8 @@ def test_messages_are_short_lines():
     assert shown("beginning and end", 14) == "begi ...  end"
 
 
-# Names
-
-
 @pytest.fixture
-def names(tmp_path, monkeypatch) -> dict[str, str]:
+def names(tmp_path, monkeypatch) -> list[str]:
     """Names of what is not the file, or the folder, that is asked for."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
@@ -124,65 +119,28 @@ def names(tmp_path, monkeypatch) -> dict[str, str]:
     Path("text").write_text("text " * 1000)
     with open("huge", "wb") as file:
         file.truncate(2**40)
-    return {
-        "pipe": "pipe",
-        "loop": "loop",
-        "device": "/dev/zero",
-        "huge": "huge",
-        "long": "a" * 5000,
-        "long in bytes": "é" * 200,
-        "nul": "a\0b",
-        "surrogate": "a\ud800b",
-        "nobody's home": "~nobody_at_all/x",
-        "below a file": "text/x",
-    }
-
-
-def verify(name: str) -> object:
-    from gpt2_ddp.reports.verify import verify_run
-
-    return verify_run(load(VerifyConfig, [name]))
-
-
-def report(name: str) -> object:
-    from gpt2_ddp.reports.runs import read_runs
-
-    return read_runs(map(Path, load(ReportConfig, [name]).runs))
-
-
-def checkpoint(name: str) -> object:
-    from gpt2_ddp.run.checkpoint import find_checkpoint
-
-    return find_checkpoint(Path(name))
-
-
-def images(name: str) -> object:
-    from gpt2_ddp.config.jobs import ClassifierDataConfig
-    from gpt2_ddp.tasks.images.load import read_images
-
-    return read_images(ClassifierDataConfig.model_construct(name="images", path=name))
+    others = ["a" * 5000, "é" * 200, "a\0b", "a\ud800b"]
+    return [*others, "pipe", "loop", "/dev/zero", "huge", "~nobody_at_all/x", "text/x"]
 
 
 READERS = {
-    "run to verify": verify,
-    "runs to report": report,
-    "checkpoint": checkpoint,
-    "images": images,
+    "run to verify": lambda name: verify_run(load(tools.VerifyConfig, [name])),
+    "runs to report": lambda name: read_runs(map(Path, load(tools.ReportConfig, [name]).runs)),
+    "checkpoint": lambda name: find_checkpoint(Path(name)),
+    "images": lambda name: read_images(ClassifierDataConfig.model_construct(name="images", path=name)),
     "--config": lambda name: load(TrainingConfig, ["--config", name]),
-    "tokenizer": load_tokenizer,
-    "data": lambda name: read_manifest(Path(name)),
+    "tokenizer": load_tokenizer, "data": lambda name: read_manifest(Path(name)),
     "source": lambda name: prepare(PrepareConfig.model_construct(source=name, output="out", workers=1)),
     "bin": lambda name: prepare(PrepareConfig.model_construct(source=f"bin:{name}", tokenizer="gpt2")),
-    "tokenizer of a source": lambda name: prepare(
-        PrepareConfig.model_construct(source="text", output="out", tokenizer=name, workers=1)
-    ),
-}
+    "tokenizer of a source": lambda name: prepare(PrepareConfig.model_construct(source="text", output="out",
+     tokenizer=name, workers=1)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reader", READERS)
 def test_names_of_other_things(names, reader):
-    for what, name in names.items():
-        if (reader, what) == ("source", "huge"):
+    for name in names:
+        if (reader, name) == ("source", "huge"):
             continue  # a text may have any size
         with no_hang(), pytest.raises(UserError) as caught:
             READERS[reader](name)
@@ -203,10 +161,9 @@ def test_a_nul_is_in_no_text(tmp_path):
         section, _, key = field.rpartition(".")
         value = ["x\0y"] if field == "prompts" else "x\0y"
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({section: {key: value}} if section else {key: value}))
+        steps = ["--train.steps", "1"] * (command is TrainingConfig)
         with pytest.raises(UserError, match=rf"{field} = .*x\\x00y.*: should hold no NUL"):
-            load(
-                command, ["--config", str(tmp_path / "c.yaml"), *(["--train.steps", "1"] * (command is TrainingConfig))]
-            )
+            load(command, ["--config", str(tmp_path / "c.yaml"), *steps])
 
 
 def test_a_configuration_of_a_megabyte_is_not_parsed(tmp_path):
@@ -217,8 +174,7 @@ def test_a_configuration_of_a_megabyte_is_not_parsed(tmp_path):
 
 LONG = "a" * 5000
 COMMAND_LINES = {
-    "long run_name": ["--run_name", LONG],
-    "long output_dir": ["--output_dir", LONG],
+    "long run_name": ["--run_name", LONG], "long output_dir": ["--output_dir", LONG],
     "long data.path": ["--data.path", LONG],
     "long data.path, with a recipe": ["--data.path", LONG, "--data.prepare", "configs/data_stdlib.yaml"],
     "long init_from": ["--train.init_from", LONG],
@@ -226,15 +182,13 @@ COMMAND_LINES = {
     "a file as data.path": ["--data.path", "{place}/config.yaml"],
     "a pipe as configuration": ["--config", "{place}/pipe"],
     "a pipe as recipe": ["--data.path", "/tmp/none", "--data.prepare", "{place}/pipe"],
-    "a pipe as data.path": ["--data.path", "{place}/pipe"],
-    "a pipe as output_dir": ["--output_dir", "{place}/pipe"],
+    "a pipe as data.path": ["--data.path", "{place}/pipe"], "a pipe as output_dir": ["--output_dir", "{place}/pipe"],
     "a loop of links as data.path": ["--data.path", "{place}/loop", "--data.prepare", "configs/data_stdlib.yaml"],
     "a pipe as init_from": ["--train.init_from", "{place}/pipe"],
-}
+}  # fmt: skip
 
 
 def test_trainings_that_cannot_begin(place):
-    """One process tries them all."""
     os.mkfifo(place / "pipe")
     (place / "loop").symlink_to("loop")
     config = ["--config", str(place / "config.yaml")]
