@@ -17,7 +17,7 @@ from gpt2_ddp.config.mistakes import MOST, leaves, nearest, sections, told
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.processes.environment import is_main_process, under_launcher
-from gpt2_ddp.processes.parent import end_with_parent
+from gpt2_ddp.processes.parent import CHILD, end_with_parent
 from gpt2_ddp.processes.signals import listening
 
 C = TypeVar("C", bound=Command)
@@ -36,7 +36,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
         default: the file that stands in when no `--config` is given.
     """
     with listening(_say):
-        if under_launcher():  # it may die without passing the signal on
+        if under_launcher() or CHILD in os.environ:  # it may die without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
             code = main(load(command, sys.argv[1:], default))
