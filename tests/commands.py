@@ -8,9 +8,11 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
-from ranks import run_ranks
+from ranks import CONTEXT, forked_ranks, free_port, rank_environment, run_ranks, write_to
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -43,6 +45,55 @@ def run_script(name: str, arguments: list[str]) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
+def forked(words: list[str], folder: Path, world: int = 1, **env: str) -> subprocess.CompletedProcess:
+    """Runs `python words` in a folder, on each rank of a world; exit code, outputs and errors of them all.
+
+    The processes are forked with torch loaded, and so are those that they start: a fresh one would import it for
+    seconds. Of several ranks the first exit code that is not 0 counts.
+    """
+    port, started = free_port(), []
+    with tempfile.TemporaryDirectory() as outputs:
+        for rank in range(world):
+            own = environment(**env) | (rank_environment(rank, world, port) if world > 1 else {})
+            args = (words, folder, own, [f"{outputs}/{rank}-out", f"{outputs}/{rank}-err"])
+            started.append(CONTEXT.Process(target=_as_command, args=args))
+            started[-1].start()
+        for process in started:
+            process.join(300)
+            process.kill()
+            process.join()
+        files = ([Path(f"{outputs}/{rank}-{end}") for rank in range(world)] for end in ("out", "err"))
+        out, err = ("".join(file.read_text() for file in of) for of in files)
+    code = next((process.exitcode for process in started if process.exitcode), 0)
+    return subprocess.CompletedProcess(words, code, out, err)
+
+
+def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: list[str]) -> None:
+    import torch
+
+    from gpt2_ddp.processes import spawn
+
+    write_to(outputs)
+    os.environ.clear()
+    os.environ.update(env, OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    forkserver._forkserver.ensure_running, spawn.start_ranks = lambda: None, forked_ranks
+    os.chdir(folder)
+    sys.argv = words[words[0] == "-m" :]
+    sys.path.insert(0, str(folder) if words[0] in ("-c", "-m") else str(Path(words[0]).parent))
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    elif words[0] == "-m":
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def run_scripts(commands: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
+    """Runs scripts in turn in this process; `run_script` of each."""
+    return [run_script(name, arguments) for name, arguments in commands]
+
+
 def snapshot(folder: Path) -> dict[str, str]:
     not_counted = (".lock", ".prepare.lock", ".verified.jsonl")
     files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)
@@ -60,3 +111,23 @@ def expect_mistake(folder: Path, script: str, arguments: list[str], *words: str,
         for word in words if rank == 0 else ():
             assert word in lines[0], lines[0]
     assert {name: digest for name, digest in snapshot(folder).items() if name in before} == before
+
+
+HOLD = """import fcntl, os, sys
+lock = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
+fcntl.lockf(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()"""
+
+
+@contextlib.contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Another process holds the lock meanwhile."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout
+        assert holder.stdout.readline() == "held\n"
+        yield
+        assert holder.stdin
+        holder.stdin.close()

@@ -102,6 +102,30 @@ def make_corpus(folder: Path) -> None:
 
 
 @pytest.fixture(scope="session")
+def short_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of documents of some 40 tokens each, with the tokenizer of `corpus`: in each window, about one begins."""
+    return once(tmp_path_factory, "short_documents", lambda folder: make_short_documents(corpus, folder))
+
+
+def make_short_documents(corpus: Path, folder: Path) -> None:
+    from gpt2_ddp.data.manifest import Manifest, read_manifest, write_manifest
+    from gpt2_ddp.data.shards import ShardWriter, TokenStream
+    from gpt2_ddp.data.tokenizer import load_tokenizer
+
+    shutil.copy(corpus / "tokenizer.json", folder)
+    tokenizer, whole = load_tokenizer(str(folder)), read_manifest(corpus)
+    splits = {}
+    for split in ("train", "val"):
+        stream, writer = TokenStream(corpus, whole, split), ShardWriter(folder, split, 20_000, 512)
+        tokens = stream.read(np.array([0]), min(len(stream), 3000))[0]
+        for begin in range(0, len(tokens), 37):
+            part = tokens[begin : begin + 20 + begin % 18]
+            writer.add(np.concatenate([[tokenizer.eot], part[part != tokenizer.eot]]))
+        splits[split] = writer.close()
+    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "short", splits))
+
+
+@pytest.fixture(scope="session")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Its data are
     beside it, in `data`."""

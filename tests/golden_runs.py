@@ -109,37 +109,44 @@ def _gpt2(block_size: int, windows: int, micro_batch_size: int, **others: Any) -
 
 
 CASES: dict[str, Case] = {
-    "even": Case("gpt2", (1, 2), _gpt2(16, 16, 4), exact=True),
-    "even-dropout": Case("gpt2", (1, 2), _gpt2(16, 16, 4, model__dropout=0.1), exact=True),
-    "even-bf16": Case("gpt2", (1, 2), _gpt2(16, 16, 4, train__mixed_precision="bf16"), exact=True),
+    "even": Case("gpt2", (1, 2), _gpt2(16, 16, 4), exact=True, slow=(2,)),
+    "even-dropout": Case("gpt2", (1, 2), _gpt2(16, 16, 4, model__dropout=0.1), exact=True, slow=(1,)),
+    "even-bf16": Case("gpt2", (1, 2), _gpt2(16, 16, 4, train__mixed_precision="bf16"), exact=True, slow=(1,)),
     # DDP divides by 3 where it reads a gradient from its bucket, and multiplies by 1 / 3 where it copies it there
-    "even3-dropout": Case("gpt2", (3,), _gpt2(16, 24, 4, model__dropout=0.1), exact=False),
-    "odd": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3), exact=False, slow=(1, 3)),
+    "even3-dropout": Case("gpt2", (3,), _gpt2(16, 24, 4, model__dropout=0.1), exact=False, slow=(3,)),
+    "odd": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3), exact=False, slow=(1, 2, 3)),
     "odd-dropout": Case("gpt2", (1, 2, 3), _gpt2(15, 18, 3, model__dropout=0.1), exact=False, slow=(1, 2)),
     # 750 windows, so that steps 3, 6 and 9 lie in two epochs; and all of the validation split, its tail too
-    "epochs": Case("gpt2", (1, 2), _gpt2(16, 256, 32, eval__tokens=None), exact=True),
+    "epochs": Case("gpt2", (1, 2), _gpt2(16, 256, 32, eval__tokens=None), exact=True, slow=(1,)),
     "regression-even": Case(
         "regression",
         (1, 2),
         {"data.points": 128, "data.test_points": 32, "train.global_batch_size": 16},
         exact=True,
+        slow=(1, 2),
     ),
     "regression": Case("regression", (1, 2), {}, exact=False, slow=(1, 2)),
-    "regression-lone": Case("regression", (1, 2), {"data.points": 97}, exact=False),  # last steps of one sample
-    "mlp-bf16": Case("mlp", (1, 2), {}, exact=False),
-    "lenet-augment": Case("lenet", (1, 2), {}, exact=False),
+    "regression-lone": Case(
+        "regression", (1, 2), {"data.points": 97}, exact=False, slow=(1,)
+    ),  # last steps of one sample
+    "mlp-bf16": Case("mlp", (1, 2), {}, exact=False, slow=(1,)),
+    "lenet-augment": Case("lenet", (1, 2), {}, exact=False, slow=(2,)),
     "resnet18": Case("resnet18", (1, 2), {}, exact=False, slow=(1, 2)),
-    "transformer-dropout": Case("transformer", (1, 2), {}, exact=False),
+    "transformer-dropout": Case("transformer", (1, 2), {}, exact=False, slow=(1,)),
 }
 
 RESUMED: dict[str, tuple[Case, dict[str, Any]]] = {
     "gpt2_run": (
         Case(
-            "gpt2", (1, 2), CASES["even-dropout"].changes | {"optim.decay_steps": 20, "checkpoint.keep_last": 2}, True
+            "gpt2",
+            (1, 2),
+            CASES["even-dropout"].changes | {"optim.decay_steps": 20, "checkpoint.keep_last": 2},
+            exact=True,
+            slow=(2,),
         ),
         {"train.steps": 20},
     ),
-    "regression_run": (Case("regression", (1, 2), {}, False), {"train.epochs": 4}),
+    "regression_run": (Case("regression", (1, 2), {}, exact=False, slow=(1,)), {"train.epochs": 4}),
 }
 """Run folders in `golden/`, which one process left halfway: the case that made them, and what takes them to their end.
 The case's worlds are those that go on with it."""
@@ -173,15 +180,6 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         (values.setdefault(section, {}) if section else values)[key] = value
     return values
-
-
-def run_case(config: RunConfig) -> Any:
-    """Trains what `config` describes, in this process or as one of its ranks."""
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.jobs import run_job
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    return train(config, Pretraining) if isinstance(config, TrainingConfig) else run_job(config)
 
 
 def summary(run: Path) -> dict[str, Any]:

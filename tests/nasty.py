@@ -3,10 +3,13 @@
 import gzip
 import json
 import random
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet
+
+from gpt2_ddp.data.find import library_files
 
 ALPHABET = ["a", "Z", " ", "  ", "\n", "\t", "\r\n", "'s", "'", "é", "漢", "\u00a0", "\u3000", "1", "!", "😀"]
 ALPHABET += ["\u200b", "\0", "\x1c", "\x85", "e\u0301", "ß", "_", "\u2028"]
@@ -81,3 +84,9 @@ def difficult_texts() -> list[str]:
     texts += [rng.randbytes(rng.randint(0, 200)).decode("utf-8", "replace") for _ in range(500)]
     texts += [rng.randbytes(rng.randint(0, 200)).decode("latin-1") for _ in range(500)]
     return [*texts, "", " " * 1000, "\n" * 1000, "x" + " " * 1000 + "y", "a" * 5000]
+
+
+def library_texts(count: int) -> list[str]:
+    """The first files of Python's standard library, as a preparation reads them; empty ones are left out."""
+    texts = (path.read_bytes().decode("utf-8", "replace") for path in library_files())
+    return list(islice((text for text in texts if text), count))

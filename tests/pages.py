@@ -1,6 +1,7 @@
 """The commands of README.md and docs/*.md, as text taken from the pages; how each is run small, and which cannot run.
 
-A new page is taken in by itself: all of its commands are run. One that cannot run here goes into CANNOT with the
+A new page is taken in by itself: all of its commands are run, `python SCRIPT` in a forked process, and a launcher on
+README alone; elsewhere two ranks of its script are forked. One that cannot run here goes into CANNOT with the
 reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes its script small enough into SMALLER.
 """
 

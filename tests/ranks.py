@@ -5,13 +5,18 @@ A fresh interpreter would take 4 s to import torch, and forking the test process
 
 import multiprocessing
 import os
+import signal
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
+
+from gpt2_ddp.errors import UserError
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # _dynamo: every optimizer imports it, which takes a second and a half
@@ -31,21 +36,47 @@ def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tu
     started = []
     for rank in range(world):
         receiver, sender = CONTEXT.Pipe(duplex=False)
-        environment = {"OMP_NUM_THREADS": "1"}
-        if world > 1:
-            environment |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_WORLD_SIZE": str(world),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args))
+        environment = {"OMP_NUM_THREADS": "1"} | (rank_environment(rank, world, port) if world > 1 else {})
+        process = CONTEXT.Process(target=_call, args=(environment, sender, function, args), name=f"rank {rank}")
         process.start()
         sender.close()
         started.append((process, receiver))
     return started
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables that torchrun gives a rank."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in values.items()}
+
+
+def forked_ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> list[BaseProcess]:
+    """Replaces `gpt2_ddp.processes.spawn.start_ranks`: the ranks are forked, with torch loaded."""
+    started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
+    RECEIVERS.extend(receiver for _, receiver in started)
+    return [process for process, _ in started]
+
+
+RECEIVERS: list[Connection] = []
+"""Pipes of forked ranks, whose results nobody reads: a closed pipe would end a rank with an error."""
+
+
+OUTPUTS: list[str] = []
+"""Files for stdout and stderr of this process and of what it forks; none: what they were."""
+
+
+def write_to(files: list[str]) -> None:
+    """Has stdout and stderr written to the end of these files."""
+    OUTPUTS.extend(files)
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
+    if files:
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+
+
+def _own_arguments(function: Callable[..., Any], arguments: Sequence[tuple], outputs: list[str]) -> None:
+    write_to(outputs)
+    function(*arguments[int(os.environ.get("RANK", "0"))])
 
 
 def results(started: list[tuple[BaseProcess, Connection]], timeout: float = 120) -> list[Any]:
@@ -77,6 +108,32 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     return results(start_ranks(function, world, *args), timeout)
 
 
+def run_until_killed(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> None:
+    """Runs `function(*args)` on each rank until the last rank dies of SIGKILL; then kills the other ranks."""
+    started = start_ranks(function, world, *args)
+    started[-1][0].join(timeout)
+    exit_code = started[-1][0].exitcode
+    for process, _ in started:
+        process.kill()
+        process.join()
+    assert exit_code == -signal.SIGKILL, exit_code
+
+
+def in_turn(*calls: tuple) -> list[Any]:
+    """Calls one function after another in this process. Each call is a tuple of the function and its arguments.
+
+    Returns:
+        the value of each call, or the text of its UserError.
+    """
+    found = []
+    for function, *args in calls:
+        try:
+            found.append(function(*args))
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
 class RankError(Exception):
     """A rank's traceback."""
 
@@ -84,10 +141,13 @@ class RankError(Exception):
 def _call(environment: dict[str, str], sender: Connection, function: Callable[..., Any], args: tuple) -> None:
     import torch
 
+    forkserver._forkserver.ensure_running = lambda: None  # a rank that starts others has them forked by the same server
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "TORCHELASTIC_", "PET_", "SLURM_"))]:
         del os.environ[name]
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # loader workers start as in a script; the forkserver's children would start one more server, which imports torch
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     try:
         sender.send((function(*args), None))
     except BaseException:

@@ -1,6 +1,8 @@
 """Configurations of runs that take seconds, functions that train them on ranks, and what is done to their records."""
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -107,12 +109,65 @@ def killed_job(config: JobConfig, step: int) -> str:
     return signalled_job(config, step, signal.SIGKILL)
 
 
+def said(function: Callable, *args: Any) -> tuple[Any, str, str]:
+    """The value of a call, and what it printed to stdout and to stderr."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        return function(*args), out.getvalue(), errors.getvalue()
+
+
+def train_with_faults(
+    config: RunConfig,
+    bad: tuple[int, int] = (0, 0),
+    times: float = math.nan,
+    dies_at: int = 0,
+    sent: int = signal.SIGKILL,
+) -> str:
+    """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
+    last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Returns the outcome."""
+    from gpt2_ddp.run import loop
+
+    step, taken = loop.train_step, []
+
+    def train_step(run):
+        taken.append(run.step)
+        if run.accelerator.process_index < run.accelerator.num_processes - 1:
+            return step(run)
+        if len(taken) == dies_at:
+            os.kill(os.getpid(), sent)
+        if not bad[0] <= int(run.task.feed.take(run.task.feed.position)[0]) < bad[1]:
+            return step(run)
+        handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
+        try:
+            return step(run)
+        finally:
+            handle.remove()
+
+    loop.train_step = train_step
+    try:
+        return train(config)
+    finally:
+        loop.train_step = step
+
+
 def rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
     """What a resumed run's rows have in common with those of one that was left alone, but for their timings: its steps
     and rollbacks."""
     found = [json.loads(line) for line in (run / file).read_text().splitlines()]
     found = [row for row in found if row.get("event", "rollback") == "rollback"]
     return [{name: value for name, value in row.items() if name != "chain"} for row in found]
+
+
+TIMINGS = {"tokens_per_second", "samples_per_second", "letters_per_second", "mfu", "data_share"}
+
+
+def untimed(run: Path, file: str = "metrics.jsonl") -> list[dict]:
+    """The rows without timings: those of a resumed run are equal to those of the same run left alone."""
+    return [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows(run, file)]
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    """The state in the newest checkpoint."""
+    return json.loads((newest_checkpoint(run) / "state.json").read_text())
 
 
 def newest_checkpoint(run: Path) -> Path:
@@ -209,16 +264,21 @@ def evaluate_checkpoint(config) -> dict[str, float]:
 
 def by_definition(seed: int, n: int, position: int) -> int:
     """The item at a position, from docs/architecture.md in integers alone."""
-    epoch, value = divmod(position, n)
+    epoch, index = divmod(position, n)
+    return permuted(seed, str(epoch), n, index)
+
+
+def permuted(seed: int, key: str, n: int, index: int) -> int:
+    """The place of an index among `n`, under this key."""
     base = next(a for a in range(max(math.isqrt(n) - 1, 1), n + 1) if a * a >= n)
-    key = hashlib.shake_256(f"{seed}/{epoch}".encode()).digest(64)
-    keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little") for i in range(8)]
+    content = hashlib.shake_256(f"{seed}/{key}".encode()).digest(64)
+    keys = [int.from_bytes(content[8 * i : 8 * i + 8], "little") for i in range(8)]
     while True:
-        left, right = value // base, value % base
-        for key in keys:
-            mixed = (right + key) * 0xBF58476D1CE4E5B9 % 2**64
+        left, right = divmod(index, base)
+        for k in keys:
+            mixed = (right + k) * 0xBF58476D1CE4E5B9 % 2**64
             mixed = (mixed ^ (mixed >> 31)) * 0x94D049BB133111EB % 2**64 >> 33
             left, right = right, (left + mixed) % base
-        value = left * base + right
-        if value < n:
-            return value
+        index = left * base + right
+        if index < n:
+            return index

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import forked_ranks, run_ranks
 
-from gpt2_ddp.benchmark import benchmark, ceiling, checkpoint, gpu, step
+from gpt2_ddp.benchmark import benchmark, ceiling, checkpoint, gpu, sides, step
 from gpt2_ddp.benchmark.peers import definitions
 from gpt2_ddp.benchmark.sides import NotHere, Turns
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
@@ -286,7 +286,8 @@ def test_what_a_side_resumes_is_what_it_saved(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_tiny_step_and_a_tiny_ceiling_on_every_side(tmp_path):
+def test_a_tiny_step_and_a_tiny_ceiling_on_every_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(sides, "start_ranks", forked_ranks)  # fresh ones would import torch for seconds
     preset = tmp_path / "tiny.yaml"
     preset.write_text(TINY)
     config = BenchmarkConfig(

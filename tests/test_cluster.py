@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import ACCELERATE, ROOT, TORCHRUN, environment
+from commands import ROOT, TORCHRUN, environment, forked
 from ranks import CONTEXT, free_port
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
@@ -63,11 +63,11 @@ class Ranks:
 
         for rank in range(self.world):
             while b"all-reduce" not in signs.get(str(rank)):
-                time.sleep(0.1)
+                time.sleep(0.05)
         # a rank reads the others' signs right after it has left its own: when the next but one is there, it has done so
         for rank, after in enumerate([turn(rank) for rank in range(self.world)]):
             while turn(rank) < after + 2:
-                time.sleep(0.1)
+                time.sleep(0.05)
 
 
 def _command(output: Path, env: dict[str, str], arguments: list[str], before: Callable[[], None] | None) -> None:
@@ -95,8 +95,8 @@ def ranks(tmp_path: Path):
         process.join()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_that_all_work(ranks, tmp_path, world):
+def test_ranks_that_all_work(ranks, tmp_path):
+    world = 3
     group = ranks(world)
     for rank in range(world):
         group.start(rank, *PATIENT, "--sizes", "8", "4096", "1048576", "--output", str(tmp_path / "found.json"))
@@ -125,6 +125,7 @@ def test_a_rank_that_never_starts_is_named(ranks):
     assert "error:" not in ended["2"][1], "rank 0 has said it"
 
 
+@pytest.mark.slow
 def test_without_rank_0_the_others_say_so(ranks):
     group = ranks(3)
     group.start(1)
@@ -152,8 +153,7 @@ ENDLESS = ["--repeats", "100000000", "--sizes", "4096"]
     ("number", "victim"),
     [
         (signal.SIGKILL, 2),
-        (signal.SIGKILL, 0),
-        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
     ],
 )
@@ -187,6 +187,7 @@ def test_different_versions_are_named(ranks):
     assert ended["0"][1].count("error:") == 1
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_rank(ranks):
     group = ranks(3)
     group.start(0)
@@ -234,57 +235,19 @@ def test_ranks_that_live_but_are_not_connected(ranks):
     assert f"(routes to rank 0: {HOST}: lo 127.0.0.1)" in line
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess:
-    command = [*command, SCRIPT, "--timeout_seconds", "20"]
-    env = environment()
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
-
-
 def test_one_process_says_what_to_type():
-    found = run([sys.executable])
+    found = forked([SCRIPT, "--device", "cpu"], ROOT)
     assert found.returncode == 0, found.stderr
     assert "only one process" in found.stdout
     assert "torchrun --nproc_per_node 2" in found.stdout
-
-
-@pytest.mark.slow
-def test_the_launch_that_starts_one_process_of_two():
-    found = run([*ACCELERATE, "--cpu", "--num_processes", "2"])
-    assert found.returncode != 0
+    found = forked([SCRIPT, "--device", "cpu"], ROOT, SLURM_STEP_NUM_TASKS="2")
+    assert found.returncode == 2
     assert "error: processes = 2: only 1 started" in found.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[*TORCHRUN, "--nproc_per_node"], [*ACCELERATE, "--multi_gpu", "--num_processes"]])
-def test_under_launchers(launcher):
-    found = run([*launcher, "3", "--main_process_port" if "launch" in launcher else "--master_port", str(free_port())])
+def test_under_torchrun():
+    command = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT, "--timeout_seconds", "60"]
+    found = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert found.returncode == 0, found.stderr
-    assert "3 processes, gloo" in found.stdout
-
-
-@pytest.mark.slow
-def test_a_machine_that_dies_under_its_launcher_is_named():
-    """Two "machines" of one process each; the launcher of the second is killed with its rank."""
-    port = str(free_port())
-    torchrun = [*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
-    torchrun += ["--master_port", port]
-    options = {"env": environment(), "cwd": ROOT, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    machines = [
-        subprocess.Popen([*torchrun, "--node_rank", rank, SCRIPT, "--timeout_seconds", "10", *ENDLESS], **options)
-        for rank in "01"
-    ]
-    try:
-        store = dist.TCPStore(
-            "127.0.0.1", int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        while b"all-reduce" not in dist.PrefixStore(SIGNS, store).get("1"):
-            time.sleep(0.2)
-        os.killpg(machines[1].pid, signal.SIGKILL)
-        _, errors = machines[0].communicate(timeout=40)
-    finally:
-        for machine in machines:
-            if machine.poll() is None:
-                os.killpg(machine.pid, signal.SIGKILL)
-            machine.wait()
-    assert f"error: rank 1 on {HOST}: " in errors
-    assert "last seen at all-reduce of 4.0 KiB" in errors
+    assert "2 processes, gloo" in found.stdout

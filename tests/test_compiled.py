@@ -48,11 +48,11 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
     return found
 
 
+TASKS = {"eval.tasks": ["cloze"], "eval.task_items": 9}
 CASES = [
-    (1, "model", {"eval.tasks": ["cloze"], "eval.task_items": 9}),
-    pytest.param(2, "model", {}, marks=pytest.mark.slow),
-    (1, "model", {"model.document_mask": True}),
-    (1, "blocks", {"eval.tasks": ["cloze"], "eval.task_items": 9, "tracking.sample_every": 4}),
+    (1, "model", TASKS),
+    pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=pytest.mark.slow),
+    pytest.param(2, "model", {"model.document_mask": True}, marks=pytest.mark.slow),
     pytest.param(
         2, "blocks", {"model.document_mask": True, "train.activation_checkpointing": True}, marks=pytest.mark.slow
     ),
@@ -64,15 +64,17 @@ def test_one_static_graph_to_train_and_one_to_evaluate(
     corpus: Path, tmp_path: Path, world: int, how: str, more: dict
 ) -> None:
     """Evaluations have another batch size than training, and come first in a fresh run."""
-    changes = {"train.compile": how, "eval.every": 4, "eval.batch_size": 7, "checkpoint.every": 4} | more
-    for steps in (4, 8):  # fresh, then resumed
-        config = training_config(corpus, tmp_path, changes | {"train.steps": steps, "optim.decay_steps": 8})
+    changes = {"train.compile": how, "eval.every": 2, "eval.batch_size": 7, "checkpoint.every": 2} | more
+    for steps in (2, 4):  # fresh, then resumed
+        config = training_config(corpus, tmp_path, changes | {"train.steps": steps, "optim.decay_steps": 4})
         for graphs in run_ranks(graphs_of_a_training, world, config):
             evaluations = 1 + ("eval.tasks" in more) if how == "model" else 2  # of blocks, tasks have the same
             assert sorted(graphs) == [(False, False)] * evaluations + [(True, False)] * (1 + (how == "blocks"))
 
 
-@pytest.mark.parametrize(("world", "how", "parts"), [(1, "model", 1), (2, "model", 1), (2, "blocks", 2)])
+@pytest.mark.parametrize(
+    ("world", "how", "parts"), [(1, "model", 1), pytest.param(2, "blocks", 2, marks=pytest.mark.slow)]
+)
 def test_going_back_compiles_nothing_anew(corpus: Path, tmp_path: Path, world: int, how: str, parts: int) -> None:
     config = training_config(corpus, tmp_path, {"train.compile": how})
     assert run_ranks(graphs_of_a_training, world, config, True) == [[(True, False)] * parts] * world

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cifar import write_cifar, write_sets_of_images
-from commands import environment
+from commands import environment, forked
+from conftest import once
 from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, TRANSLATED, PageCommand, commands, parse_script
 
 COMMANDS = [command for page in [*PAGES, *NOT_RUN] for command in commands(page)]
@@ -96,40 +98,57 @@ def test_every_command_is_one_that_the_programs_take(page, tmp_path, monkeypatch
     assert not wrong, "\n".join(wrong)
 
 
-def run(text: str, folder: Path) -> subprocess.CompletedProcess:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = environment(PATH=path, PYTHONPATH=str(folder), MPLBACKEND="agg", WANDB_MODE="offline")
-    # what the page types into a shell goes into one
-    return subprocess.run(
-        ["bash", "-c", text], cwd=folder, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
-    )
+def run(text: str, folder: Path, launches: bool = True) -> subprocess.CompletedProcess:
+    """Runs a command of a page as a shell would. A plain `python SCRIPT` is forked, and takes a tenth of the time.
+
+    Args:
+        launches: whether a launcher is started; if not, two ranks of its script are forked.
+    """
+    env = {"PYTHONPATH": str(folder), "MPLBACKEND": "agg", "WANDB_MODE": "offline"}
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    bash = partial(subprocess.run, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+    parts = shlex.shlex(text, posix=True, punctuation_chars=True)
+    if "$" not in text and not {*parts} & {"|", "||", "&", "&&", ";", ">", "<"}:
+        words = bash(["bash", "-c", f"printf '%s\\0' {text}"]).stdout.split("\0")[:-1]
+        script = next((number for number, word in enumerate(words) if word.startswith("scripts/")), 0)
+        if words[:2] == ["python", words[script]]:
+            return forked(words[1:], folder, **env)
+        if words[0] in ("torchrun", "accelerate") and not launches:
+            assert "--nproc_per_node 2" in text or "--num_processes 2" in text, text
+            return forked(words[script:], folder, world=2, **env)
+    return bash(["bash", "-c", text], env=environment(**env))
 
 
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages' commands have before them: the project, texts, images, tiny data and a run of it."""
-    folder = tmp_path_factory.mktemp("pages")
+    return once(tmp_path_factory, "pages", make_stand_ins)
+
+
+def make_stand_ins(folder: Path) -> None:
     for name in ("gpt2_ddp", "scripts", "configs", "Makefile", "requirements.txt"):
         (folder / name).symlink_to(ROOT / name)
     write_texts(folder)
     write_cifar(folder / "FOLDER", 200, 50)
     write_sets_of_images(folder)
-    prepared = run(
-        "python scripts/prepare_data.py --source texts --output data/stdlib --vocab_size 512 && "
-        "python scripts/prepare_data.py --source texts --output dumps --tokenizer gpt2 && rm dumps/manifest.json && "
-        "python scripts/train_gpt2.py --data.path data/stdlib " + SMALLER["train_gpt2.py"].format(steps=4),
-        folder,
-    )
-    assert prepared.returncode == 0, prepared.stdout + prepared.stderr
-    for name in ("web", "code", "books"):
-        flags = f"--source texts/{MIXED[name]}.txt --tokenizer data/stdlib/tokenizer.json --output data/{name}"
-        assert run(f"python scripts/prepare_data.py {flags}", folder).returncode == 0
+    train = "train_gpt2.py --data.path data/stdlib " + SMALLER["train_gpt2.py"].format(steps=4)
+    for command in (
+        "prepare_data.py --source texts --output data/stdlib --vocab_size 512",
+        "prepare_data.py --source texts --output dumps --tokenizer gpt2",
+        train,
+        *(
+            f"prepare_data.py --source texts/{text}.txt --tokenizer data/stdlib/tokenizer.json --output data/{name}"
+            for name, text in MIXED.items()
+        ),
+    ):
+        made = run(f"python scripts/{command}", folder)
+        assert made.returncode == 0, made.stdout + made.stderr
+    (folder / "dumps/manifest.json").unlink()
     shutil.copytree(folder / "runs/stdlib", folder / "runs/other")
     (folder / "exports").mkdir()
     (folder / "exports/stdlib-step-00001200").symlink_to("stdlib-step-00000004")  # which a page will make
     for name in ("RUN", "runs/NAME"):
         (folder / name).symlink_to(folder / "runs/other")
-    return folder
 
 
 MIXED = {"web": "heapq", "code": "shlex", "books": "textwrap"}
@@ -148,7 +167,8 @@ def write_texts(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path):
-    """Each that can run here, once, in the page's order, with what those before it have made."""
+    """Each that can run here, once, in the page's order, with what those before it have made. README's launchers are
+    started; those of other pages have the same shapes, so that their ranks are forked."""
     folder = tmp_path / "project"
     shutil.copytree(stand_ins, folder, symlinks=True)
     if page.name == "README.md":  # it makes this itself
@@ -160,8 +180,15 @@ def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path)
     if page.name == "README.md":
         each_once = {words: command for words, command in each_once.items() if words not in ELSEWHERE}
     for number, command in enumerate(each_once.values()):
-        found = run(command.smaller(number), folder)
+        found = run(command.smaller(number), folder, launches=page.name == "README.md")
         print(f"{page.name}:{command.line}: {command.text} -> {found.returncode}")
         if found.returncode or "Traceback" in found.stderr:
             wrong.append(f"{page.name}:{command.line}: {command.text}\n{found.stdout[-500:]}{found.stderr[-2000:]}")
     assert not wrong, "\n\n".join(wrong)
+
+
+def test_contributing_names_each_test_file():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:faults/)?test_\w+\.py)`", text))
+    there = {str(file.relative_to(ROOT / "tests")) for file in (ROOT / "tests").rglob("test_*.py")}
+    assert named == there

@@ -1,6 +1,5 @@
 """Documents of a window do not see each other: gradients, documents run alone, generation, and whole trainings."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from runs import training_config
+from ranks import in_turn, run_ranks
+from runs import rows, train, training_config
 from torch import Tensor
 
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, read_manifest, write_manifest
-from gpt2_ddp.data.shards import ShardWriter, TokenStream
-from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model import gpt
 from gpt2_ddp.model.documents import within_documents
 from gpt2_ddp.model.generate import generate
@@ -93,14 +90,6 @@ def test_the_loss_of_a_token_depends_on_its_own_document_alone(way: str):
     check_gradients(model, run, autocast=way == "autocast")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_the_loss_of_a_token_compiled(recomputed: bool):
-    model = tiny()
-    model.activation_checkpointing = recomputed
-    check_gradients(model, torch.compile(model, dynamic=False))
-
-
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch):
@@ -137,35 +126,6 @@ def test_another_documents_prompt_changes_nothing():
     assert generate(model, [own], 8, EOT) == generate(model, [[6, 7, *own]], 8, EOT)
 
 
-@pytest.fixture(scope="module")
-def short_documents(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of documents of some 40 tokens each: about one in each window begins."""
-    folder = tmp_path_factory.mktemp("short")
-    (folder / "tokenizer.json").write_bytes((corpus / "tokenizer.json").read_bytes())
-    tokenizer, whole = load_tokenizer(str(folder)), read_manifest(corpus)
-    splits = {}
-    for split in ("train", "val"):
-        stream, writer = TokenStream(corpus, whole, split), ShardWriter(folder, split, 20_000, 512)
-        tokens = stream.read(np.array([0]), min(len(stream), 3000))[0]
-        for begin in range(0, len(tokens), 37):
-            part = tokens[begin : begin + 20 + begin % 18]
-            writer.add(np.concatenate([[tokenizer.eot], part[part != tokenizer.eot]]))
-        splits[split] = writer.close()
-    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 512, tokenizer.eot, "short", splits))
-    return folder
-
-
-def train_here(config: TrainingConfig) -> str:
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    try:
-        train(config, Pretraining)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 @torch.no_grad()
 def loss_of_documents_alone(run: Path, data: Path) -> float:
     """The mean over the validation split's windows, each document of which is run alone, without a mask."""
@@ -183,23 +143,14 @@ def loss_of_documents_alone(run: Path, data: Path) -> float:
     return total / (len(tokens) - 1)
 
 
-def test_trained_resumed_and_evaluated(short_documents: Path, tmp_path: Path):
-    """On one rank, and on two after its first steps; the record's val_loss is that of documents run alone."""
-    changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "optim.decay_steps": 12}
-    rows = {}
-    for name, starts in (("one", [(12, 1)]), ("moved", [(6, 1), (12, 2)])):
-        for steps, world in starts:
-            config = training_config(short_documents, tmp_path, changes | {"run_name": name, "train.steps": steps})
-            assert run_ranks(train_here, world, config) == [""] * world
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows[name] = [row for row in map(json.loads, lines) if "loss" in row]
-    ends = [rows[name][-1] for name in ("one", "moved")]
-    assert ends[0]["order_digest"] == ends[1]["order_digest"]
-    assert ends[0]["loss"] == pytest.approx(ends[1]["loss"], abs=1e-4)
-    assert ends[0]["val_loss"] == pytest.approx(loss_of_documents_alone(tmp_path / "one", short_documents), abs=1e-5)
-
+def test_trained_and_evaluated(short_documents: Path, tmp_path: Path):
+    """The recorded val_loss is that of documents run alone. A run keeps its mask; another one may begin without."""
+    changes: dict[str, Any] = {"model.document_mask": True, "eval.tokens": None, "train.steps": 6}
     off = {**changes, "model.document_mask": False}
-    (refused,) = run_ranks(train_here, 1, training_config(short_documents, tmp_path, off | {"run_name": "one"}))
+    begun = {"run_name": "begun", "train.steps": 1, "train.init_from": str(tmp_path / "run")}
+    configs = [training_config(short_documents, tmp_path, values) for values in (changes, off, off | begun)]
+    first, refused, other = run_ranks(in_turn, 1, *[(train, config) for config in configs])[0]
+    assert (first, other) == ("completed", "completed")
     assert refused.startswith("model.document_mask = False: the run was started with True")
-    begun = {"run_name": "begun", "train.steps": 6, "train.init_from": str(tmp_path / "one")}
-    assert run_ranks(train_here, 1, training_config(short_documents, tmp_path, off | begun)) == [""]
+    last = rows(tmp_path / "run")[-1]
+    assert last["val_loss"] == pytest.approx(loss_of_documents_alone(tmp_path / "run", short_documents), abs=1e-5)

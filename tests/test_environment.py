@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from ranks import free_port, run_ranks
+from ranks import free_port
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
@@ -71,14 +71,3 @@ def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch, capsys):
         run_command(CheckClusterConfig, check_cluster)
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: RANK = first: should be a rank or port, 0 or more; ")
-
-
-def connected(values: dict[str, str]) -> int:
-    os.environ.update(values)
-    from gpt2_ddp.processes.launch import build_accelerator
-
-    return build_accelerator("cpu", "no").num_processes
-
-
-def test_an_accelerator_with_empty_variables():
-    assert run_ranks(connected, 1, dict.fromkeys(NAMES, "")) == [1]

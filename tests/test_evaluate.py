@@ -30,21 +30,27 @@ def model() -> GPT:
     return GPT(SHAPE, 512)
 
 
-def score(corpus, batch_size: int, tokens: int | None = None, limit: int | None = None) -> tuple[float, int, int]:
-    """Evaluates on this rank; `limit` cuts the stream's length, for splits with fewer batches than ranks."""
+def score(corpus, cases: list[tuple[int, int | None, int | None]]) -> list[tuple[float, int, int]]:
+    """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the stream's length: for
+    splits with fewer batches than ranks."""
     from gpt2_ddp.model.evaluate import evaluate
     from gpt2_ddp.processes.launch import build_accelerator
 
     class Cut(TokenStream):
-        def __len__(self) -> int:
-            return limit or super().__len__()
+        limit = None
 
-    accelerator = build_accelerator("cpu", "no")
-    stream = Cut(corpus, read_manifest(corpus), "val")
+        def __len__(self) -> int:
+            return self.limit or super().__len__()
+
+    accelerator, found = build_accelerator("cpu", "no"), []
     token_bytes = load_tokenizer(str(corpus / "tokenizer.json")).token_bytes()
     prepared = accelerator.prepare_model(model(), evaluation_mode=True)
-    result = evaluate(accelerator, prepared, stream, SHAPE.block_size, batch_size, tokens, token_bytes)
-    return result.nll, result.tokens, result.bytes
+    for batch_size, tokens, limit in cases:
+        stream = Cut(corpus, read_manifest(corpus), "val")
+        stream.limit = limit
+        result = evaluate(accelerator, prepared, stream, SHAPE.block_size, batch_size, tokens, token_bytes)
+        found.append((result.nll, result.tokens, result.bytes))
+    return found
 
 
 def by_hand(corpus) -> tuple[float, int, int]:
@@ -66,23 +72,20 @@ def test_every_target_once_for_all_ranks_and_batches(corpus):
     expected_nll, expected_tokens, expected_bytes = by_hand(corpus)
     assert expected_tokens == read_manifest(corpus).tokens("val") - 1
     assert expected_tokens % SHAPE.block_size, "the corpus should have a tail"
-    found = []
-    for world, batch_size in ((1, 1), (1, 7), (1, 64), (2, 1), (2, 5), (3, 4), (3, 16)):
-        for nll, tokens, spelled in run_ranks(score, world, corpus, batch_size):
-            assert (tokens, spelled) == (expected_tokens, expected_bytes)
-            found.append(nll / tokens)
-    assert max(found) - min(found) <= 1e-9 * min(found)
-    assert found[0] == pytest.approx(expected_nll / expected_tokens, rel=1e-6)
+    (alone,) = run_ranks(score, 1, corpus, [(size, None, None) for size in (1, 7, 64)])
+    limits = [2, 48, 49, 50, 97]  # which leave ranks without batches
+    cases = [(4, None, None), (16, None, None), (4, 480, None), *[(4, None, limit) for limit in limits]]
+    ranks = run_ranks(score, 3, corpus, cases, timeout=60)
+    found = [*alone, *[rank[case] for rank in ranks for case in (0, 1)]]
+    assert {(tokens, spelled) for _, tokens, spelled in found} == {(expected_tokens, expected_bytes)}
+    losses = [nll / tokens for nll, tokens, _ in found]
+    assert max(losses) - min(losses) <= 1e-9 * min(losses)
+    assert losses[0] == pytest.approx(expected_nll / expected_tokens, rel=1e-6)
+    assert ranks[0] == ranks[1] == ranks[2]
+    assert [tokens for _, tokens, _ in ranks[0][2:]] == [480, *[limit - 1 for limit in limits]]
 
 
-@pytest.mark.parametrize("limit", [2, 48, 49, 50, 97])
-def test_ranks_without_batches_do_not_hang(corpus, limit):
-    results = run_ranks(score, 3, corpus, 4, None, limit, timeout=60)
-    assert {tokens for _, tokens, _ in results} == {limit - 1}
-    assert len({nll for nll, _, _ in results}) == 1
-
-
-def test_a_part_is_spread_over_the_split(corpus):
+def test_a_part_is_spread_over_the_split():
     from gpt2_ddp.model.evaluate import _chosen_windows
 
     assert _chosen_windows(1000 * 10 + 1, 10, 100).tolist() == [0, 100, 200, 300, 400, 500, 600, 700, 800, 900]
@@ -90,8 +93,6 @@ def test_a_part_is_spread_over_the_split(corpus):
     assert _chosen_windows(25, 10, 24).tolist() == [0, 1, 2]
     assert _chosen_windows(25, 10, 11).tolist() == [0, 1]
     assert _chosen_windows(5, 10, 2).tolist() == [0]
-    ((_, tokens, _),) = run_ranks(score, 1, corpus, 4, 480)
-    assert tokens == 480
 
 
 def test_derived_numbers():
@@ -152,7 +153,8 @@ def settled(config: TrainingConfig, recorded: object = "new") -> tuple[object, s
 
 def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
     """Where nothing else is asked for; the first releases recorded null, which is all."""
-    auto, all_, some = (training_config(corpus, tmp_path, {"eval": {"tokens": n}}) for n in ("auto", None, 900))
+    batch = {"train.global_batch_tokens": 24 * 32}
+    auto, all_, some = (training_config(corpus, tmp_path, batch | {"eval": {"tokens": n}}) for n in ("auto", None, 900))
     assert settled(auto) == (250 * 24 * 6 // 100 * 32, "")
     assert settled(auto, 777) == (777, "")
     assert settled(auto, None) == (None, "")
@@ -162,29 +164,3 @@ def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
     assert tokens is None
     assert said.startswith("note: evaluations score all tokens from here on, and 777 before (eval.tokens); the lowest")
     assert settled(some, None)[0] == 900
-
-
-def forward_tokens(config: TrainingConfig) -> dict[bool, int]:
-    """Trains; tokens that went forward in training (True) and in evaluations (False)."""
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    forward, found = GPT.forward, {True: 0, False: 0}
-
-    def counting(self, tokens, *rest, **named):
-        found[torch.is_grad_enabled()] += tokens.numel()
-        return forward(self, tokens, *rest, **named)
-
-    GPT.forward = counting
-    train(config, Pretraining)
-    return found
-
-
-@pytest.mark.slow
-def test_evaluations_take_a_twentieth_of_a_run_at_most(corpus, tmp_path):
-    """Padded rows and the one before the first step included."""
-    changes = {"train.steps": 60, "eval": {"every": 20}}
-    found = run_ranks(forward_tokens, 2, training_config(corpus, tmp_path, changes))
-    trained, scored = (sum(tokens[kind] for tokens in found) for kind in (True, False))
-    assert trained >= 60 * 24 * 32
-    assert 0 < scored / 3 <= 0.05 * trained

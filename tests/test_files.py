@@ -27,11 +27,7 @@ def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", note_replace)
     (tmp_path / "file").write_text("old")
     write_atomically(tmp_path / "file", "new")
-    assert done == [
-        ("fsync", ".file.tmp", "new"),
-        ("rename", ".file.tmp", "file"),
-        ("fsync", tmp_path.name, None),
-    ]
+    assert done == [("fsync", ".file.tmp", "new"), ("rename", ".file.tmp", "file"), ("fsync", tmp_path.name, None)]
     assert (tmp_path / "file").read_text() == "new"
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
 

@@ -1,15 +1,15 @@
 """Generation: the KV cache against the plain forward pass, independence of rows, sampling, and the script."""
 
 import io
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from commands import run_script
+from ranks import run_ranks
 
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
@@ -229,26 +229,13 @@ def test_samples_follow_the_models_distribution():
     assert ((shares - expected).abs() <= 4.5 * (expected * (1 - expected) / count).sqrt()).all()
 
 
-@pytest.fixture
-def one_thread():
-    """CPU time means something only without threads that wait in a loop for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def test_caching_is_faster(one_thread):
-    model = tiny(vocab_size=8192, n_layer=4, n_head=4, n_embd=192, block_size=256)
-    generate(model, [[1]], 8, eot=-1)
-
-    begun = time.process_time()
-    cached = generate(model, [[1]], 255, eot=-1, temperature=0)[0]
-    middle = time.process_time()
-    plain = plain_greedy(model, [1], 255)
-    end = time.process_time()
-    assert cached == plain
-    assert middle - begun < (end - middle) / 3  # about 12 on a quiet core
+def test_each_token_passes_the_model_once(monkeypatch):
+    """The prompt at once, then one token at a time: what the cache is for."""
+    model, lengths = tiny(), []
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", lambda tokens, *rest: lengths.append(tokens.size(1)) or decode(tokens, *rest))
+    generate(model, PROMPTS[:1], 20, eot=-1, temperature=0)
+    assert lengths == [3, *[1] * 19]
 
 
 class Letters:
@@ -391,23 +378,8 @@ def test_a_stop_leaves_what_was_written(checkpoint, monkeypatch, capsys, samples
     assert capsys.readouterr().out == whole
 
 
-def test_the_script(checkpoint, tmp_path):
-    command = [
-        sys.executable,
-        "scripts/generate.py",
-        "--checkpoint",
-        str(checkpoint),
-        "--prompts",
-        "def main",
-        "--device",
-        "cpu",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("def main")
-
-    command[3] = str(tmp_path / "missing")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: checkpoint = ")
-    assert len(done.stderr.splitlines()) == 1
+def test_the_script(checkpoint):
+    arguments = ["--checkpoint", str(checkpoint), "--prompts", "def main", "--device", "cpu"]
+    ((code, errors),) = run_ranks(run_script, 1, "generate", arguments)
+    assert code == 0, errors
+    assert " tokens/s on cpu" in errors

@@ -136,12 +136,18 @@ def test_what_was_not_written_as_it_is_is_rejected(tmp_path, monkeypatch, method
 
 def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_path):
     """By the tables of its package: a name for each tensor, the merges, a token for each id, and `n_ctx`."""
-    tokenizer = load_tokenizer("gpt2")
-    model = made(vocab_size=tokenizer.vocab_size)
-    write_tokenizer(tokenizer, None, 16, tmp_path)
-    write_model(model, tokenizer, tmp_path)
+    model = made()
+    write_tokenizer(TOKENIZER, DEFINITION.read_bytes(), 16, tmp_path)
+    write_model(model, TOKENIZER, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    shape = {"n_ctx": 16, "n_embd": 32, "n_head": 2, "n_layer": 2, "layer_norm_epsilon": 1e-5, "vocab_size": 50257}
+    shape = {
+        "n_ctx": 16,
+        "n_embd": 32,
+        "n_head": 2,
+        "n_layer": 2,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": TOKENIZER.vocab_size,
+    }
     assert {name: config[name] for name in shape} == shape
     assert config["architectures"] == ["GPT2LMHeadModel"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
@@ -152,8 +158,8 @@ def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_pat
         turned = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))  # by the converter
         assert torch.equal(tensor.T if turned else tensor, wanted.pop(theirs)), name
     assert not wanted
-    special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=50257)
-    assert special.special_token_ids == {"bos": 50256, "eos": 50256}
+    special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=TOKENIZER.vocab_size)
+    assert special.special_token_ids == {"bos": TOKENIZER.eot, "eos": TOKENIZER.eot}
     definition = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokens = [definition.id_to_token(rank) for rank in range(config["vocab_size"])]
-    assert encoded(tokens, special.merges) == tokenizer.encode(TEXT).tolist()
+    assert encoded(tokens, special.merges) == TOKENIZER.encode(TEXT).tolist()

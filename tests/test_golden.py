@@ -15,21 +15,9 @@ from typing import Any
 import pytest
 import yaml
 from cifar import write_cifar
-from golden_runs import (
-    CASES,
-    CIFAR,
-    CORPUS,
-    GOLDEN,
-    KINDS,
-    RESUMED,
-    Case,
-    change,
-    draws,
-    make_config,
-    run_case,
-    summary,
-)
+from golden_runs import CASES, CIFAR, CORPUS, GOLDEN, KINDS, RESUMED, Case, change, draws, make_config, summary
 from ranks import run_ranks
+from runs import train
 
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
@@ -111,7 +99,7 @@ def test_trains_what_it_always_did(name: str, world: int, tmp_path: Path, reques
     case = CASES[name]
     images = request.getfixturevalue("cifar") if case.kind in ("lenet", "resnet18") else None
     config = make_config(case, tmp_path, cifar=images)
-    run_ranks(run_case, world, config)
+    run_ranks(train, world, config)
     check(summary(tmp_path / "run"), RECORDED["cases"][name][str(world)], case, config)
 
 
@@ -125,7 +113,7 @@ def test_goes_on_with_a_run_of_the_first_trainers(name: str, world: int, tmp_pat
     saved = yaml.safe_load((tmp_path / name / "config.yaml").read_text(encoding="utf-8"))
     paths = {"output_dir": str(tmp_path)} | ({"data.path": str(CORPUS)} if case.kind == "gpt2" else {})
     config = KINDS[case.kind][0].model_validate(change(saved, further | paths))
-    run_ranks(run_case, world, config)
+    run_ranks(train, world, config)
     golden = RECORDED["resumed"][name]
     check(summary(tmp_path / name), golden[str(world)], case, config)
     assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0

@@ -3,12 +3,12 @@
 import runpy
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ROOT, TORCHRUN, environment
+from commands import ROOT, TORCHRUN, environment, forked
+from ranks import free_port, rank_environment
 from runs import newest_checkpoint
 from safetensors.torch import load_file
 
@@ -31,14 +31,6 @@ def test_more_processes_than_gpus_end_with_one_line(script, monkeypatch):
         runpy.run_path(str(script), run_name="__main__")
 
 
-def run(folder: Path, *command: str | Path) -> str:
-    """What it prints; each process has one thread, as torchrun would have it."""
-    env = environment(OMP_NUM_THREADS="1")
-    found = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
-
-
 def saved_line(file: Path) -> torch.Tensor:
     return torch.cat([value.flatten() for value in torch.load(file).values()])  # weight, bias
 
@@ -46,22 +38,26 @@ def saved_line(file: Path) -> torch.Tensor:
 @pytest.mark.slow
 def test_all_of_them_end_at_the_same_line(tmp_path):
     """1 and 2 processes of both programs and of the full job. The last of the 40 steps moves the line by 8e-5."""
-    accelerate, plain = SCRIPTS
-    torchrun = [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
-    commands = [(1, [sys.executable, accelerate]), (2, [*torchrun, accelerate])]
-    commands += [(n, [sys.executable, plain, str(n)]) for n in (1, 2)]
+    accelerate, plain = map(str, SCRIPTS)
+    env, torchrun = environment(OMP_NUM_THREADS="1"), [*TORCHRUN, "--standalone", "--nproc_per_node", "2", accelerate]
     ends = []
-    for processes, command in commands:
-        printed = run(tmp_path, *command)
-        assert printed == f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\n"
-        script = next(script for script in SCRIPTS if script in command)
-        ends.append(saved_line(tmp_path / f"runs/{script.stem}.pt"))
+    for script, processes, start in (
+        (accelerate, 1, lambda: forked([accelerate], tmp_path)),
+        (accelerate, 2, lambda: subprocess.run(torchrun, cwd=tmp_path, env=env, capture_output=True, text=True)),
+        (plain, 1, lambda: forked([plain], tmp_path, **rank_environment(0, 1, free_port()))),
+        (plain, 2, lambda: forked([plain, "2"], tmp_path)),
+    ):
+        found = start()
+        assert found.returncode == 0, found.stderr
+        assert found.stdout == f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\n"
+        ends.append(saved_line(tmp_path / f"runs/{Path(script).stem}.pt"))
     flags = "--train.global_batch_size 10000 --train.epochs 40 --optim.lr 0.1"
     assert f"python scripts/train_regression.py {flags}" in (ROOT / "docs/first-steps.md").read_text()
     for processes in "12":
-        own = ("--launch.processes", processes, "--run_name", processes, "--output_dir", str(tmp_path))
-        own += ("--eval.every", "40", "--checkpoint.save_every", "40")
-        run(tmp_path, sys.executable, ROOT / "scripts/train_regression.py", *flags.split(), *own)
+        own = ["--launch.processes", processes, "--run_name", processes, "--output_dir", str(tmp_path)]
+        own += ["--eval.every", "40", "--checkpoint.save_every", "40"]
+        found = forked([str(ROOT / "scripts/train_regression.py"), *flags.split(), *own], tmp_path)
+        assert found.returncode == 0, found.stderr
         saved = load_file(newest_checkpoint(tmp_path / processes) / "model.safetensors")
         ends.append(torch.stack([saved["linear.weight"][0, 0], saved["linear.bias"][0]]))
     for end in ends:
@@ -72,10 +68,11 @@ def test_all_of_them_end_at_the_same_line(tmp_path):
 def test_small_batches_train_the_same_on_three_processes(tmp_path):
     """Batches of 103, which three processes cannot share out equally, and a last one of 9."""
     ends = []
-    for script, processes in zip(SCRIPTS, "31", strict=True):
+    for script, processes in zip(SCRIPTS, (3, 1), strict=True):
         smaller = tmp_path / script.name
         smaller.write_text(script.read_text().replace("BATCH, LR = 40, 10_000, 0.1", "BATCH, LR = 1, 103, 0.01"))
-        run(tmp_path, *TORCHRUN, "--standalone", "--nproc_per_node", processes, smaller)
+        found = forked([str(smaller)], tmp_path, processes, **rank_environment(0, 1, free_port()))
+        assert found.returncode == 0, found.stderr
         ends.append(saved_line(tmp_path / f"runs/{script.stem}.pt"))
     assert 1.5 < ends[0][0] < 1.7, "far from the end, where another order would not show"
     assert torch.allclose(*ends, rtol=0, atol=1e-6), ends

@@ -569,18 +569,14 @@ def test_configurations_that_cannot_be(fields, field):
         ClassifierConfig.model_validate({"data": fields, "model": {"name": "lenet"}})
 
 
-FOREIGN = {
-    "digits": {},
-    "photos": {"image_size": 40},
-    "tables": {"image_column": "photo", "label_column": "kind"},
-}
+FOREIGN = {"digits": {}, "photos": {"image_size": 40}, "tables": {"image_column": "photo", "label_column": "kind"}}
 """Sets of images that are not CIFAR's, by folder, and the fields by which docs/small-jobs.md trains on them."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOREIGN)
-def test_accuracy_is_that_of_a_plain_loop_on_1_2_and_3_processes(tmp_path, name):
-    """Over all test images, in numbers that no number of processes divides."""
+def test_accuracy_on_3_processes_is_that_of_a_plain_loop(tmp_path, name):
+    """Over all test images, in numbers that 3 does not divide."""
     write_sets_of_images(tmp_path)
     fields = FOREIGN[name]
     own = {"data.name": "images", "data.path": str(tmp_path / name), "train.epochs": 2, "data.memory_gb": 0}
@@ -593,7 +589,6 @@ def test_accuracy_is_that_of_a_plain_loop_on_1_2_and_3_processes(tmp_path, name)
     for image, target in zip(images.test.inputs, images.test.targets, strict=True):
         right += int(lenet(image[None].float() / 127.5 - 1).argmax() == target)
     more = job_config("lenet", tmp_path, own | {"train.epochs": 3})  # or there would be nothing to build
-    for world in (1, 2, 3):
-        for scores in run_ranks(evaluate_checkpoint, world, more):
-            assert scores["val_accuracy"] == right / len(images.test)
-            assert scores["val_samples"] == len(images.test)
+    for scores in run_ranks(evaluate_checkpoint, 3, more):
+        assert scores["val_accuracy"] == right / len(images.test)
+        assert scores["val_samples"] == len(images.test)

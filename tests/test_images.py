@@ -1,7 +1,10 @@
 """CIFAR from local files: parquet as the Hub has it, or class folders; and every way in which they can be wrong."""
 
+import os
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,39 +53,30 @@ def test_class_folders(tmp_path):
         assert [labels[i] for i in matches] == [label]
 
 
-def damaged(good, tmp_path, how: str):
-    folder = tmp_path / how
-    shutil.copytree(good, folder)
+def write_others(split: str, names: tuple[str, str] = ("img", "fine_label"), **changes) -> Callable[[Path], object]:
+    """Puts other images, or labels, in the place of a split's."""
     images, labels = pictures(11, seed=2)
-    if how == "column":
-        for split in ("train", "test"):
-            write_parquet(folder, split, images, labels, names=("img", "coarse"))
-    elif how == "column of one split":
-        write_parquet(folder, "test", images, labels, names=("img", "coarse"))
-    elif how == "label":
-        write_parquet(folder, "test", images, np.where(labels == 3, 100, labels))
-    elif how == "shape":
-        write_parquet(folder, "test", *pictures(11, seed=2, size=28))
-    elif how == "grey":
-        write_parquet(folder, "test", images[..., 0], labels)
-    elif how == "split":
-        (folder / "train-00000-of-00001.parquet").unlink()
-    elif how == "torn":
-        file = folder / "test-00000-of-00001.parquet"
-        file.write_bytes(file.read_bytes()[:-100])
-    elif how == "empty":
-        shutil.rmtree(folder)
-        folder.mkdir()
-    else:
-        shutil.rmtree(folder)
-    return folder
+    values = {"images": images, "labels": labels} | changes
+    return lambda folder: write_parquet(folder, split, values["images"], values["labels"], names)
+
+
+LABELS = pictures(11, seed=2)[1]
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "column": write_others("test", ("img", "coarse")),
+    "label": write_others("test", labels=np.where(LABELS == 3, 100, LABELS)),
+    "shape": write_others("test", images=pictures(11, seed=2, size=28)[0]),
+    "grey": write_others("test", images=pictures(11, seed=2)[0][..., 0]),
+    "split": lambda folder: (folder / "train-00000-of-00001.parquet").unlink(),
+    "torn": lambda folder: os.truncate(folder / "test-00000-of-00001.parquet", 5000),
+    "empty": lambda folder: [file.unlink() for file in folder.iterdir()],
+    "absent": shutil.rmtree,
+}
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ("column", r"split test has no column fine_label or label, but img, coarse"),
-        ("column of one split", r"split test has no column fine_label or label, but img, coarse"),
         ("label", r"split test, row 3: has the label 100; labels are 0 to 99"),
         ("shape", r"split test, row 0: is an image of 28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
         ("grey", r"split test, row 0: is an image of 32 x 32 uint8"),
@@ -93,8 +87,9 @@ def damaged(good, tmp_path, how: str):
     ],
 )
 def test_wrong_data_is_named(good, tmp_path, how, message):
+    DAMAGE[how](shutil.copytree(good, tmp_path / "data"))
     with pytest.raises(UserError, match=message) as error:
-        read(damaged(good, tmp_path, how))
+        read(tmp_path / "data")
     assert str(error.value).startswith("data.")
 
 

@@ -7,16 +7,17 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from commands import ROOT, environment
-from ranks import run_ranks
+from commands import ROOT
+from conftest import once
+from ranks import forked_ranks, run_ranks
 
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
@@ -28,15 +29,9 @@ from gpt2_ddp.lab.table import Row, as_page
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return {row.experiment.name: row for row in run_experiments(list(EXPERIMENTS), seed=LabConfig().seed)}
-
-
-@pytest.mark.parametrize("name", BY_NAME)
-def test_claim_holds(rows, name):
-    assert rows[name].holds, rows[name].measured
-    assert not any(brace in rows[name].measured for brace in "{}")
+WAITING = ("unequal_batches", "collective_on_one_rank", "early_stopping")
+"""Experiments that wait for timeouts."""
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) for name in BY_NAME]
 
 
 DOCUMENTED = {
@@ -71,11 +66,41 @@ DOCUMENTED = {
 """What is in the lesson of docs/ddp-lab.md, as measured; ~ standing for a space. Rounding errors and times vary."""
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_numbers_of_the_documentation_are_the_measured_ones(rows, name):
-    told = re.sub(r"(?<=\d) %", "%", lesson(BY_NAME[name]))
+def measure_all(names: list[str], broken: dict | None = None) -> dict[str, dict]:
+    """The numbers of experiments, each with its mutation of `broken` if there are any."""
+    from accelerate import data_loader
+
+    from gpt2_ddp.processes.launch import build_accelerator
+
+    data_loader.is_datasets_available = lambda: False  # to look for loaders of its own, it would import it for seconds
+    accelerator, found = build_accelerator("cpu", "no"), {}
+    changes = mutations() if broken is not None else {}
+    for name in names:
+        with mock.patch.object(*changes[name]) if broken is not None else nullcontext():
+            found[name] = BY_NAME[name].measure(accelerator, LabConfig().seed)
+    return found
+
+
+@pytest.fixture
+def numbers(tmp_path_factory) -> Callable[[str], dict]:
+    """Measures, once for all tests, the experiments that wait, or all others."""
+
+    def of(name: str) -> dict:
+        names = [other for other in BY_NAME if (other in WAITING) == (name in WAITING)]
+        make = lambda folder: (folder / "all.json").write_text(json.dumps(run_ranks(measure_all, 2, names)[0]))  # noqa: E731
+        return json.loads((once(tmp_path_factory, f"lab-{name in WAITING}", make) / "all.json").read_text())[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_claim_holds_and_the_documentation_has_the_measured_numbers(numbers, name):
+    experiment, found = BY_NAME[name], numbers(name)
+    assert experiment.holds(SimpleNamespace(**found)), found
+    assert not any(brace in experiment.measured.format_map(found) for brace in "{}")
+    told = re.sub(r"(?<=\d) %", "%", lesson(experiment))
     for number in DOCUMENTED[name].split():
-        assert number.format_map(rows[name].numbers).replace("~", " ") in told
+        assert number.format_map(found).replace("~", " ") in told
 
 
 def test_the_page_has_every_lesson_in_the_order_of_the_table():
@@ -156,11 +181,7 @@ def mutations() -> dict:
         "multiplied_learning_rate": (loop, "DDP", no_ddp),
         "batch_norm": (gradients.AllReducedBatchNorm, "forward", BatchNorm1d.forward),
         "no_sync": (DDP, "no_sync", lambda self: nullcontext()),
-        "unused_parameters": (
-            gradients,
-            "DDP",
-            lambda model, **_: torch.nn.parallel.DistributedDataParallel(model),
-        ),
+        "unused_parameters": (gradients, "DDP", lambda model, **_: torch.nn.parallel.DistributedDataParallel(model)),
         "bucket_size": (gradients, "DDP", lambda model, **_: DDP(model, bucket_cap_mb=0.1)),
         "unequal_shares": (Accelerator, "reduce", lambda self, tensor, reduction: tensor * 2),
         "logging_each_step": (loop, "LOG_EVERY", 1),
@@ -185,26 +206,16 @@ def mutations() -> dict:
     }
 
 
-def measure_broken() -> dict[str, dict]:
-    from gpt2_ddp.processes.launch import build_accelerator
-
-    accelerator = build_accelerator("cpu", "no")
-    found = {}
-    for name, mutation in mutations().items():
-        with mock.patch.object(*mutation):
-            found[name] = BY_NAME[name].measure(accelerator, 5)
-    return found
-
-
-@pytest.fixture(scope="module")
-def broken():
-    return run_ranks(measure_broken, 2, timeout=120)[0]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BY_NAME)
-def test_claim_fails_when_its_right_way_is_broken(broken, name):
-    assert not BY_NAME[name].holds(SimpleNamespace(**broken[name])), broken[name]
+def test_claims_fail_when_their_right_ways_are_broken():
+    broken = run_ranks(measure_all, 2, list(BY_NAME), {})[0]
+    assert [name for name in BY_NAME if BY_NAME[name].holds(SimpleNamespace(**broken[name]))] == []
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """The lab's ranks are forked: fresh ones would import torch for seconds."""
+    monkeypatch.setattr("gpt2_ddp.lab.lab.start_ranks", forked_ranks)
 
 
 @experiment(claim="", wrong="", right="", measured="{x}", holds=lambda m: True)
@@ -212,16 +223,15 @@ def killed(accelerator, seed):
     raise AssertionError("never measured: its name is unknown to the ranks")
 
 
-@pytest.mark.slow
-def test_a_failing_experiment_does_not_stop_the_next():
-    rows = list(run_experiments([killed, BY_NAME["set_epoch"]], seed=0))
+def test_a_failing_experiment_does_not_stop_the_next(forked):
+    rows = list(run_experiments([killed, BY_NAME["seed_per_rank"]], seed=0))
     assert [row.holds for row in rows] == [False, True]
     assert rows[0].measured.startswith("rank 0 failed: UserError")
 
 
 @pytest.mark.slow
-def test_experiments_that_die_or_hang_are_reported_and_the_next_begins_afresh(monkeypatch):
-    rows = run_experiments([BY_NAME["set_epoch"]] * 5, seed=0)
+def test_experiments_that_die_or_hang_are_reported_and_the_next_begins_afresh(forked, monkeypatch):
+    rows = run_experiments([BY_NAME["seed_per_rank"]] * 5, seed=0)
     assert next(rows).holds
     for number, message in ((signal.SIGKILL, "rank [01] (died|failed)"), (signal.SIGSTOP, "rank . did not end within")):
         os.kill(ranks_of_the_lab()["rank 1"], number)
@@ -231,7 +241,7 @@ def test_experiments_that_die_or_hang_are_reported_and_the_next_begins_afresh(mo
         assert not row.holds
         assert re.match(message, row.measured)
         assert not ranks_of_the_lab()
-        monkeypatch.undo()
+        monkeypatch.setattr("gpt2_ddp.lab.lab.BOUND", 60.0)
         assert next(rows).holds
     rows.close()
     assert not ranks_of_the_lab()
@@ -241,13 +251,15 @@ def ranks_of_the_lab() -> dict[str, int | None]:
     return {child.name: child.pid for child in multiprocessing.active_children() if child.name.startswith("rank ")}
 
 
-@pytest.mark.slow
-def test_a_table_that_nobody_reads_ends_the_ranks_too():
-    command = [sys.executable, "scripts/ddp_lab.py", "--only", "set_epoch"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.wait(60) != 0
+def test_a_table_that_nobody_reads_ends_the_ranks_too(forked, monkeypatch):
+    def closed(*args, **options):
+        assert ranks_of_the_lab()
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    with pytest.raises(BrokenPipeError) as broken:  # its traceback keeps what run_lab has not closed
+        run_lab(LabConfig(only=("seed_per_rank",)))
+    assert not ranks_of_the_lab(), broken
 
 
 def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, capsys):
@@ -256,16 +268,13 @@ def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, caps
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.slow
-def test_the_command(tmp_path):
-    output = str(tmp_path / "lab.json")
-    command = [sys.executable, "scripts/ddp_lab.py", "--only", "set_epoch", "rank_0s_loss", "--output", output]
-    found = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert "| claim | wrong way | right way | measured |" in found.stdout
-    numbers = json.loads((tmp_path / "lab.json").read_text())
-    assert set(numbers) == {"set_epoch", "rank_0s_loss"}
-    assert numbers["set_epoch"]["forgotten"] == 1
+def test_the_command(forked, tmp_path, capsys):
+    output = tmp_path / "lab.json"
+    assert run_lab(LabConfig(only=("seed_per_rank", "rank_0s_loss"), output=str(output))) == 0
+    assert "| claim | wrong way | right way | measured |" in capsys.readouterr().out
+    numbers = json.loads(output.read_text())
+    assert set(numbers) == {"seed_per_rank", "rank_0s_loss"}
+    assert numbers["seed_per_rank"]["common"] == 1000
 
 
 def test_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):

@@ -1,13 +1,11 @@
 """A run that branches off another one goes on as that one would have, or under another schedule; both record it."""
 
-import io
 import json
 import math
 import os
 import re
 import shutil
 import signal
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks, start_ranks
-from runs import train, training_config
+from ranks import in_turn, run_ranks, run_until_killed
+from runs import TIMINGS, said, same, train, train_with_faults, training_config, untimed
 from safetensors.torch import load_file
 
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -32,30 +31,11 @@ from gpt2_ddp.reports.verify_order import Records, replay_order
 from gpt2_ddp.run.checkpoint import MANIFEST, Checkpoint
 from gpt2_ddp.run.guard import Guard
 from gpt2_ddp.run.lineage import BRANCHES, branch_off, check_resumable, find_parent, tell_parent
-from gpt2_ddp.run.rows import is_event, standing
+from gpt2_ddp.run.rows import is_event
 from gpt2_ddp.tasks.pretraining import Pretraining
 
 ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""
-
-
-def said(config: TrainingConfig) -> str:
-    """What a training prints."""
-    with redirect_stdout(io.StringIO()) as words:
-        train(config)
-    return words.getvalue()
-
-
-def rows(run: Path) -> list[dict]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    known = [row for row in found if row.get("event") not in ("start", "checkpoint", "end")]
-    own = ("tokens_per_second", "mfu", "data_share", "chain")  # of each run, however equal
-    return [{k: v for k, v in row.items() if k not in own} for row in known]
-
-
-def same_tensors(one: Path, other: Path) -> bool:
-    ours, theirs = load_file(one), load_file(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def checkpoint(run: Path, step: int) -> Path:
@@ -66,148 +46,114 @@ def state(run: Path, step: int) -> dict:
     return json.loads((checkpoint(run, step) / "state.json").read_text())
 
 
-PARENT = {"run_name": "long", "model.dropout": 0.1, "checkpoint.keep_last": 9, "train.steps": 20, "eval.every": 5}
-
-
-@pytest.fixture(scope="module")
-def parent(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 20 steps, with a checkpoint every 5."""
-    runs = tmp_path_factory.mktemp("parent")
-    run_ranks(train, 1, training_config(corpus, runs, PARENT))
-    return runs / "long"
-
-
 @pytest.fixture
-def branching(corpus: Path, tmp_path: Path, parent: Path):
-    """Makes the configuration of a branch, in a copy of the parent's folder of runs."""
-    long = Path(shutil.copytree(parent, tmp_path / "long"))
+def branching(trained: Path, tmp_path: Path):
+    """Makes the configuration of a branch of the run `long`, a copy of the shared run, whose steps 6 to 10 were trained
+    by two processes."""
+    long = Path(shutil.copytree(trained, tmp_path / "long"))
 
-    def make(changes: dict[str, Any] | None = None, name: str = "branch", step: int = 10) -> TrainingConfig:
-        start = {"run_name": name, "train.branch_from": str(checkpoint(long, step))}
-        return training_config(corpus, tmp_path, PARENT | start | (changes or {}))
+    def make(changes: dict[str, Any] | None = None, name: str = "branch", step: int = 5) -> TrainingConfig:
+        start = {"run_name": name, "train.branch_from": str(checkpoint(long, step)), "checkpoint.keep_last": 9}
+        return training_config(trained.parent / "data", tmp_path, start | (changes or {}))
 
     return make
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_with_the_same_schedule_it_is_the_parent_that_goes_on(corpus, tmp_path, branching, world):
-    """Bit for bit, dropout on: rows, weights and moments; both sides record where it began."""
-    if world == 2:
-        shutil.rmtree(tmp_path / "long")
-        run_ranks(train, world, training_config(corpus, tmp_path, PARENT))
-    assert run_ranks(train, world, branching()) == ["completed"] * world
-    whole, branch = (rows(tmp_path / name) for name in ("long", "branch"))
-    event, first, *others = branch
-    assert others == whole[11:]
-    assert first["val_loss"] == whole[10]["val_loss"]
+def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branching):
+    """Bit for bit: rows, weights and moments; both sides record where it began."""
+    assert run_ranks(train, 2, branching()) == ["completed"] * 2
+    whole, branch = (untimed(tmp_path / name) for name in ("long", "branch"))
+    event, first = untimed_events(tmp_path / "branch")[:2]
+    assert branch[1:] == whole[6:]
     assert first.keys() == {"step", "epoch", "tokens", "order_digest", "val_loss", "val_tokens", "val_bits_per_byte"}
     for file in ("model.safetensors", "optimizer.safetensors"):
-        assert same_tensors(*(checkpoint(tmp_path / name, 20) / file for name in ("long", "branch")))
+        assert same(*(load_file(checkpoint(tmp_path / name, 10) / file) for name in ("long", "branch")))
 
-    begun = checkpoint(tmp_path / "long", 10)
-    origin = {"from": str(begun), "run_id": state(tmp_path / "long", 10)["run_id"], "step": 10}
+    begun = checkpoint(tmp_path / "long", 5)
+    origin = {"from": str(begun), "run_id": state(tmp_path / "long", 5)["run_id"], "step": 5}
     origin["checkpoint_sha256"] = sha256_file(begun / MANIFEST)
-    stood = {"position": 240, "passed": [], "order_digest": whole[10]["order_digest"]}
+    stood = {"position": 60, "passed": [], "order_digest": whole[5]["order_digest"]}
     assert event == {"event": "branch"} | origin | stood
-    assert state(tmp_path / "branch", 15)["branched_from"] == origin
-    assert state(tmp_path / "branch", 15)["run_id"] != origin["run_id"]
+    assert state(tmp_path / "branch", 10)["branched_from"] == origin
+    assert state(tmp_path / "branch", 10)["run_id"] != origin["run_id"]
     (line,) = (tmp_path / "long" / BRANCHES).read_text().splitlines()
-    assert json.loads(line)["run_id"] == state(tmp_path / "branch", 15)["run_id"]
+    assert json.loads(line)["run_id"] == state(tmp_path / "branch", 10)["run_id"]
     for name in ("long", "branch"):
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
+
+
+def untimed_events(run: Path) -> list[dict]:
+    """The rows and the event of branching off, without chain and timings."""
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    left_out = TIMINGS | {"chain"}
+    known = [row for row in found if row.get("event", "branch") == "branch"]
+    return [{name: value for name, value in row.items() if name not in left_out} for row in known]
 
 
 def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
     """The second begins at the newest checkpoint of the first; their rates are their own, the data go on."""
     own = {"optim.schedule": "wsd", "optim.lr": 1e-3, "optim.decay_fraction": 0.5}
-    first = branching(own | {"train.steps": 14})
-    run_ranks(train, 1, first)
-    changes = {"train.branch_from": str(tmp_path / "branch"), "train.steps": 18, "optim.betas": [0.8, 0.9]}
+    first = branching(own | {"train.steps": 8})
+    changes = {"train.branch_from": str(tmp_path / "branch"), "train.steps": 9, "optim.betas": [0.8, 0.9]}
     second = branching(changes, "second")
-    run_ranks(train, 1, second)
-    for name, config, begin, end in (("branch", first, 10, 14), ("second", second, 14, 18)):
-        begun = checkpoint(tmp_path / ("long" if begin == 10 else "branch"), begin)
+    further = branching(own | {"train.steps": 9, "train.branch_from": "/gone"})
+    calls = [(said, train, config) for config in (first, second, first, further)]
+    *_, (_, again, _), (_, words, _) = run_ranks(in_turn, 1, *calls)[0]
+    assert "note: train.branch_from" not in again
+    assert "note: train.branch_from is for a new run; this one has checkpoints of its own\n" in words
+    for name, config, begin, end in (("branch", first, 5, 8), ("second", second, 8, 9)):
+        begun = checkpoint(tmp_path / ("long" if begin == 5 else "branch"), begin)
         optim = config.optim.model_copy(update={"decay_steps": end})
-        found = standing(rows(tmp_path / name))
+        found = untimed_events(tmp_path / name)[1 : end - begin + 2]
         assert [row["step"] for row in found] == list(range(begin, end + 1))
         assert [row["lr"] for row in found[1:]] == [lr_at(step, optim) for step in range(begin + 1, end + 1)]
-        digests = [row.get("order_digest") for row in rows(tmp_path / "long")]
+        digests = [row.get("order_digest") for row in untimed(tmp_path / "long")]
         assert [row["order_digest"] for row in found] == digests[begin : end + 1]
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
         assert f"note    it began with {begun}, which is still what it was: how" in capsys.readouterr().out
-    assert state(tmp_path / "second", 18)["branched_from"]["from"] == str(checkpoint(tmp_path / "branch", 14))
-    assert "note: train.branch_from" not in run_ranks(said, 1, first)[0]
-    (words,) = run_ranks(said, 1, branching(own | {"train.steps": 16, "train.branch_from": "/gone"}))
-    assert "note: train.branch_from is for a new run; this one has checkpoints of its own\n" in words
-    assert rows(tmp_path / "branch")[-1]["step"] == 16  # it goes on with its own checkpoints
-    (checkpoint(tmp_path / "branch", 14) / MANIFEST).write_text("{}")
+    assert state(tmp_path / "second", 9)["branched_from"]["from"] == str(checkpoint(tmp_path / "branch", 8))
+    assert untimed(tmp_path / "branch")[-1]["step"] == 9  # it goes on with its own checkpoints
+    (checkpoint(tmp_path / "branch", 8) / MANIFEST).write_text("{}")
     assert verify_run(VerifyConfig(run=str(tmp_path / "second"))) == 0
-    assert "step-00000014, which is not there as it was: how" in capsys.readouterr().out
+    assert "step-00000008, which is not there as it was: how" in capsys.readouterr().out
 
 
-def interrupted(config: TrainingConfig, where: str) -> str:
-    """Trains; this process is killed at step 13, or asked to stop in the first evaluation."""
-    from gpt2_ddp.run import loop
-
-    step, evaluate = loop.train_step, Pretraining.evaluate
-
-    def train_step(run):
-        if where == "step" and run.step == 12:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(run)
+def stopped_in_evaluation(config: TrainingConfig) -> str:
+    """Trains; the last rank is asked to stop in the first evaluation."""
+    evaluate = Pretraining.evaluate
 
     def stopped(self, model, poll):
-        if where == "evaluation":
+        if self.accelerator.process_index == self.accelerator.num_processes - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return evaluate(self, model, poll)
 
-    loop.train_step, Pretraining.evaluate = train_step, stopped
-    return loop.train(config, Pretraining).outcome
+    Pretraining.evaluate = stopped
+    return train(config)
 
 
-@pytest.mark.parametrize("where", ["step", "evaluation"])
-def test_interrupted_before_its_first_own_step_is_saved(tmp_path, branching, parent, where):
-    """The same command gives what it would have given."""
+def test_interrupted_before_its_first_own_step_is_saved(tmp_path, branching):
+    """Killed, and stopped in the first evaluation: the same command gives what it would have given."""
     config = branching()
-    ((process, _),) = start_ranks(interrupted, 1, config, where)
-    process.join(60)
-    assert [row["step"] for row in rows(tmp_path / "branch")] == ([10, 10, 11, 12] if where == "step" else [10])
-    run_ranks(train, 1, config)
-    assert [is_event(row) for row in rows(tmp_path / "branch")] == [True] + [False] * 11
-    assert rows(tmp_path / "branch")[2:] == rows(parent)[11:]
+    run_until_killed(train_with_faults, 2, config, (0, 0), math.nan, 3)
+    assert [row["step"] for row in untimed_events(tmp_path / "branch")] == [5, 5, 6, 7]
+    slow = branching({"eval.batch_size": 1})
+    assert run_ranks(stopped_in_evaluation, 2, slow) == ["stopped"] * 2
+    assert [row["step"] for row in untimed_events(tmp_path / "branch")] == [5]
+    run_ranks(train, 2, config)
+    assert [is_event(row) for row in untimed_events(tmp_path / "branch")] == [True] + [False] * 6
+    assert untimed(tmp_path / "branch")[1:] == untimed(tmp_path / "long")[6:]
     assert verify_run(VerifyConfig(run=str(tmp_path / "branch"))) == 0
 
 
-def poisoned(config: TrainingConfig, first: int, last: int) -> str:
-    """Trains on data whose gradients are not finite at the positions of these steps."""
-    from gpt2_ddp.run import loop
-
-    step = loop.train_step
-
-    def train_step(run):
-        position = int(run.task.feed.take(run.task.feed.position)[0])
-        bad = 24 * (first - 1) <= position < 24 * last
-        handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * (math.nan if bad else 1))
-        result = step(run)
-        handle.remove()
-        return result
-
-    loop.train_step = train_step
-    return loop.train(config, Pretraining).outcome
-
-
-@pytest.mark.slow
 def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path, branching):
     """What it passed over enters the history of the second branch."""
     changes = {"guard": {"patience": 3}, "checkpoint.every": 2, "eval.every": 100}
-    assert run_ranks(poisoned, 1, branching(changes), 11, 13) == ["completed"]
-    events = [row for row in rows(tmp_path / "branch") if row.get("event") in ("branch", "rollback")]
-    assert [(row["event"], row["step"]) for row in events] == [("branch", 10), ("rollback", 10)]
-    assert events[1]["passed"] == [240, 24 * 15]
-    run_ranks(
-        train, 1, branching(changes | {"train.branch_from": str(tmp_path / "branch"), "train.steps": 25}, "second")
-    )
-    assert rows(tmp_path / "second")[0]["passed"] == [[240, 24 * 15]]
+    second = branching(changes | {"train.branch_from": str(tmp_path / "branch"), "train.steps": 11}, "second")
+    calls = [(train_with_faults, branching(changes), (60, 96)), (train, second)]
+    assert run_ranks(in_turn, 1, *calls) == [["completed"] * 2]
+    (event,) = [row for row in untimed(tmp_path / "branch") if "event" in row]
+    assert (event["step"], event["passed"]) == (5, [60, 120])
+    assert untimed_events(tmp_path / "second")[0]["passed"] == [[60, 120]]
     for name in ("branch", "second"):
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
 
@@ -227,8 +173,10 @@ def test_a_forged_beginning_is_a_defect(corpus, tmp_path):
         row = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest, "passed": passed}
         records[f"line {step}"] = row
 
+    config = training_config(corpus, tmp_path, {"train.global_batch_tokens": 24 * 32})
+
     def defects(records: Records) -> list[str]:
-        history = replay_order(training_config(corpus, tmp_path), [read_manifest(corpus)], records, {})
+        history = replay_order(config, [read_manifest(corpus)], records, {})
         assert history is not None
         return [f"{place}: {defect}" for place, record in records.items() for defect in history.check(record)]
 
@@ -255,15 +203,15 @@ def test_what_it_branches_off_may_lie_elsewhere_on_another_machine(branching):
 
 MISTAKES = {
     "another training": (
-        {"seed": 5, "model.n_layer": 3, "model.dropout": 0.0, "train.global_batch_tokens": 384, "optim.lr": 1.0},
-        ["seed = 5", "model.n_layer = 3", "model.dropout = 0.0", "train.global_batch_tokens = 384"],
+        {"seed": 5, "model.n_layer": 3, "model.dropout": 0.1, "train.global_batch_tokens": 192, "optim.lr": 1.0},
+        ["seed = 5", "model.n_layer = 3", "model.dropout = 0.1", "train.global_batch_tokens = 192"],
     ),
     "another optimizer": (
         {"optim.name": "muon"},
-        [r"optim.name = muon: .*step-00000010 was trained with adamw; .* by train.init_from"],
+        [r"optim.name = muon: .*step-00000005 was trained with adamw; .* by train.init_from"],
     ),
     "nowhere": ({"train.branch_from": "/no/such/run"}, ["train.branch_from = /no/such/run"]),
-    "no step of its own": ({"train.steps": 10}, [r"train.steps = 10: .*step-00000010 is at step 10, which counts"]),
+    "no step of its own": ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
     "epochs": ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
     "both": ({"train.init_from": "runs/x"}, ["train.branch_from = .*leave one of the two away"]),
 }
@@ -289,18 +237,18 @@ def test_a_parent_that_cannot_be_written_is_told_by_a_warning(tmp_path, branchin
     config = branching()
     tell_parent(find_parent(config)[0], tmp_path / "branch", "abc")
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/long/{BRANCHES} cannot be written (Is a directory)")
-    copy = tmp_path / "step-00000010"
-    shutil.copytree(checkpoint(tmp_path / "long", 10), copy)
+    copy = tmp_path / "step-00000005"
+    shutil.copytree(checkpoint(tmp_path / "long", 5), copy)
     tell_parent(find_parent(branching({"train.branch_from": str(copy)}))[0], tmp_path / "branch", "abc")
     assert not (tmp_path / BRANCHES).exists()
 
 
 def test_the_newest_intact_checkpoint_of_a_run_is_taken(tmp_path, branching, capsys):
-    weights = checkpoint(tmp_path / "long", 20) / "model.safetensors"
+    weights = checkpoint(tmp_path / "long", 10) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     parent = find_parent(branching({"train.branch_from": str(tmp_path / "long")}))[0]
-    assert parent.path == checkpoint(tmp_path / "long", 15)
-    assert "step-00000020" in capsys.readouterr().err
+    assert parent.path == checkpoint(tmp_path / "long", 5)
+    assert "step-00000010" in capsys.readouterr().err
     assert weights.exists()  # the folder may be of a run that is running
 
 
@@ -337,6 +285,8 @@ WSD = {"optim.schedule": "wsd", "optim.decay_fraction": 0.5}
 )
 def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, changes, before, step, now, length):
     """So no step of the past is another, which is computed here."""
+    warm_up = {"optim.warmup_steps": 5, "train.global_batch_tokens": 24 * 32}
+    changes = warm_up | changes
     state = {"step": step, "epoch_size": 1900}
     started = Pretraining(tiny_config(changes | before), ALONE, None)
     started._settle_schedule(started._length(started.total_steps(1900) or 0))
@@ -348,9 +298,17 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
     assert all(started.lr_at(past) == resumed.lr_at(past) for past in range(1, step + 1))
 
 
+def test_a_run_shorter_than_its_warm_up_leaves_a_config_that_can_be_given_back(tiny_config, tmp_path):
+    started = Pretraining(tiny_config({"train.steps": 1}), ALONE, None)
+    started._settle_schedule(started._length(1))
+    (tmp_path / "config.yaml").write_text(dump(started.config))
+    again = load(TrainingConfig, ["--config", str(tmp_path / "config.yaml"), "--train.steps", "6"])
+    assert again.optim.decay_steps == 3, "one more than the warm-up"
+
+
 def test_an_end_that_steps_depend_on_cannot_be_moved(tiny_config):
     saved = tiny_config({"optim.decay_steps": 20}).model_dump(mode="json")
-    for step, refused in ((5, False), (6, True)):
+    for step, refused in ((2, False), (3, True)):
         config = tiny_config({"optim.decay_steps": 40})
         checkpoint = Checkpoint(Path("saved"), {"step": step, "kind": "gpt2"}, saved)
         if refused:

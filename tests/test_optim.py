@@ -45,24 +45,17 @@ def test_warmup_longer_than_the_run_ends_at_min_lr():
     assert lr_at(51, config) == pytest.approx(0.1)
 
 
+SHORT = {"warmup_steps": 20, "decay_steps": 21}
+
+
 @pytest.mark.parametrize(
     ("changes", "step", "steps", "words"),
     [
         ({}, 0, 700, ""),
-        (
-            {"warmup_steps": 20, "decay_steps": 21},
-            5,
-            5,
-            "ends at step 5, and its warm-up at step 20: the last rate is 0.5",
-        ),
-        (
-            {"warmup_steps": 20, "decay_steps": 21},
-            5,
-            600,
-            "reaches min_lr (0.2) at step 21, and the run ends at step 600",
-        ),
-        ({"warmup_steps": 20, "decay_steps": 21}, 5, 600, "579 steps train at min_lr; --optim.decay_steps 600 moves"),
-        ({"warmup_steps": 20, "decay_steps": 21}, 100, 600, "500 steps train at min_lr; train.branch_from starts"),
+        (SHORT, 5, 5, "ends at step 5, and its warm-up at step 20: the last rate is 0.5"),
+        (SHORT, 5, 600, "reaches min_lr (0.2) at step 21, and the run ends at step 600"),
+        (SHORT, 5, 600, "579 steps train at min_lr; --optim.decay_steps 600 moves"),
+        (SHORT, 100, 600, "500 steps train at min_lr; train.branch_from starts"),
         ({}, 0, 100, "ends at step 100, and the schedule at step 700 (optim.decay_steps): the last rate is 1.97, and"),
         ({}, 60, 100, "train.branch_from starts"),
         ({}, 0, 690, ""),

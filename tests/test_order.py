@@ -1,7 +1,6 @@
 """The global order and its digests: every item once per epoch, and numbers that no release may change."""
 
 import hashlib
-import math
 import random
 
 import numpy as np
@@ -51,31 +50,6 @@ def test_the_order_follows_its_definition():
         positions = sorted({first + rng.randrange(3 * n) for _ in range(12)})
         expected = [by_definition(seed, n, position) for position in positions]
         assert Order(seed, n).at(np.array(positions)).tolist() == expected, (seed, n, first)
-
-
-def test_any_part_of_the_order_is_the_same():
-    order = Order(3, 50)
-    whole = order.at(np.arange(500))
-    assert len(order.at(np.arange(0))) == 0
-    for positions in (np.arange(120, 130), np.array([0, 49, 50, 51, 449]), np.array([7]), np.array([10, 499])):
-        assert np.array_equal(order.at(positions), whole[positions])
-
-
-def test_order_looks_random():
-    n = 10_007
-    values = Order(1, n).at(np.arange(n)).astype(np.float64)
-    correlations = [np.corrcoef(values[:-lag], values[lag:])[0, 1] for lag in (1, 2, 3, 16, 100)]
-    assert max(map(abs, correlations)) < 5 / math.sqrt(n)
-    assert abs(np.corrcoef(values, np.arange(n))[0, 1]) < 5 / math.sqrt(n)
-    counts = np.histogram2d(np.arange(n), values, bins=10)[0]  # position against item: uniform
-    chi2 = ((counts - n / 100) ** 2 / (n / 100)).sum()
-    assert chi2 < 81 + 5 * math.sqrt(2 * 81)
-
-
-def test_first_item_is_uniform_over_seeds():
-    n = 16
-    counts = np.bincount([int(Order(seed, n).at(np.arange(1))[0]) for seed in range(4000)], minlength=n)
-    assert ((counts - 250) ** 2 / 250).sum() < 15 + 5 * math.sqrt(30)
 
 
 def test_a_far_position_costs_what_the_first_one_costs(monkeypatch):
@@ -157,7 +131,8 @@ def test_a_few_positions_are_those_of_all_at_once(n_items):
     total = 3 * n_items + 600
     expected = Order(1, n_items).at(np.arange(total))  # in one piece
     order, rng = Order(1, n_items), np.random.default_rng(0)
-    for start in [*range(0, 64, 4), *rng.integers(0, total - 64, 200), n_items - 2, 2 * n_items - 1]:
+    assert len(order.at(np.arange(0))) == 0
+    for start in [*range(0, 64, 4), *rng.integers(0, total - 64, 60), n_items - 2, 2 * n_items - 1]:
         positions = start + np.sort(rng.choice(64, 8, replace=False))
         assert order.at(positions).tolist() == expected[positions].tolist()
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from commands import forked
 from ranks import run_ranks
 from runs import training_config
 
@@ -145,7 +146,7 @@ def test_training_again_in_one_process(corpus, tmp_path):
     assert not {"chain", "event"} & set(rows)
     assert gpt2_ddp.load_model(tmp_path / "one", 5)[0].training is False
     best, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "best", "cpu")
-    assert gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=2000).loss == pytest.approx(rows["val_loss"].min())
+    assert gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=500).loss == pytest.approx(rows["val_loss"].min())
     one, two = gpt2_ddp.generate(best, tokenizer, ["def ", "import "], 5)
     assert (one[:4], two[:7]) == ("def ", "import ")
     assert gpt2_ddp.generate(best, tokenizer, "def ", 5) == [one]
@@ -195,7 +196,7 @@ def test_the_page_runs_block_by_block(tmp_path):
     write_texts(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert len(blocks) == PAGE.read_text(encoding="utf-8").count("```python")
-    found = in_fresh_python("".join(blocks), tmp_path)
+    found = forked(["-c", "".join(blocks)], tmp_path)
     assert found.returncode == 0, found.stderr
     assert "completed 10" in found.stdout
     assert found.stdout.rstrip().endswith("completed")

@@ -1,7 +1,7 @@
 """What a rank draws, and what ranks agree on."""
 
 import torch
-from ranks import run_ranks
+from ranks import in_turn, run_ranks
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.run.seeds import seed_step
@@ -47,11 +47,6 @@ def one_rank_fails(failing: int) -> str:
         return str(error)
 
 
-def test_a_mistake_found_by_one_rank_is_raised_on_all():
-    assert run_ranks(one_rank_fails, 3, 2) == ["field = 2: of one rank"] * 3
-    assert run_ranks(one_rank_fails, 3, 9) == ["0", "1", "2"]
-
-
 def compared(here: list[dict[str, object]]) -> str:
     """What check_ranks_agree says where each rank has its own of `here`."""
     import os
@@ -67,16 +62,17 @@ def compared(here: list[dict[str, object]]) -> str:
     return ""
 
 
-def test_what_ranks_differ_in_is_named_with_both_values():
+def test_what_one_rank_finds_is_raised_on_all_and_what_ranks_differ_in_is_named():
     same = {"seed": 1, "optim.lr": 1e-3, "data": None}
-    assert run_ranks(compared, 3, [same, dict(same), dict(same)]) == [""] * 3
     others = [same, same | {"optim.lr": 2e-3}, same | {"optim.lr": 3e-3, "data": "x", "more": 7}]
+    many = [{str(number): rank for number in range(9)} for rank in range(3)]
+    calls = [(one_rank_fails, 2), (one_rank_fails, 9), *[(compared, one) for one in ([same] * 3, others, many)]]
     message = (
         "optim.lr = 0.001: rank 1 has 0.002; give all ranks the same\n"
         "data = None: rank 2 has x; give all ranks the same\n"
         "more = None: rank 2 has 7; give all ranks the same"
     )
-    assert run_ranks(compared, 3, others) == [message] * 3
-    many = [{str(number): rank for number in range(9)} for rank in range(2)]
-    for message in run_ranks(compared, 2, many):
-        assert message.splitlines()[-2:] == ["4 = 0: rank 1 has 1; give all ranks the same", "and 4 more that differ"]
+    for rank, (failed, own, agreed, named, cut) in enumerate(run_ranks(in_turn, 3, *calls)):
+        assert (failed, own) == ("field = 2: of one rank", str(rank))
+        assert (agreed, named) == ("", message)
+        assert cut.splitlines()[-2:] == ["4 = 0: rank 1 has 1; give all ranks the same", "and 4 more that differ"]

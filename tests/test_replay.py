@@ -1,31 +1,26 @@
 """What a run recorded is what its training gives again, to the bit; what was altered since is found, and nothing in the
 run folder is touched."""
 
-import contextlib
 import fcntl
-import io
 import json
-import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import run_ranks
-from runs import change, edit_manifest, job_config, rows, run_small_job, train, training_config
+from ranks import in_turn, run_ranks
+from runs import change, edit_manifest, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import VerifyConfig
-from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST as DATA_MANIFEST
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
-from gpt2_ddp.run.checkpoint import MANIFEST, MODEL, OPTIMIZER, STATE, seal
+from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, STATE
 
 INTACT = (
     "ok      replay from step 4 to 8 by 1 process: 4 rows, weights and moments, bit for bit",
@@ -34,75 +29,58 @@ INTACT = (
 
 
 def verify(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
-    """Exit code of verify_run.py, or 2 for a user's mistake, and its lines from the last one before the replay on."""
-    (told,) = run_ranks(_verify, 1, VerifyConfig(run=str(run), replay=replay, data=data and str(data)))
-    return told
+    """Exit code of verify_run.py, and its lines from the last one before the replay on."""
+    return run_ranks(replayed, 1, run, replay, data)[0]
 
 
-def _verify(config: VerifyConfig) -> tuple[int, list[str]]:
+def replayed(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
     from gpt2_ddp.reports.verify import verify_run
 
-    out = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(out):
-            code = verify_run(config)
-    except UserError as error:
-        return 2, error.mistakes
-    lines = out.getvalue().splitlines()
+    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=data and str(data)))
+    lines = text.splitlines()
     return code, lines[next(n for n, line in enumerate(lines) if "learning rates as scheduled" in line) :]
 
 
 @pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 12 tiny steps with dropout and checkpoints at 4, 8 and 12; its shards are beside it."""
+def recorded(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 tiny steps with dropout and checkpoints at 4, 8 and 12; its shards are beside it. Steps 9 to 12 are
+    bad at first: the run goes back to step 8 and passes over their data."""
     place = tmp_path_factory.mktemp("replayed")
     shutil.copytree(corpus, place / "data")
-    changes = {"train.steps": 12, "checkpoint.every": 4, "eval.every": 3, "model.dropout": 0.1}
-    changes |= {"train.global_batch_tokens": 128, "eval.tokens": 200}
-    run_ranks(train, 1, training_config(place / "data", place, changes))
+    changes = {"train.steps": 12, "checkpoint.every": 4, "eval.every": 3, "model.dropout": 0.1, "guard.patience": 2}
+    changes |= {"train.global_batch_tokens": 128, "eval.tokens": 200, "train.micro_batch_size": 4}
+    run_ranks(train_with_faults, 1, training_config(place / "data", place, changes), (32, 48))
+    assert [row["step"] for row in rows(place / "run") if "event" in row] == [8]
     return place
 
 
 @pytest.fixture
-def place(trained: Path, tmp_path: Path) -> Path:
+def place(recorded: Path, tmp_path: Path) -> Path:
     """A copy of it, with shards of its own that --data has to name."""
-    return Path(shutil.copytree(trained, tmp_path / "copy"))
+    return Path(shutil.copytree(recorded, tmp_path / "copy"))
 
 
 def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def forge(file: Path) -> None:
-    """Makes the manifest beside a checkpoint's file fit what is in it now."""
-    manifest = json.loads((file.parent / MANIFEST).read_text())
-    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
-    (file.parent / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
-
-
-def test_trained_again_it_is_the_same_and_nothing_is_touched(trained: Path) -> None:
-    """While a trainer holds the run's lock; the last stretch ends between two checkpoints."""
-    run = trained / "run"
+def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded: Path) -> None:
+    """While a trainer holds the run's lock; by as many threads, as sums are in another order for another number of
+    them. The last stretch ends between two checkpoints."""
+    run = recorded / "run"
     before = {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))}
     with (run / ".lock").open("r+") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX)
-        code, lines = verify(run, "4:10")
-    assert (code, lines[1:]) == (0, [*INTACT, f"{run} is intact"])
+        (((code, lines), threads),) = run_ranks(replayed_by_three_threads, 1, run)
+    assert (code, lines[1:], threads) == (0, [*INTACT, f"{run} is intact"], 1)
     assert {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))} == before
 
 
-def test_it_is_trained_again_by_as_many_threads(trained: Path) -> None:
-    """Sums are in another order for another number of them."""
-    config = VerifyConfig(run=str(trained / "run"), replay="4:10")
-    (((code, lines), threads),) = run_ranks(_verify_by_three_threads, 1, config)
-    assert (code, lines[1:-1], threads) == (0, [*INTACT], 1)
-
-
-def _verify_by_three_threads(config: VerifyConfig) -> tuple[tuple[int, list[str]], int]:
+def replayed_by_three_threads(run: Path) -> tuple[tuple[int, list[str]], int]:
     import torch
 
     torch.set_num_threads(3)
-    return _verify(config), torch.get_num_threads()
+    return replayed(run, "4:10"), torch.get_num_threads()
 
 
 def test_another_device_is_compared_to_a_tolerance(corpus: Path, tmp_path: Path) -> None:
@@ -134,7 +112,7 @@ def alter_tensor(file: Path, name: str, factor: float) -> None:
     tensors = load_file(file)
     tensors[name].view(-1)[5] *= factor
     save_file(tensors, file)
-    forge(file)
+    reseal(file)
 
 
 def alter_first_weights(place: Path) -> None:
@@ -173,48 +151,47 @@ def alter_shard(place: Path) -> None:
     for step in (4, 8, 12):
         state = checkpoint(place / "run", step) / STATE
         change(state, manifest.hash, read_manifest(place / "data").hash)
-        forge(state)
+        reseal(state)
 
 
-@pytest.mark.parametrize(
-    ("alter", "first", "defects"),
-    [
-        (alter_first_weights, "metrics.jsonl: ", None),
-        (alter_last_moments, f"checkpoints/step-00000008/{OPTIMIZER}: 1 of ", None),
-        (alter_row, "metrics.jsonl: loss of step 6 is ", 1),
-        (alter_validation, "metrics.jsonl: val_loss of step 6 is ", 1),
-        (alter_rate, "config.yaml: optim.lr = 0.004: the run was started with 0.003", 1),
-        (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
-    ],
-)
-def test_what_was_altered_is_found(place: Path, alter: Callable, first: str, defects: int | None) -> None:
-    """By the replay too: it would be, if all hashes had been made to fit."""
-    alter(place)
-    code, lines = verify(place / "run", "4:8", place / "data")
-    wrong = [line.removeprefix("defect  ") for line in lines if line.startswith("defect")]
-    assert code == 1
-    assert wrong[0].startswith(first), wrong
-    assert len(wrong) == defects or defects is None
-    assert lines[-1].startswith(f"{place / 'run'} is not intact, defects: ")
-
-
-def test_an_altered_moment_spoils_only_the_stretches_that_it_belongs_to(place: Path) -> None:
-    alter_first_weights(place)
-    assert not any(line.startswith("defect") for line in verify(place / "run", "8:12", place / "data")[1])
-
-
-def test_a_checkpoint_that_is_not_intact_cannot_be_trained_from(place: Path) -> None:
+def remove_weights(place: Path) -> None:
     (checkpoint(place / "run", 4) / MODEL).write_bytes(b"")
-    code, lines = verify(place / "run", "4:10", place / "data")
-    assert code == 1
-    assert "defect  replay from step 4: its checkpoint is not intact, and nothing can be trained from it" in lines
+
+
+ALTERED = [
+    (alter_first_weights, "metrics.jsonl: ", None),
+    (alter_last_moments, f"checkpoints/step-00000008/{OPTIMIZER}: 1 of ", None),
+    (alter_row, "metrics.jsonl: loss of step 6 is ", 1),
+    (alter_validation, "metrics.jsonl: val_loss of step 6 is ", 1),
+    (alter_rate, "config.yaml: optim.lr = 0.004: the run was started with 0.003", 1),
+    (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
+    (remove_weights, "replay from step 4: its checkpoint is not intact, and nothing can be trained from it", 1),
+]
+
+
+def test_what_was_altered_is_found(recorded: Path, tmp_path: Path) -> None:
+    """By the replay too: it would be, if all hashes had been made to fit. Weights that were altered spoil only the
+    stretches that they belong to."""
+    places = [Path(shutil.copytree(recorded, tmp_path / str(number))) for number in range(len(ALTERED))]
+    for place, (alter, _, _) in zip(places, ALTERED, strict=True):
+        alter(place)
+    calls = [(replayed, place / "run", "4:8", place / "data") for place in places]
+    calls.append((replayed, places[0] / "run", "8:12", places[0] / "data"))
+    *found, (_, later) = run_ranks(in_turn, 1, *calls)[0]
+    for place, (_, first, defects), (code, lines) in zip(places, ALTERED, found, strict=True):
+        wrong = [line.removeprefix("defect  ") for line in lines if line.startswith("defect")]
+        assert code == 1
+        assert wrong[0].startswith(first), wrong
+        assert len(wrong) == defects or defects is None
+        assert lines[-1].startswith(f"{place / 'run'} is not intact, defects: ")
+    assert not any(line.startswith("defect") for line in later)
 
 
 def test_another_torch_is_compared_to_a_tolerance(place: Path) -> None:
     state = checkpoint(place / "run", 8) / STATE
     version = json.loads(state.read_text())["versions"]["torch"]
     change(state, version, "2.0.0")
-    forge(state)
+    reseal(state)
     row = rows(place / "run")[6]
     change(place / "run" / "metrics.jsonl", f'"loss": {row["loss"]}', f'"loss": {row["loss"] * (1 + 1e-6)}')
     lines = verify(place / "run", "4:8", place / "data")[1]
@@ -222,7 +199,7 @@ def test_another_torch_is_compared_to_a_tolerance(place: Path) -> None:
     assert lines[1] == f"ok      {what}"
 
 
-def test_what_is_not_there_cannot_be_replayed(trained: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) -> None:
     for steps, wrong in {
         "5:8": "there is no checkpoint of step 5",
         "8:8": "should end after the step that it begins with",
@@ -230,7 +207,7 @@ def test_what_is_not_there_cannot_be_replayed(trained: Path, tmp_path: Path) -> 
         "8:13": "the run has got to step 12",
     }.items():
         with pytest.raises(UserError) as mistake:
-            plan(trained / "run", steps)
+            plan(recorded / "run", steps)
         there = "begin at a checkpoint (there are 4, 8, 12) and end at a step up to 12"
         assert str(mistake.value) == f"replay = {steps}: {wrong}; {there}"
     with pytest.raises(UserError, match=r"no checkpoint of step 1; begin at a checkpoint \(there are none\)"):
@@ -247,30 +224,18 @@ def test_steps_of_which_nothing_was_recorded(place: Path) -> None:
         plan(place / "run", "4:5")
 
 
-def test_a_small_job_ends_where_it_is_told_to(tmp_path: Path) -> None:
-    """Inside its third epoch; the mean loss of the second is compared too."""
-    run_ranks(run_small_job, 1, job_config("regression", tmp_path, {"train.epochs": 3, "checkpoint.keep_last": 9}))
-    code, lines = verify(tmp_path / "run", "9:21")
-    assert (code, lines[1:3]) == (
-        0,
-        [
-            "ok      replay from step 9 to 18 by 1 process: 9 rows, weights and moments, bit for bit",
-            "ok      replay from step 18 to 21 by 1 process: 3 rows, bit for bit",
-        ],
-    )
+def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
+    """Inside its second epoch, or at its end; the mean loss of that is compared too."""
+    (found,) = run_ranks(in_turn, 1, *[(replayed, trained_job, steps) for steps in ("9:12", "9:18")])
+    assert [(code, lines[1]) for code, lines in found] == [
+        (0, "ok      replay from step 9 to 12 by 1 process: 3 rows, bit for bit"),
+        (0, "ok      replay from step 9 to 18 by 1 process: 9 rows, weights and moments, bit for bit"),
+    ]
 
 
 def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
-    row = {
-        "step": 1,
-        "loss": 2.0,
-        "train_loss": 2.0,
-        "grad_norm": None,
-        "lr": 0.1,
-        "tokens": 7,
-        "skipped": 0,
-        "order_digest": "a",
-    }
+    row = {"step": 1, "loss": 2.0, "train_loss": 2.0, "grad_norm": None, "lr": 0.1, "tokens": 7, "skipped": 0}
+    row |= {"order_digest": "a"}
     for changes, exact, near in [
         ({}, 0, 0),
         ({"loss": 2.0 + 9e-6}, 1, 0),
@@ -289,45 +254,8 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
     assert len(compare_rows({1: row}, {}, exact=True)) == 5
 
 
-def train_with_a_bad_stretch(config: TrainingConfig) -> str:
-    """Gradients on the positions of steps 6 to 10 are not finite."""
-    from gpt2_ddp.run import loop
-
-    train_step = loop.train_step
-
-    def poisoned(run):
-        bad = 20 <= int(run.task.feed.take(run.task.feed.position)[0]) < 40
-        hook = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * (math.inf if bad else 1.0))
-        try:
-            return train_step(run)
-        finally:
-            hook.remove()
-
-    loop.train_step = poisoned
-    return train(config)
-
-
-def test_a_run_that_went_back_is_replayed_over_what_it_passed(corpus: Path, tmp_path: Path) -> None:
-    changes = {"train.steps": 16, "checkpoint.every": 4, "train.global_batch_tokens": 128, "eval.tokens": 200}
-    changes |= {"guard": {"patience": 3}, "checkpoint.keep_last": 9}
-    run_ranks(train_with_a_bad_stretch, 1, training_config(corpus, tmp_path, changes))
-    events = [row for row in rows(tmp_path / "run") if "event" in row]
-    assert [event["step"] for event in events] == [4]
-    code, lines = verify(tmp_path / "run", "4:12")
-    assert (code, lines[1][:26], lines[2][:26]) == (0, "ok      replay from step 4", "ok      replay from step 8")
-
-
 @pytest.mark.slow
-def test_each_stretch_has_the_processes_that_it_had(corpus: Path, tmp_path: Path) -> None:
-    """Two processes, then one, with dropout, which depends on their number."""
-    changes = {"model.dropout": 0.1, "checkpoint.every": 4}
-    for processes, steps in ((1, 4), (2, 8), (1, 12)):
-        run_ranks(train, processes, training_config(corpus, tmp_path, {**changes, "train.steps": steps}))
-    code, lines = verify(tmp_path / "run", "4:12")
-    assert (code, lines[1:3]) == (
-        0,
-        [
-            "ok      replay from step 4 to 8 by 2 processes: 4 rows, weights and moments, bit for bit",
-            "ok      replay from step 8 to 12 by 1 process: 4 rows, weights and moments, bit for bit",
-        ],
-    )
+def test_each_stretch_has_the_processes_that_it_had(trained: Path) -> None:
+    code, lines = verify(trained, "5:10")
+    words = "ok      replay from step 5 to 10 by 2 processes: 5 rows, weights and moments, bit for bit"
+    assert (code, lines[1]) == (0, words)

@@ -1,41 +1,97 @@
-"""A run: opened by small files, refused before long work, captured and restored in the middle, held by one trainer."""
+"""A run: resumed bitwise, opened by small files, refused before long work, captured and restored in the middle, held by
+one trainer."""
 
-import io
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import time
-from contextlib import closing, redirect_stdout
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from ranks import RankError, run_ranks, start_ranks
-from runs import job_config, rows, train, training_config
+from ranks import in_turn, run_ranks, run_until_killed, start_ranks
+from runs import job_config, rows, said, train, train_with_faults, training_config, untimed
 
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest, write_manifest
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.run.checkpoint import MANIFEST
 from gpt2_ddp.run.folder import RunFolder
 from gpt2_ddp.run.layout import SAVED, STATUS
 
 
-def train_and_tell(config: RunConfig) -> str:
-    """What a training prints."""
-    with redirect_stdout(io.StringIO()) as said:
-        train(config)
-    return said.getvalue()
-
-
 def files(folder: Path) -> dict[str, int]:
     return {str(file): file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
+
+
+# Resumed
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("adamw", 2),
+        pytest.param("muon", 3, marks=pytest.mark.slow),
+        *[pytest.param("adamw", world, marks=pytest.mark.soak) for world in (1, 3)],
+    ],
+)
+def test_stopped_and_killed_anywhere_and_resumed_is_bitwise_equal(corpus, short_documents, tmp_path, name, world):
+    """With all that a state depends on: dropout, two sources, masked documents, sums over steps and evaluations, and a
+    stretch of bad data from which the run goes back. Rows, samples, states, weights and moments are those of the same
+    run left alone."""
+    changes = {
+        "data": {"path": [str(corpus), str(short_documents)], "weights": [2, 1]},
+        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "document_mask": True, "dropout": 0.1},
+        "guard": {"patience": 3, "norm_sigmas": 50.0, "loss_sigmas": 50.0},
+        "eval": {"every": 5, "tokens": 500, "patience": 9},
+        "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
+        "checkpoint": {"every": 4, "keep_last": 9, "background": False},
+        "optim.name": name,
+        "train.steps": 16,
+    }
+    whole, parts = (training_config(*given, changes) for given in ((corpus, tmp_path / "a"), (corpus, tmp_path / "b")))
+    poison = (12 * 8, 12 * 13)  # of steps 9 to 13: the run goes back to step 8
+    assert run_ranks(train_with_faults, world, whole, poison) == ["completed"] * world
+
+    rng = random.Random(world)
+    stop_at, killed_at = rng.randint(2, 6), rng.randint(10, 11)
+    run_until_killed(train_with_faults, world, parts, poison, float("nan"), 1)  # with the checkpoint of step 0
+    stopped = run_ranks(train_with_faults, world, parts, poison, float("nan"), stop_at, signal.SIGTERM)
+    assert stopped == ["stopped"] * world
+    status = json.loads((tmp_path / "b/run/status.json").read_text())
+    assert (status["state"], status["step"] - stop_at in (0, 1)) == ("stopped", True)
+    run_until_killed(train_with_faults, world, parts, poison, float("nan"), killed_at - stop_at)  # in the bad stretch
+    behind = 5 + rng.randint(2, 6)
+    stopped = run_ranks(train_with_faults, world, parts, poison, float("nan"), behind, signal.SIGUSR1)
+    assert stopped == ["stopped"] * world
+    assert run_ranks(train_with_faults, world, parts, poison) == ["completed"] * world
+
+    a, b = tmp_path / "a/run", tmp_path / "b/run"
+    assert untimed(b) == untimed(a)
+    (event,) = [row for row in rows(a) if "event" in row]
+    assert (event["step"], event["from"], event["passed"]) == (8, 13, [96, 156])
+    assert rows(b, "samples.jsonl") == rows(a, "samples.jsonl")
+    own = {"run_id": "", "metrics_chain": ""}
+    for checkpoint in (a / "checkpoints").iterdir():
+        one, other = (
+            json.loads((run / "checkpoints" / checkpoint.name / "state.json").read_text()) | own for run in (a, b)
+        )
+        assert one == other
+        for file in ("model.safetensors", "optimizer.safetensors"):
+            assert (b / "checkpoints" / checkpoint.name / file).read_bytes() == (checkpoint / file).read_bytes()
+    last = rows(b)[-1]
+    assert last["step"] == 16
+    assert sum(last[f"tokens/{source}"] for source in parts.data.names) == last["tokens"] == 16 * 12 * 32
+    assert verify_run(VerifyConfig(run=str(b))) == 0
 
 
 # Captured and restored
@@ -77,17 +133,13 @@ def there_and_back(config: RunConfig) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "world"),
-    [
-        *[(kind, 2) for kind in ("gpt2", "gpt2 with workers", "gpt2 with muon", "mlp")],
-        *[pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("gpt2", "gpt2 with workers", "mlp")],
-        *[pytest.param("regression", world, marks=pytest.mark.slow) for world in (1, 2)],
-    ],
+    [("muon", 2), ("mlp", 2), *[pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("workers", "regression")]],
 )
 def test_back_in_the_middle_of_a_run(corpus: Path, tmp_path: Path, kind: str, world: int) -> None:
     """The same four steps have the same bits, on every rank: weights, moments, order, sums over the epoch."""
-    changes = {"model.dropout": 0.1, "data.workers": 2 if "workers" in kind else 0}
-    changes |= {"optim.name": "muon"} if "muon" in kind else {}
-    config = training_config(corpus, tmp_path, changes) if "gpt2" in kind else job_config(kind, tmp_path)
+    gpt2 = {"muon": {"model.dropout": 0.1, "optim.name": "muon"}, "workers": {"data.workers": 2}}
+    is_gpt2 = kind in gpt2
+    config = training_config(corpus, tmp_path, gpt2[kind]) if is_gpt2 else job_config(kind, tmp_path)
     for first, *others in run_ranks(there_and_back, world, config):
         assert first[1] == 8
         assert all(other == first for other in others)
@@ -100,32 +152,20 @@ def forge(place: Path, name: str, change: Any) -> None:
     """Changes a small file of a checkpoint as another release would have written it."""
     file = place / name
     before = sha256_file(file)
-    size = file.stat().st_size
     values = yaml.safe_load(file.read_text())
     change(values)
     file.write_text(json.dumps(values) if name.endswith("json") else yaml.safe_dump(values))
-    manifest = (place / MANIFEST).read_text().replace(before, sha256_file(file))
-    entries = json.loads(manifest)
-    assert entries["files"][name]["bytes"] == size
+    entries = json.loads((place / MANIFEST).read_text().replace(before, sha256_file(file)))
     entries["files"][name]["bytes"] = file.stat().st_size
     entries["version"] = 1  # theirs had no hash of its own
     (place / MANIFEST).write_text(json.dumps(entries))
 
 
-@pytest.fixture(scope="module")
-def halfway(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 5 of 10 steps."""
-    folder = tmp_path_factory.mktemp("halfway")
-    run_ranks(train, 1, training_config(corpus, folder, {"train.steps": 5, "optim.decay_steps": 10, "eval.every": 5}))
-    return folder
-
-
-def test_fields_that_have_come_or_gone_since(corpus, tmp_path, halfway):
+def test_fields_that_have_come_or_gone_since(tmp_path, trained):
     """What a checkpoint lacks takes its default, what it has too much is ignored with a line; nothing else changes."""
-    config = training_config(corpus, tmp_path / "whole", {"train.steps": 10, "eval.every": 5})
-    run_ranks(train, 1, config)
-    shutil.copytree(halfway, tmp_path / "parts")
-    place = tmp_path / "parts/run/checkpoints/step-00000005"
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints/step-00000010")
+    place = run / "checkpoints/step-00000005"
 
     def older(values: dict) -> None:
         del values["optim"]["eps"], values["model"]["bias"]
@@ -135,23 +175,16 @@ def test_fields_that_have_come_or_gone_since(corpus, tmp_path, halfway):
     since = ("passed", "epoch_size", "epoch_loss", "epoch_units", "kind", "metrics", "skipped", "run_id", "tokens")
     since += ("since_row", "best_evaluation")
     forge(place, "state.json", lambda state: [state.pop(name) for name in since])
-    (said,) = run_ranks(
-        train_and_tell, 1, training_config(corpus, tmp_path / "parts", {"train.steps": 10, "eval.every": 5})
-    )
-    assert [line for line in said.splitlines() if "optim.nesterov" in line and "ignored" in line]
-    timings = {"tokens_per_second", "data_share"}
-    whole, parts = (
-        [{k: v for k, v in row.items() if k not in timings} for row in rows(tmp_path / name / "run")]
-        for name in ("whole", "parts")
-    )
-    assert parts == whole
+    (_, text, _), _ = run_ranks(said, 2, train, training_config(trained.parent / "data", tmp_path))
+    assert [line for line in text.splitlines() if "optim.nesterov" in line and "ignored" in line]
+    assert untimed(run) == untimed(trained)
 
 
 # Refused before long work
 
 
-def train_without_long_work(config: RunConfig, large: tuple[str, ...] = (".bin", ".safetensors")) -> str:
-    """`train_and_tell`, while nothing is hashed but small files, and no model is built."""
+def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin", ".safetensors")) -> list[str]:
+    """What each training prints, or its refusal, while nothing is hashed but small files, and no model is built."""
     import gpt2_ddp.files
     from gpt2_ddp.data import hashes
     from gpt2_ddp.run import checkpoint
@@ -166,189 +199,132 @@ def train_without_long_work(config: RunConfig, large: tuple[str, ...] = (".bin",
 
     hashes.sha256_file = checkpoint.sha256_file = small
     pretraining.GPT = jobs.make_job = build
-    return train_and_tell(config)
+    found = in_turn(*[(said, train, config) for config in configs])
+    return [one if isinstance(one, str) else one[1] for one in found]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"optim.lr": 1e-3}, "optim.lr = 0.001: the run was started with 0.003"),
-        ({"optim.name": "muon"}, "optim.name = muon: .* adamw; .* .train.init_from takes this one's weights along"),
-        ({"model.n_layer": 3, "seed": 1}, "seed = 1: the run was started with 1337"),
-        ({"train.global_batch_tokens": 12 * 32}, "train.global_batch_tokens = 384: the run was started with 768"),
-    ],
-)
-def test_another_training_is_refused(corpus, tmp_path, halfway, world, changes, message):
+REFUSED = [
+    ({"optim.lr": 1e-3}, "optim.lr = 0.001: the run was started with 0.003"),
+    ({"optim.name": "muon"}, "optim.name = muon: the run was started with adamw; give that back"),
+    ({"model.n_layer": 3, "seed": 1}, "seed = 1: the run was started with 1337"),
+    ({"train.global_batch_tokens": 6 * 32}, "train.global_batch_tokens = 192: the run was started with 384"),
+]
+
+
+def test_another_training_is_refused(corpus, tmp_path, halfway):
+    """Other settings, other data, another kind of run; nothing is written."""
     shutil.copytree(halfway, tmp_path / "runs")
+    other = Path(shutil.copytree(corpus, tmp_path / "other"))
+    manifest = read_manifest(other)
+    write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"]}))
+    configs: list[RunConfig] = [training_config(corpus, tmp_path / "runs", changes) for changes, _ in REFUSED]
+    configs += [training_config(other, tmp_path / "runs"), job_config("regression", tmp_path / "runs")]
+    expected = [message for _, message in REFUSED]
+    expected += ["not the ones that the run was started with", "run_name = run: is a run of another kind, gpt2"]
     before = files(tmp_path)
-    config = training_config(corpus, tmp_path / "runs", {"train.steps": 10, **changes})
-    with pytest.raises(RankError, match=message):
-        run_ranks(train_without_long_work, world, config)
+    for refusals in run_ranks(without_long_work, 2, configs):
+        for message, refusal in zip(expected, refusals, strict=True):
+            assert message in refusal
     assert files(tmp_path) == before
 
 
-def test_other_data_are_refused(corpus, tmp_path, halfway):
-    shutil.copytree(halfway, tmp_path / "runs")
-    other = tmp_path / "other"
-    shutil.copytree(corpus, other)
-    manifest = read_manifest(other)
-    write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"]}))
-    before = files(tmp_path / "runs")
-    with pytest.raises(RankError, match=r"data.path = .*not the ones that the run was started with"):
-        run_ranks(train_without_long_work, 1, training_config(other, tmp_path / "runs", {"train.steps": 10}))
-    assert files(tmp_path / "runs") == before
-
-
-def test_another_kind_of_run_is_refused(corpus, tmp_path, halfway):
-    shutil.copytree(halfway, tmp_path / "runs")
-    with pytest.raises(RankError, match="run_name = run: is a run of another kind, gpt2"):
-        run_ranks(train_without_long_work, 1, job_config("regression", tmp_path / "runs"))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train.init_from": "nowhere"}, "train.init_from = nowhere"),
-        ({"data.path": "nowhere"}, "data = nowhere: is not a folder"),
-        ({"train.global_batch_tokens": 7 * 32, "eval.every": 1}, "processes = 2"),
-    ],
-)
-def test_a_refused_run_leaves_no_folder(corpus, tmp_path, world, changes, message):
-    if message.startswith("processes") and world == 1:
-        pytest.skip("one process can always have the whole batch")
-    with pytest.raises(RankError, match=message):
-        run_ranks(train_without_long_work, world, training_config(corpus, tmp_path / "runs", changes))
+def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
+    refused = {
+        "train.init_from = nowhere": {"train.init_from": "nowhere"},
+        "data = nowhere: is not a folder": {"data.path": "nowhere"},
+        "processes = 2": {"train.global_batch_tokens": 7 * 32, "eval.every": 1},
+    }
+    configs = [training_config(corpus, tmp_path / "runs", changes) for changes in refused.values()]
+    for refusals in run_ranks(without_long_work, 2, configs):
+        assert all(message in refusal for message, refusal in zip(refused, refusals, strict=True)), refusals
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "regression", "transformer"])
-def test_a_complete_run_says_so_at_once(corpus, tmp_path, kind):
+def test_a_complete_run_says_so_at_once(tmp_path, trained, trained_job):
     """Without hashing the corpus, building, or writing anything; only the newest checkpoint is looked at."""
-    config = training_config(corpus, tmp_path, {"train.steps": 3}) if kind == "gpt2" else job_config(kind, tmp_path)
-    assert run_ranks(train, 1, config) == ["completed"]
+    shutil.copytree(trained, tmp_path / "gpt2/run")
+    shutil.copytree(trained_job, tmp_path / "job/run")
+    changes = {"optim.decay_steps": 10}
+    configs = [
+        training_config(trained.parent / "data", tmp_path / "gpt2", changes),
+        job_config("regression", tmp_path / "job", {"train.epochs": 2}),
+    ]
     before = files(tmp_path)
-    (said,) = run_ranks(train_without_long_work, 1, config, (".bin",))
-    assert said.startswith("run is complete at step")
+    (found,) = run_ranks(without_long_work, 1, configs, (".bin",))
+    assert [text.startswith("run is complete at step") for text in found] == [True, True], found
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(corpus, tmp_path, world):
+def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, trained):
     """It trains its end again, from the one before, and ends as it did."""
-    config = training_config(corpus, tmp_path, {"train.steps": 10})
-    run_ranks(train, world, config)
-    weights = tmp_path / "run/checkpoints/step-00000010/model.safetensors"
-    first, content = rows(tmp_path / "run"), weights.read_bytes()
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    weights = run / "checkpoints/step-00000010/model.safetensors"
+    content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert run_ranks(train, world, config) == ["completed"] * world
+    config = training_config(trained.parent / "data", tmp_path, {"optim.decay_steps": 10})
+    assert run_ranks(train, 2, config) == ["completed"] * 2
     assert weights.read_bytes() == content
-    assert [row.get("loss") for row in rows(tmp_path / "run")] == [row.get("loss") for row in first]
-
-
-def test_a_killed_end_is_recorded_as_completed(corpus, tmp_path):
-    config = training_config(corpus, tmp_path, {"train.steps": 3})
-    run_ranks(train, 1, config)
-    whole = (tmp_path / "run/status.json").read_text()
-    (tmp_path / "run/status.json").write_text(whole.replace("completed", "running"))
-    run_ranks(train, 1, config)
-    assert (tmp_path / "run/status.json").read_text() == whole
+    assert untimed(run) == untimed(trained)
 
 
 # Whose checkpoints are gone
 
 
-def remove_checkpoints(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints")
-
-
-@pytest.mark.parametrize("kind", ["gpt2", "regression"])
-@pytest.mark.parametrize("older", [False, True])
-def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, halfway, kind, older):
+def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, halfway, trained_job):
     """Nor when it is of a release that left no mark. Whoever wants that removes the metrics, or takes another name."""
-    if kind == "gpt2":
-        shutil.copytree(halfway, tmp_path, dirs_exist_ok=True)
-        config = training_config(corpus, tmp_path, {"train.steps": 6})
-    else:
-        config = job_config(kind, tmp_path, {"train.epochs": 1})
-        run_ranks(train, 1, config)
-    run = tmp_path / "run"
-    remove_checkpoints(run)
-    (run / (SAVED if older else STATUS)).unlink()
-    metrics = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(RankError, match=r"run_name = run: the checkpoints in .*/run are gone"):
-        run_ranks(train_without_long_work, 1, config)
-    assert (run / "metrics.jsonl").read_bytes() == metrics
-    (run / "metrics.jsonl").unlink()
-    RunFolder(config).release()
+    configs, metrics = [], {}
+    for number, (source, mark) in enumerate(
+        (made, mark) for made in (halfway, trained_job) for mark in (SAVED, STATUS)
+    ):
+        folder = tmp_path / str(number)
+        run = Path(shutil.copytree(source / "run" if source == halfway else source, folder / "run"))
+        shutil.rmtree(run / "checkpoints")
+        (run / mark).unlink()
+        configs.append(training_config(corpus, folder) if source == halfway else job_config("regression", folder))
+        metrics[run] = (run / "metrics.jsonl").read_bytes()
+    (found,) = run_ranks(without_long_work, 1, configs)
+    for run, refusal in zip(metrics, found, strict=True):
+        assert f"run_name = run: the checkpoints in {run} are gone" in refusal
+        assert (run / "metrics.jsonl").read_bytes() == metrics[run]
+        (run / "metrics.jsonl").unlink()
+    for config in configs:
+        RunFolder(config).release()
 
 
 def test_a_run_that_never_had_a_checkpoint_starts_over(corpus, tmp_path, halfway):
     """As when it was killed before its first one."""
-    shutil.copytree(halfway, tmp_path, dirs_exist_ok=True)
-    run = tmp_path / "run"
-    remove_checkpoints(run)
+    run = Path(shutil.copytree(halfway / "run", tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints")
     (run / SAVED).unlink()
     (run / STATUS).write_text('{"state": "running", "step": 4, "reason": ""}')
-    config = training_config(corpus, tmp_path, {"train.steps": 2})
-    assert run_ranks(train, 1, config) == ["completed"]
+    assert run_ranks(train, 1, training_config(corpus, tmp_path, {"train.steps": 2})) == ["completed"]
     assert [row["step"] for row in rows(run)] == [0, 1, 2]
 
 
 # Held by one trainer
 
 
-def train_twice(config: TrainingConfig) -> list[str]:
-    further = config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
-    return [train(config), train(further), train(further)]
-
-
-def test_one_process_may_train_again(corpus, tmp_path):
-    config = training_config(corpus, tmp_path, {"train.steps": 2, "optim.decay_steps": 10})
-    assert run_ranks(train_twice, 1, config) == [["completed"] * 3]
-    assert rows(tmp_path / "run")[-1]["step"] == 4
-
-
-def train_and_stay(config: TrainingConfig, done: Path) -> None:
-    train(config)
-    done.touch()
+def train_twice_and_stay(config: TrainingConfig, done: Path) -> None:
+    further = config.model_copy(update={"train": config.train.model_copy(update={"steps": 3})})
+    done.write_text(str([train(config), train(further), train(further)]))
+    done.rename(done.with_suffix(".whole"))
     time.sleep(600)
 
 
-def test_a_training_that_ended_lets_go_of_its_folder(corpus, tmp_path):
-    """Though the process that ran it, such as a notebook, lives on."""
-    config = training_config(corpus, tmp_path, {"train.steps": 2})
-    ((process, _),) = start_ranks(train_and_stay, 1, config, tmp_path / "done")
+def test_one_process_may_train_again_and_lets_go_of_its_folder(corpus, tmp_path):
+    """Though the process, such as a notebook, lives on."""
+    config = training_config(corpus, tmp_path, {"train.steps": 2, "optim.decay_steps": 10})
+    ((process, _),) = start_ranks(train_twice_and_stay, 1, config, tmp_path / "done")
     try:
-        while not (tmp_path / "done").exists():
+        while not (tmp_path / "done.whole").exists():
             assert process.is_alive()
-            time.sleep(0.05)
+            time.sleep(0.02)
         RunFolder(config).release()
     finally:
         process.kill()
         process.join()
-
-
-def hold(config: TrainingConfig) -> None:
-    RunFolder(config)
-    time.sleep(600)
-
-
-def test_a_second_trainer_is_refused(corpus, tmp_path):
-    config = training_config(corpus, tmp_path)
-    ((process, _),) = start_ranks(hold, 1, config)
-    try:
-        while not (tmp_path / "run/.lock").exists():
-            time.sleep(0.01)
-        time.sleep(0.2)  # the file is there a moment before its lock
-        with pytest.raises(UserError, match="another trainer is running"):
-            RunFolder(config)
-        assert (tmp_path / "run/.lock").exists()
-    finally:
-        process.kill()
-        process.join()
-    RunFolder(config).release()
+    assert (tmp_path / "done.whole").read_text() == str(["completed"] * 3)
+    assert rows(tmp_path / "run")[-1]["step"] == 3
 
 
 def train_with_forked_workers(config: TrainingConfig) -> None:

@@ -76,7 +76,7 @@ def test_each_is_scored_once_and_right_on_any_number_of_ranks():
     for (count, _, _), (nats, greedy, _) in zip(CASES, alone, strict=True):
         assert nats == pytest.approx(by_hand(made_requests(count)), rel=1e-6)
         assert not greedy.any()
-    for ranks in ([alone], run_ranks(score, 2, CASES), run_ranks(score, 3, CASES)):
+    for ranks in ([alone], run_ranks(score, 3, CASES)):
         for case, (count, batch_size, _) in enumerate(CASES):
             assert all(rank[case][0].tobytes() == alone[case][0].tobytes() for rank in ranks)
             rows = [row for rank in ranks for row in rank[case][2]]

@@ -85,7 +85,7 @@ FORKS = """
             os.read(read, 1)
         os.kill(child, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-    time.sleep(1)
+    time.sleep(0.3)
 """
 LOSES_A_PEER = """
     signals.PATIENCE_SECONDS = float(sys.argv[1])

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tiktoken
+from nasty import library_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import sources
@@ -23,6 +24,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.errors import UserError
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 CL100K_PATTERN = (
@@ -74,7 +76,7 @@ def test_broken_text_becomes_replacement_characters(tmp_path):
 
 @pytest.mark.parametrize("pattern", ["gpt2", CL100K_PATTERN])
 def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern):
-    library = [piece.text for piece in read_pieces(PrepareConfig(max_documents=60))]
+    library = library_texts(15)
     library += ["(word)\n" * 300, "word \n" * 100 + "a b", "words  of text! " * 100, "漢字、仮名。\n" * 300]
     monkeypatch.setattr(sources, "PIECE", 200)
     monkeypatch.setattr(sources, "LONGEST_PIECE", 50_000)
@@ -184,21 +186,26 @@ class BusyHub(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
 
-@pytest.mark.parametrize("offline", ["0", "1"])
-def test_hub_without_a_network_is_asked_once_at_most(tmp_path, offline, monkeypatch):
+@pytest.mark.slow
+def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
     """Again and again would take half a minute."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(BusyHub, "asked", [])
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BusyHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    result = prepare_with_hub(f"http://127.0.0.1:{server.server_port}", tmp_path)
-    server.shutdown()
-    server.server_close()
-    assert sum("owner/name" in path for path in BusyHub.asked) == 1 - int(offline)
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
-    assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
-    assert "local" in line
+    for offline in (0, 1):
+        monkeypatch.setenv("HF_HUB_OFFLINE", str(offline))
+        monkeypatch.setattr(BusyHub, "asked", [])
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BusyHub)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = prepare_with_hub(f"http://127.0.0.1:{server.server_port}", tmp_path)
+        server.shutdown()
+        server.server_close()
+        assert sum("owner/name" in path for path in BusyHub.asked) == 1 - offline
+        assert result.returncode == 2
+        [line] = result.stderr.splitlines()
+        assert line.startswith("error: source = hub:owner/name: cannot be read from the Hub")
+
+
+def test_hub_without_a_network():
+    with pytest.raises(UserError, match=r"source = hub:owner/name: cannot be read from the Hub .*local"):
+        list(read_pieces(PrepareConfig(source="hub:owner/name")))
 
 
 def test_suffixes_in_capitals(tmp_path):

@@ -1,4 +1,7 @@
-"""Processes from Python: results and mistakes come back, signals go out, nobody is left behind."""
+"""Processes from Python: results and mistakes come back, signals go out, nobody is left behind.
+
+Each process imports this module. It imports no torch: that would take them seconds.
+"""
 
 import json
 import multiprocessing
@@ -7,13 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-from commands import ACCELERATE, ROOT, TORCHRUN, environment, launch
-from ranks import free_port
-from runs import rows
+from commands import ROOT, environment, forked, run_script
+from ranks import run_ranks
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.processes.signals import Stopped
@@ -81,8 +82,7 @@ def test_a_mistake_that_another_rank_meets_alone_ends_with_2():
     assert end.value.code == 2
 
 
-@pytest.mark.parametrize("how", ["crash", "kill"])
-@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("rank", "how"), [("0", "crash"), ("1", "kill")])
 def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):
     """The other rank would sleep for ten minutes, like one that waits in a collective."""
     monkeypatch.setattr("gpt2_ddp.processes.spawn.GRACE_SECONDS", 0.5)
@@ -105,95 +105,59 @@ def test_a_rank_that_is_stopped_on_its_own_stops_all(monkeypatch, capfd):
     assert not capfd.readouterr().err
 
 
-REGRESSION = [str(ROOT / "scripts/train_regression.py"), "--train.device", "cpu"]
-
-
-def long_run(tmp_path: Path) -> subprocess.Popen:
-    """Two processes started from Python, in a run that would take for ever."""
-    command = [sys.executable, *REGRESSION, "--output_dir", str(tmp_path), "--launch.processes", "2"]
-    process = subprocess.Popen(
-        [*command, "--train.epochs", "1000000"], env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    metrics = tmp_path / "regression/metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not metrics.exists() or len(rows(metrics.parent)) < 3:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return process
-
-
-def state(tmp_path: Path) -> str:
-    return json.loads((tmp_path / "regression/status.json").read_text())["state"]
-
-
-@pytest.mark.slow
-def test_sigterm_stops_all_with_a_checkpoint_and_75(tmp_path):
-    process = long_run(tmp_path)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors
-    assert state(tmp_path) == "stopped"
-    assert "Traceback" not in errors
+REGRESSION = [sys.executable, str(ROOT / "scripts/train_regression.py"), "--train.device", "cpu"]
 
 
 @pytest.mark.slow
 def test_kill_9_of_the_parent_leaves_no_orphans(tmp_path):
-    process = long_run(tmp_path)
+    """A stop of all of them by one signal to the parent is in faults/test_stops.py."""
+    command = [*REGRESSION, "--output_dir", str(tmp_path), "--launch.processes", "2", "--train.epochs", "1000000"]
+    process = subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = tmp_path / "regression/metrics.jsonl", time.monotonic() + 90
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 2
     process.kill()
     process.wait()
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive
-    assert state(tmp_path) == "stopped"
-
-
-LAUNCHERS = {
-    "python": [sys.executable],
-    "from Python": [sys.executable],
-    "torchrun": [*TORCHRUN, "--nproc_per_node", "2"],
-    "accelerate": [*ACCELERATE, "--multi_gpu", "--num_processes", "2"],
-}
+    assert json.loads((tmp_path / "regression/status.json").read_text())["state"] == "stopped"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.soak if way == "torchrun" else ()) for way in LAUNCHERS]
-)
-def test_regression_by_every_launcher(tmp_path, way):
-    port = {"torchrun": "--master_port", "accelerate": "--main_process_port"}.get(way)
-    launcher = LAUNCHERS[way] + ([port, str(free_port())] if port else [])
-    flags = ["--launch.processes", "2"] if way == "from Python" else []
-    flags += ["--train.epochs", "4", "--output_dir", str(tmp_path)]
-    found = launch([*launcher, *REGRESSION, *flags])
+def test_a_regression_on_two_processes_finds_the_line(tmp_path):
+    flags = ["--launch.processes", "2", "--train.epochs", "4", "--output_dir", str(tmp_path)]
+    found = forked([*REGRESSION[1:], *flags], ROOT)
     assert found.returncode == 0, found.stderr
     words = found.stdout.replace(",", "").split()
     weight, bias, loss = (float(words[words.index(name) + 1]) for name in ("weight", "bias", "loss"))
     assert weight == pytest.approx(2, abs=0.02)
     assert bias == pytest.approx(3, abs=0.02)
     assert loss == pytest.approx(0.01, abs=0.001)
-    processes = json.loads((tmp_path / "regression/checkpoints/step-00001252/state.json").read_text())["processes"]
-    assert processes == (1 if way == "python" else 2)
+    state = json.loads((tmp_path / "regression/checkpoints/step-00001252/state.json").read_text())
+    assert state["processes"] == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", ["1", "2"])
-@pytest.mark.parametrize(
-    ("script", "flags", "field"),
-    [
-        ("train_classifier.py", ["--model.name", "vgg"], "model.name = vgg"),
-        ("train_classifier.py", ["--config", "configs/cifar100_lenet.yaml", "--data.path", "/no/such"], "data.path"),
-        ("train_classifier.py", ["--config", "configs/cifar100_lenet.yaml"], "data.name = cifar100"),
-        ("train_classifier.py", ["--config", "configs/cifar100_resnet18.yaml", "--model.sync_batchnorm"], "model.sync"),
-        ("train_transformer.py", ["--model.n_embd", "13"], "model.n_embd = 13"),
-        ("train_regression.py", ["--train.global_batch_size", "0"], "train.global_batch_size = 0"),
-    ],
-)
-def test_wrong_input_ends_with_2_and_one_line(tmp_path, script, flags, field, processes):
-    command = [sys.executable, str(ROOT / "scripts" / script), *flags, "--output_dir", str(tmp_path)]
-    found = launch([*command, "--train.device", "cpu", "--launch.processes", processes], HF_HUB_OFFLINE="1")
-    assert found.returncode == 2, found.stderr
-    lines = found.stderr.splitlines()
-    assert len(lines) == 1, found.stderr
-    assert lines[0].startswith(f"error: {field}")
+WRONG = [
+    ("train_classifier", ["--model.name", "vgg"], "model.name = vgg"),
+    pytest.param(
+        "train_classifier", ["--config", "configs/cifar100_lenet.yaml"], "data.name = cifar100", marks=pytest.mark.slow
+    ),
+    ("train_classifier", ["--config", "configs/cifar100_lenet.yaml", "--data.path", "/no/such"], "data.path"),
+    ("train_classifier", ["--config", "configs/cifar100_resnet18.yaml", "--model.sync_batchnorm"], "model.sync"),
+    ("train_transformer", ["--model.n_embd", "13"], "model.n_embd = 13"),
+    ("train_regression", ["--train.global_batch_size", "0"], "train.global_batch_size = 0"),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "field"), WRONG)
+def test_wrong_input_of_a_small_job_ends_with_2_and_one_line(tmp_path, script, flags, field):
+    own = ["--output_dir", str(tmp_path), "--train.device", "cpu"]
+    ((code, errors),) = run_ranks(run_script, 1, script, [*flags, *own])
+    assert code == 2, errors
+    (line,) = errors.splitlines()
+    assert line.startswith(f"error: {field}")
+    assert not list(tmp_path.iterdir())

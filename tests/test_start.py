@@ -1,5 +1,6 @@
 """Starting a training: what it imports, which weights it makes, and what a complete run does not do again."""
 
+import json
 import os
 import subprocess
 import sys
@@ -40,23 +41,29 @@ HEAVY = (
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
 
 
-def loaded(folder: Path, script: str, *flags: str) -> tuple[list[str], str]:
-    """The heavy modules that a command has imported, after training and at its end; and what it has printed."""
+def loaded(folder: Path, *commands: tuple[str, ...]) -> tuple[list[str], str]:
+    """The heavy modules that a fresh process has imported by scripts one after the other, after each one's training and
+    at its end; and what they have printed. `touch FILE` is a command too."""
     code = (
-        "import sys, runpy; from gpt2_ddp.files import is_newer\n"
-        "import gpt2_ddp.run.loop as loop\n"
+        "import json, os, runpy, sys; import gpt2_ddp.run.loop as loop\n"
         "train = loop.train\n"
+        f"said = lambda when: print(when, [name for name in {HEAVY} if name in sys.modules])\n"
         "def noted(*args):\n"
         "    result = train(*args)\n"
-        f"    print('after train', [name for name in {HEAVY} if name in sys.modules])\n"
+        "    said('after train')\n"
         "    return result\n"
         "loop.train = noted\n"
-        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        f"finally: print('at the end', [name for name in {HEAVY} if name in sys.modules])\n"
+        "for command in json.loads(sys.argv[1]):\n"
+        "    if command[0] == 'touch':\n"
+        "        os.utime(command[1])\n"
+        "        continue\n"
+        f"    sys.argv = [{str(ROOT / 'scripts')!r} + '/' + command[0], *command[1:]]\n"
+        "    try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "    said('at the end')\n"
     )
-    code = code.replace("import sys, runpy", "import sys, runpy; sys.argv = sys.argv[1:]", 1)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", code, str(ROOT / "scripts" / script), *flags]
+    words = [sys.executable, "-c", code, json.dumps(commands)]
     done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line.startswith(("after train", "at the end"))], done.stdout
@@ -66,24 +73,19 @@ def loaded(folder: Path, script: str, *flags: str) -> tuple[list[str], str]:
 def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(dump(training_config(corpus, tmp_path, {"train.steps": 2})))
-    command = tmp_path, "train_gpt2.py", "--config", str(config)
-    heavy, _ = loaded(*command)
-    assert heavy == ["after train []", "at the end ['matplotlib']"], "the report is drawn"
-    heavy, printed = loaded(*command)
-    assert heavy == ["after train []", "at the end []"], "it was complete, and its report is there"
+    small = ("train_regression.py", "--train.epochs", "1", "--data.points", "100", "--output_dir", str(tmp_path))
+    train = ("train_gpt2.py", "--config", str(config))
+    heavy, _ = loaded(tmp_path, small, train)
+    assert heavy[0] == heavy[2] == "after train []"
+    assert heavy[3] == "at the end ['matplotlib']", "the report is drawn"
+    report, rows = tmp_path / "run/report.html", tmp_path / "run/metrics.jsonl"
+    further = (*train, "--train.steps", "3")
+    heavy, printed = loaded(tmp_path, train, further, ("touch", str(rows)), further)
+    assert heavy[:2] == ["after train []", "at the end []"], "it was complete, and its report is there"
     assert "is complete at step 2" in printed
     assert "report: " in printed
-    os.utime(tmp_path / "run/metrics.jsonl")  # a kill came before the report
-    assert loaded(*command)[0][1] == "at the end ['matplotlib']"
-    assert is_newer(tmp_path / "run/report.html", tmp_path / "run/metrics.jsonl")
-    heavy, _ = loaded(*command, "--train.steps", "3")
-    assert heavy[0] == "after train []", "resumed"
-
-
-@pytest.mark.slow
-def test_nor_does_a_small_job(tmp_path):
-    flags = ("--train.epochs", "1", "--data.points", "100", "--output_dir", str(tmp_path))
-    assert loaded(tmp_path, "train_regression.py", *flags)[0][0] == "after train []"
+    assert heavy[2] == "after train []", "resumed"
+    assert is_newer(report, rows), "drawn though the run was complete, as if a kill had come before the report"
 
 
 def test_several_processes_import_no_data_sets(tmp_path):

@@ -3,11 +3,10 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import commands
 import pytest
 from runs import job_config
 
@@ -106,38 +105,16 @@ def test_a_run_that_has_ended(tmp_path):
         assert health(folder, NOW + 60) == (state, 9, 60, f"{state}: because")
 
 
-OTHER = """
-import sys
-from gpt2_ddp.config.jobs import RegressionConfig
-from gpt2_ddp.run.folder import RunFolder
-folder = RunFolder(RegressionConfig(output_dir=sys.argv[1], run_name="run"))
-print("held", flush=True)
-input()
-"""
-
-
 def test_older_files_and_damaged_ones(tmp_path):
     folder = write(tmp_path / "run", state="running", step=4, reason="")
     assert health(folder)[:2] == ("dead", 4), "nobody holds it"
-    other = subprocess.Popen(
-        [sys.executable, "-c", OTHER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert other.stdout is not None
-    assert other.stdout.readline() == "held\n"
-    assert health(folder)[:2] == ("running", 4)
-    write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
-    assert health(folder).state == "starting"
-    other.communicate("\n")
+    with commands.held(folder / ".lock"):
+        assert health(folder)[:2] == ("running", 4)
+        write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
+        assert health(folder).state == "starting"
     assert health(folder).state == "stopped"
-    for text in (
-        "",
-        "{",
-        "[]",
-        "null",
-        '{"state": "running", "step": "x"}',
-        '{"state": "running", "pid": {}}',
-        "[" * 9999,
-    ):
+    strange = ('{"state": "running", "step": "x"}', '{"state": "running", "pid": {}}')
+    for text in ("", "{", "[]", "null", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)
         assert health(folder).state == "unknown"
 

@@ -1,8 +1,6 @@
 """The step's choices: a loss in chunks, micro-batches that are chosen, and what torch.compile is asked for."""
 
-import json
 import os
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import RankError, run_ranks
-from runs import training_config
-from safetensors.torch import load_file
+from runs import state_of, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
@@ -135,14 +132,7 @@ def test_an_explicit_graph_is_refused_before_any_work(tmp_path: Path):
 
 def _train_without_compiler(config: TrainingConfig) -> None:
     os.environ["CXX"] = "no-such-compiler"
-    _train(config)
-
-
-def _train(config: TrainingConfig) -> None:
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    train(config, Pretraining)
+    train(config)
 
 
 def test_a_micro_batch_by_estimate():
@@ -180,43 +170,18 @@ def test_chunks_and_a_chosen_micro_batch_in_a_run(corpus: Path, tmp_path: Path):
         chosen = {f"train.{field}": value for field, value in more.items()}
         return training_config(corpus, tmp_path / name, changes | chosen)
 
-    run_ranks(_train, 2, config("whole", micro_batch_size=2))
-    run_ranks(_train, 2, config("chunks", micro_batch_size=2, loss_chunk=20))
-    run_ranks(_train, 2, config("auto", loss_chunk=20, steps=3))
-    state = json.loads((tmp_path / "auto/run/checkpoints/step-00000003/state.json").read_text())
-    assert state["micro_batch"] == 12, "its share of 24 windows of 32 tokens"
-    run_ranks(_train, 2, config("auto", loss_chunk=20))
-    run_ranks(_train, 2, config("once", loss_chunk=20))
-    weights = {
-        name: load_file(tmp_path / name / "run/checkpoints/step-00000006/model.safetensors")
-        for name in ("whole", "chunks", "auto", "once")
-    }
-    for name, tensor in weights["whole"].items():
-        torch.testing.assert_close(weights["chunks"][name], tensor, rtol=1e-3, atol=1e-4)
-        assert torch.equal(weights["auto"][name], weights["once"][name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["bf16", "chunked", "compiled"])
-def test_the_first_steps_are_those_of_fp32(how: str):
-    """200 steps on a text that can be learned: the losses of each choice within 0.5% of fp32's, whole and eager."""
-    losses = []
-    for choice in (None, how):
-        model = gpt(301)
-        run = torch.compile(model, dynamic=False, backend="aot_eager") if choice == "compiled" else model
-        model.loss_chunk = 40 if choice == "chunked" else None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        generator, found = torch.Generator().manual_seed(2), []
-        for _ in range(200):
-            start = torch.randint(301, (8, 1), generator=generator)
-            tokens = (start + 7 * torch.arange(17)) % 301
-            with torch.autocast("cpu", torch.bfloat16, enabled=choice == "bf16"):
-                loss = run(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(torch.tensor(found))
-    assert losses[0][-1] < 0.8 * losses[0][0], "it learns"
-    assert all(a != b for a, b in pairwise(losses[0].tolist()))
-    assert ((losses[1] - losses[0]).abs() / losses[0]).max() < 5e-3
+    whole, chunks, auto, first, once = (
+        config("whole", micro_batch_size=2),
+        config("chunks", micro_batch_size=2, loss_chunk=20),
+        config("auto", loss_chunk=20),
+        config("auto", loss_chunk=20, steps=3),
+        config("once", loss_chunk=20),
+    )
+    run_ranks(train, 2, first)
+    assert state_of(tmp_path / "auto/run")["micro_batch"] == 6, "its share of 12 windows of 32 tokens"
+    for one in (whole, chunks, auto, once):
+        run_ranks(train, 2, one)
+    found = {name: weights(tmp_path / name / "run") for name in ("whole", "chunks", "auto", "once")}
+    for name, tensor in found["whole"].items():
+        torch.testing.assert_close(found["chunks"][name], tensor, rtol=1e-3, atol=1e-4)
+        assert torch.equal(found["auto"][name], found["once"][name])

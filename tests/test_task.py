@@ -3,21 +3,19 @@
 import math
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from ranks import run_ranks, start_ranks
-from runs import rows as all_rows
-from safetensors.torch import load_file
+from ranks import run_ranks, run_until_killed
+from runs import same, untimed, weights
 from torch import Tensor, nn
 
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
-from gpt2_ddp.run.checkpoint import Checkpoint
+from gpt2_ddp.run.checkpoint import Checkpoint, find_checkpoint
 from gpt2_ddp.run.task import Due, Poll, Scores
 
 # ---- A new kind of training, from scratch
@@ -114,31 +112,16 @@ def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step
     return loop.train(config, Letters).outcome
 
 
-def rows(run: Path) -> list[dict]:
-    timings = ("letters_per_second", "data_share")
-    return [{k: v for k, v in row.items() if k not in timings} for row in all_rows(run)]
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    newest = max((run / "checkpoints").glob("step-*")) / "model.safetensors"
-    return {name: value.numpy().tobytes() for name, value in load_file(newest).items()}
-
-
-@pytest.mark.parametrize("world", [2, *[pytest.param(world, marks=pytest.mark.slow) for world in (1, 3)]])
-def test_trains_and_resumes_bitwise(tmp_path, world):
+def test_trains_and_resumes_bitwise(tmp_path):
     """212 pairs in steps of 50: the last step of an epoch has 12. Stopped by a signal, killed, and gone on with."""
     whole, parts = (LettersConfig(output_dir=str(tmp_path), run_name=name) for name in ("whole", "parts"))
-    assert run_ranks(letters, world, whole) == ["completed"] * world
-    assert run_ranks(letters, world, parts, (5, signal.SIGTERM)) == ["stopped"] * world
-    started = start_ranks(letters, world, parts, (17, signal.SIGKILL))
-    started[-1][0].join(60)
-    for process, _ in started:
-        process.kill()
-        process.join()
-    assert run_ranks(letters, world, parts) == ["completed"] * world
-    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
-    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
-    found = rows(tmp_path / "whole")
+    assert run_ranks(letters, 2, whole) == ["completed"] * 2
+    assert run_ranks(letters, 2, parts, (5, signal.SIGTERM)) == ["stopped"] * 2
+    run_until_killed(letters, 2, parts, (17, signal.SIGKILL))
+    assert run_ranks(letters, 2, parts) == ["completed"] * 2
+    assert untimed(tmp_path / "parts") == untimed(tmp_path / "whole")
+    assert same(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    found = untimed(tmp_path / "whole")
     assert found[-1]["loss"] < found[1]["loss"] - 1
     assert [row["letters"] for row in found[1:7]] == [50, 100, 150, 200, 212, 262]
     assert [row["step"] for row in found if "train_loss" in row] == [5, 10, 15, 20, 25, 30]
@@ -146,16 +129,11 @@ def test_trains_and_resumes_bitwise(tmp_path, world):
 
 def test_a_bad_gradient_is_skipped(tmp_path):
     run_ranks(letters, 2, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=6), (0, 0), 3)
-    found = rows(tmp_path / "run")[1:]
+    found = untimed(tmp_path / "run")[1:]
     assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1]
+    assert found[2]["grad_norm"] is None
     losses = [row["loss"] * size for row, size in zip(found, (50, 50, 0, 50, 12), strict=False) if row["loss"]]
-    assert found[4]["train_loss"] == pytest.approx((sum(losses) - found[2]["loss"] * 0) / 162, rel=1e-6)
-
-
-def test_its_checkpoint_says_what_it_is(tmp_path):
-    from gpt2_ddp.run.checkpoint import find_checkpoint
-
-    run_ranks(letters, 1, LettersConfig(output_dir=str(tmp_path), run_name="run", steps=6))
-    found = find_checkpoint(tmp_path / "run")
-    assert (found.kind, found.state["step"]) == ("letters", 6)
-    assert found.state["best"] < 5
+    assert found[4]["train_loss"] == pytest.approx(sum(losses) / 162, rel=1e-6)
+    checkpoint = find_checkpoint(tmp_path / "run")
+    assert (checkpoint.kind, checkpoint.state["step"]) == ("letters", 6)
+    assert checkpoint.state["best"] < 5

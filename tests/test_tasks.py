@@ -1,7 +1,5 @@
 """Evaluation tasks in evaluate.py and during a training."""
 
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -10,8 +8,8 @@ from pathlib import Path
 import pytest
 from golden_runs import CORPUS, GOLDEN
 from hellaswag import made_items, write
-from ranks import RankError, run_ranks
-from runs import rows, training_config
+from ranks import in_turn, run_ranks
+from runs import rows, said, train, training_config
 
 from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
@@ -25,15 +23,15 @@ def evaluate(configs: list[dict]) -> list[tuple[str, str]]:
     from gpt2_ddp.errors import UserError
     from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
-    said = []
+    found = []
     for config in configs:
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            try:
-                assert evaluate_checkpoint(EvaluateConfig(**config)) == 0
-            except UserError as error:
-                print(error, file=err)
-        said.append((out.getvalue(), err.getvalue()))
-    return said
+        try:
+            code, out, errors = said(evaluate_checkpoint, EvaluateConfig(**config))
+            assert code == 0
+        except UserError as error:
+            out, errors = "", str(error)
+        found.append((out, errors))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +59,11 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         base | {"tasks": "cloze", "output": str(items)},
         {**SETTINGS, "data": None, "checkpoint": regression, "tasks": "cloze"},
     ]
-    said, elsewhere = run_ranks(evaluate, 2, configs[:1])
+    found_by_two, elsewhere = run_ranks(evaluate, 2, configs[:1])
     assert elsewhere == [("", "")]
-    said += run_ranks(evaluate, 1, configs[1:])[0]
+    results = found_by_two + run_ranks(evaluate, 1, configs[1:])[0]
     found = run / "evaluations/step-00000010"
-    out, notes = said[0]
+    out, notes = results[0]
     told = {name: json.loads((found / f"{name}.json").read_text()) for name in ("cloze", "my_items")}
     lines = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
     for name, summary in told.items():
@@ -85,7 +83,7 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         item.context for item in (read_items(items)[place] for place in (0, 2, 4))
     ]
     assert not (found / "broken.json").exists()
-    refusals = [notes for _, notes in said[2:]]
+    refusals = [notes for _, notes in results[2:]]
     for refusal, words in zip(
         refusals,
         (
@@ -100,20 +98,9 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         assert words in refusal
 
 
-def train(config) -> str:
-    """Trains; what was said."""
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        train(config, Pretraining)
-    return said.getvalue()
-
-
 def verify_again(run: Path) -> tuple[int, str]:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = verify_run(VerifyConfig(run=str(run), replay="10:11"))
-    return code, said.getvalue()
+    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="10:11"))
+    return code, text
 
 
 def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
@@ -121,32 +108,33 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     items = tmp_path / "items.jsonl"
     write(items, [{"context": f"def {word}", "choices": ["(self):", "import"], "label": 0} for word in "abcde"])
     tasks = {"eval.tasks": ["cloze", str(items)], "eval.task_items": 9}
-    (said,) = run_ranks(train, 1, training_config(corpus, tmp_path, tasks | {"train.steps": 10}))
-    assert "note: cloze is scored on 9 items, of which guessing gets 25.0%" in said
-    run = tmp_path / "run"
+    run, told = tmp_path / "run", tmp_path / "run/evaluations/step-00000010"
+    own = {"checkpoint": str(run), "tasks": ["cloze", str(items)], "task_items": 9, "batch_size": 5}
+    configs = [training_config(corpus, tmp_path, tasks | {"train.steps": steps}) for steps in (10, 11, 12)]
+    calls = [
+        (said, train, configs[0]),
+        (evaluate, [SETTINGS | own | {"data": str(corpus)}]),
+        (items.write_text, items.read_text().replace("def a", "class a")),
+        (said, train, configs[1]),
+        (items.write_text, "{"),
+        (train, configs[2]),
+        (verify_again, run),
+    ]
+    ((_, _, notes), _, _, (_, _, others), _, refused, (code, verdict)) = run_ranks(in_turn, 1, *calls)[0]
+    assert "note: cloze is scored on 9 items, of which guessing gets 25.0%" in notes
     scored = {row["step"]: row for row in rows(run) if "val_loss" in row}
     names = {"cloze_acc", "cloze_acc_norm", "items_acc", "items_acc_norm"}
-    assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names}
+    assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names, 11: names}
     state = json.loads((run / "checkpoints/step-00000010/state.json").read_text())
-    own = {"checkpoint": str(run), "tasks": ["cloze", str(items)], "task_items": 9, "batch_size": 5}
-    run_ranks(evaluate, 1, [SETTINGS | own | {"data": str(corpus)}])
     for name in ("cloze", "items"):
-        told = json.loads((run / f"evaluations/step-00000010/{name}.json").read_text())
-        assert {metric: scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")} == {
-            metric: told[metric] for metric in ("acc", "acc_norm")
-        }
-        assert state["tasks"][name] == told["items_sha256"]
-    assert verify_run(VerifyConfig(run=str(run))) == 0
-
-    items.write_text(items.read_text().replace("def a", "class a"))
-    (said,) = run_ranks(train, 1, training_config(corpus, tmp_path, tasks | {"train.steps": 11}))
-    assert "note: the items of items are others than before" in said
-    assert "the items of cloze" not in said
-    items.write_text("{")
-    with pytest.raises(RankError, match=r"eval.tasks = .*items.jsonl, line 1: is not JSON"):
-        run_ranks(train, 1, training_config(corpus, tmp_path, tasks | {"train.steps": 12}))
+        own = json.loads((told / f"{name}.json").read_text())
+        assert [scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")] == [own["acc"], own["acc_norm"]]
+        assert state["tasks"][name] == own["items_sha256"]
+    assert "note: the items of items are others than before" in others
+    assert "the items of cloze" not in others
+    assert refused.startswith("eval.tasks = ")
+    assert "items.jsonl, line 1: is not JSON" in refused
     assert max(row["step"] for row in rows(run)) == 11
-    code, said = run_ranks(verify_again, 1, run)[0]
     assert code == 0, "training does not depend on the items"
-    assert "bit for bit" in said
-    assert "not what its tasks scored" in said
+    assert "bit for bit" in verdict
+    assert "not what its tasks scored" in verdict

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt2_ddp.run.terminal import describe, duration, time_left
+from gpt2_ddp.run.terminal import LongStage, describe, duration, time_left
 
 ROW = {
     "step": 350,
@@ -50,3 +50,21 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_row_s_speed():
 )
 def test_durations(seconds, words):
     assert duration(seconds) == words
+
+
+def test_a_stage_that_lasts_is_printed_with_its_time_at_growing_intervals(monkeypatch, capsys):
+    """After 5 s and three times its longest before; then each time after twice as long."""
+    stages = LongStage()
+
+    def lines(stage, step, times):
+        for seconds in times:
+            monkeypatch.setattr("gpt2_ddp.run.terminal.time.monotonic", lambda seconds=seconds: seconds)
+            stages.report({"stage": stage, "step": step})
+        return capsys.readouterr().err.splitlines()
+
+    assert lines("evaluate", 0, range(1000, 1025)) == [
+        f"evaluate at step 0: {seconds} s so far" for seconds in (5, 10, 20)
+    ]
+    assert lines("step", 1, range(1025, 1030)) == []
+    assert lines("evaluate", 9, range(1030, 1104)) == [], "as long as it took before, times three"
+    assert lines("evaluate", 9, range(1104, 1108)) == ["evaluate at step 9: 1 min 15 s so far"]

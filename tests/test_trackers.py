@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from ranks import RankError, run_ranks
-from runs import training_config
+from runs import TIMINGS, train, training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.run.folder import RunFolder
@@ -23,13 +23,10 @@ Points = dict[str, list[tuple[int, float]]]
 """By the name of a number: steps and values, in the order in which a reader sees them."""
 
 
-def train(config: TrainingConfig, home: Path, kill_at: int | None = None) -> str:
+def train_and_die(config: TrainingConfig, home: Path, kill_at: int | None = None) -> str:
     """Trains. At a step, once its row is in metrics.jsonl and before a tracker has it, the process is killed, and what
     it started."""
     os.environ.update(HOME=str(home), TRACKIO_DIR=str(home / "trackio"))
-    from gpt2_ddp.run.loop import train
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
     append = RunFolder.append
 
     def killing(self: RunFolder, name: str, row: dict[str, Any]) -> None:
@@ -40,14 +37,14 @@ def train(config: TrainingConfig, home: Path, kill_at: int | None = None) -> str
             os.kill(os.getpid(), signal.SIGKILL)
 
     RunFolder.append = killing
-    return train(config, Pretraining).outcome
+    return train(config)
 
 
 def train_with_kills(config: TrainingConfig, home: Path, kills: list[int]) -> None:
     for step in kills:
         with pytest.raises(RankError, match="died"):
-            run_ranks(train, 1, config, home, step)
-    assert run_ranks(train, 1, config, home) == ["completed"]
+            run_ranks(train_and_die, 1, config, home, step)
+    assert run_ranks(train_and_die, 1, config, home) == ["completed"]
 
 
 def in_metrics(run: Path) -> Points:
@@ -107,12 +104,8 @@ def run_id(run: Path) -> str:
     return json.loads(max(run.glob("checkpoints/step-*/state.json")).read_text())["run_id"]
 
 
-TIMES = {"tokens_per_second", "data_share", "mfu"}
-"""What differs where a step is trained twice."""
-
-
 def computed(points: Points) -> Points:
-    return {name: values for name, values in points.items() if name not in TIMES}
+    return {name: values for name, values in points.items() if name not in TIMINGS}
 
 
 def steps(points: Points) -> dict[str, list[int]]:
@@ -141,6 +134,10 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
             trackers.log(numbers(step, loss + step))
         return trackers
 
+    for row in (numbers(0, 0.5), {"event": "other", "step": 7, "at": 3}):
+        run.append(METRICS, row)
+    Trackers(lambda _, action: action()).start(config, "id", run.path)  # a tracker that comes later
+    assert in_tensorboard(run.path) == {"loss": [(0, 0.5)]}
     start(-1, 0, 10, 20, loss=0.5)
     start(-1, 0, 10, 20, 30, 40, loss=0.25)
     start(25, 30, 60, loss=0.125)  # log_every was 10 and is 30: 40 is not trained to a row again
@@ -152,15 +149,6 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     run.append(METRICS, numbers(70, 1.0))
     assert in_tensorboard(run.path) == in_metrics(run.path)
     assert steps(in_tensorboard(run.path)) == {"loss": [0, 10, 20, 30, 60, 70]}
-
-
-def test_a_tracker_that_comes_later_gets_the_rows_before(corpus, tmp_path):
-    config = training_config(corpus, tmp_path, {"tracking.log_with": "tensorboard"})
-    run = RunFolder(config)
-    for row in (numbers(0, 1.0), numbers(5, 2.0), {"event": "other", "step": 7, "at": 3}):
-        run.append(METRICS, row)
-    Trackers(lambda _, action: action()).start(config, "id", run.path)
-    assert in_tensorboard(run.path) == {"loss": [(0, 1.0), (5, 2.0)]}
 
 
 def test_one_tracker_that_fails_leaves_the_others(corpus, tmp_path, monkeypatch):
@@ -210,18 +198,16 @@ def check_after_kills(corpus: Path, home: Path, kills: list[int], changes: dict[
     assert last_step_offline(run, run_id(run)) == config.train.steps
 
 
-@pytest.mark.slow
-def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypatch):
-    """One before the first checkpoint and one after: trackers that write late lack rows from before it."""
+@pytest.mark.parametrize(
+    ("kills", "changes"),
+    [
+        pytest.param([3, 9], {"train.steps": 12, "checkpoint.every": 7, "eval.every": 4}, marks=pytest.mark.slow),
+        pytest.param([], {"train.steps": 60, "checkpoint.every": 13, "eval.every": 6}, marks=pytest.mark.soak),
+    ],
+    ids=["two", "twelve"],
+)
+def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypatch, kills, changes):
+    """Before the first checkpoint and after it: trackers that write late lack rows from before it."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    check_after_kills(corpus, tmp_path, [3, 9], {"train.steps": 12, "checkpoint.every": 7, "eval.every": 4})
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(2))
-def test_no_row_is_missing_or_there_twice_after_many_kills(corpus, tmp_path, monkeypatch, seed):
-    """Two before the first checkpoint, ten anywhere, with fewer checkpoints than rows."""
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    changes = {"train.steps": 60, "checkpoint.every": 13, "eval.every": 6, "tracking.log_every": 3}
-    kills = [6, 12, *sorted(3 * random.Random(seed).randint(1, 19) for _ in range(10))]
+    kills = kills or [6, 12, *sorted(random.Random(0).randint(3, 57) for _ in range(10))]
     check_after_kills(corpus, tmp_path, kills, changes)

@@ -60,30 +60,29 @@ def test_not_accused(ranks):
     assert judge(ranks, 120) is None
 
 
-def test_a_rank_behind_the_others_is_accused():
-    ranks = seen(
-        WAITING, WAITING, {"stage": "data", "marks": 1, "idle": 121.0, "stack": "  File x\n    wait()"}, WAITING
-    )
-    assert reason(ranks) == "rank 2 on host1: no progress for 121 s at data, step 7\n  File x\n    wait()"
-
-
-def test_a_rank_that_is_still_in_the_step_before_is_accused():
-    ranks = seen({"stage": "sample", "marks": 9, "idle": 121.0}, *[{"step": 8, "marks": 1, "idle": 125.0}] * 3)
-    assert reason(ranks) == "rank 0 on host0: no progress for 121 s at sample, step 7"
-
-
-def test_in_the_same_stage_the_one_that_started_fewer_collectives_is_accused():
-    waiting = {"idle": 125.0, "collectives": 51}
-    assert reason(seen(waiting, waiting, {"idle": 124.0}, waiting)) == (
-        "rank 2 on host1: no progress for 124 s at forward/backward, step 7"
-    )
-
-
-def test_in_the_same_stage_the_one_that_came_less_far_is_accused():
-    ranks = seen(
-        *[{"stage": "evaluate", "marks": 30, "idle": 122.0}] * 3, {"stage": "evaluate", "marks": 29, "idle": 122}
-    )
-    assert (reason(ranks) or "").startswith("rank 3 on host1: no progress for 122 s at evaluate")
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (
+            seen(WAITING, WAITING, {"stage": "data", "marks": 1, "idle": 121.0, "stack": "  File x"}, WAITING),
+            "rank 2 on host1: no progress for 121 s at data, step 7\n  File x",
+        ),
+        (  # still in the step before
+            seen({"stage": "sample", "marks": 9, "idle": 121.0}, *[{"step": 8, "marks": 1, "idle": 125.0}] * 3),
+            "rank 0 on host0: no progress for 121 s at sample, step 7",
+        ),
+        (  # in the same stage, the one that started fewer collectives
+            seen(WAITING | {"idle": 125.0}, WAITING, {"idle": 124.0}, WAITING),
+            "rank 2 on host1: no progress for 124 s at forward/backward, step 7",
+        ),
+        (  # in the same stage, the one that came less far
+            seen(*[{"stage": "evaluate", "marks": number, "idle": 122.0} for number in (30, 30, 30, 29)]),
+            "rank 3 on host1: no progress for 122 s at evaluate, step 7",
+        ),
+    ],
+)
+def test_a_rank_behind_the_others_is_accused(ranks, said):
+    assert reason(ranks) == said
 
 
 def test_where_nobody_is_behind_all_are_named():

@@ -133,7 +133,8 @@ class RunFolder:
         """Saves a checkpoint (`CheckpointFolder.save`), after the rows before it and recorded by one behind it; and
         marks a run that has its first one."""
         if (self.path / METRICS).is_file():
-            fsync_file(self.path / METRICS)
+            with writing(self.path / METRICS):
+                fsync_file(self.path / METRICS)
         self.checkpoints.save(snapshot, good, lambda event: self.append(METRICS, event))
         if not (self.path / SAVED).exists():
             write_atomically(self.path / SAVED, "")

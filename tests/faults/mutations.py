@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import training_config
 
 from gpt2_ddp.config.mistakes import MOST
+from gpt2_ddp.data.hashes import verify_shards
 from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError
 
 CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]
@@ -36,6 +38,15 @@ NASTY: list[Any] = [
     *("a" * 5000, "../x", "gpt2", "tokenizer.json", "train_000000.bin", "\ud800", "1", "true", [], [[]], {}, {"": 0}),
     *([1] * 1000, {"a": {"b": [None]}}, [[[[[[[[[["deep"]]]]]]]]]]),
 ]
+
+
+def open_data(folder: Path) -> str:
+    """What a training does with its data before the first step; the identity that it finds."""
+    from gpt2_ddp.tasks.corpus import open_corpus
+
+    (manifest,), *_ = open_corpus(training_config(folder, folder / "runs"))
+    verify_shards(folder, manifest, remember=True)
+    return manifest.hash
 
 
 @contextmanager

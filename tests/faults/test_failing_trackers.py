@@ -24,13 +24,7 @@ def train_with_a_failing(config: TrainingConfig, names: tuple[str, ...]) -> tupl
         return train(config), said.getvalue()
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("log", "finish", "sample"),
-        *[pytest.param((name,), marks=pytest.mark.slow) for name in ("__init__", "log", "finish", "sample")],
-    ],
-)
+@pytest.mark.parametrize("names", [("log", "finish", "sample"), ("__init__",)])
 def test_what_fails_is_told_once(corpus, tmp_path, names):
     changes = {"tracking.log_with": "tensorboard", "train.steps": 6, "tracking.sample_every": 2, "eval.every": 3}
     config = training_config(corpus, tmp_path, changes)

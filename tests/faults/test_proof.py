@@ -1,5 +1,6 @@
 """A run that was killed, anywhere and often, is intact by `verify_run`: before it goes on, and at its end."""
 
+import math
 import os
 import random
 import re
@@ -9,10 +10,8 @@ from pathlib import Path
 
 import pytest
 from disk import interpose
-from faults.test_guard import GUARD, clean, poisoned
-from faults.test_guard import train as train_and_die
-from ranks import run_ranks, start_ranks
-from runs import training_config
+from ranks import run_ranks, run_until_killed, start_ranks
+from runs import train_with_faults, training_config
 
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -26,19 +25,16 @@ def is_intact(run: Path) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", [pytest.param(clean, marks=pytest.mark.soak), poisoned])
-def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, factor):
+@pytest.mark.parametrize("bad", [pytest.param((0, 0), marks=pytest.mark.soak), (12 * 9, 12 * 14)])
+def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, bad):
     """The last rank is killed at a step, and the others are; with and without data that the run goes back from."""
     rng = random.Random(1337)
-    config = training_config(corpus, tmp_path, GUARD | SAVED | {"model.dropout": 0.1, "train.steps": 90})
+    changes = {"guard": {"patience": 3}, "model.dropout": 0.1, "train.steps": 90, "optim.decay_steps": 90}
+    config = training_config(corpus, tmp_path, SAVED | changes)
     for kill in range(10):
-        started = start_ranks(train_and_die, (1, 2, 3)[kill % 3], config, factor, rng.randrange(2, 12), signal.SIGKILL)
-        started[-1][0].join(120)
-        for process, _ in started:
-            process.kill()
-            process.join()
+        run_until_killed(train_with_faults, (1, 2, 3)[kill % 3], config, bad, math.inf, rng.randrange(2, 12))
         assert is_intact(tmp_path / "run"), kill
-    assert run_ranks(train_and_die, 1, config, factor) == ["completed"]
+    assert run_ranks(train_with_faults, 1, config, bad, math.inf) == ["completed"]
     assert is_intact(tmp_path / "run")
 
 
