@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.config.cli import complete
+from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved
 from gpt2_ddp.data.hashes import verify_shards
