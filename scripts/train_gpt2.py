@@ -8,12 +8,15 @@ The same command given again goes on where the run stopped.
 """
 
 from importlib.util import find_spec
+from subprocess import CalledProcessError
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import is_newer
 from gpt2_ddp.processes.environment import exit_code, is_main_process
+from gpt2_ddp.processes.parent import run_script
 from gpt2_ddp.project import said
 
 NEXT = """what next:
@@ -34,9 +37,10 @@ def main(config: TrainingConfig) -> int:
         if not find_spec("matplotlib"):
             report = "none, as matplotlib is not installed"
         elif not is_newer(report, result.run / "metrics.jsonl"):
-            from gpt2_ddp.reports.report import write_report  # matplotlib: not before there is something to draw
-
-            write_report([result.run], result.run)
+            try:
+                run_script("report", str(result.run))
+            except (UserError, CalledProcessError) as error:
+                report = f"none, since {error}"
         print(f"report: {report}")
         names = {name: said(name) for name in ("generate", "evaluate", "prepare_data")}
         print(NEXT.format(best=result.best or result.run, **names))

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt2_ddp.config.cli import complete, dump, load
+from gpt2_ddp.config.base import complete
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.defaults import BUILT_IN, CLUSTERS, OWN_IMAGES, OWN_TEXT, classifier_default, training_default
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig

@@ -1,5 +1,7 @@
 """Processes end with their parent, by the signal that they chose, and not with the thread that started them."""
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,6 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import environment
+from ranks import start_ranks
+
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes import parent
+from gpt2_ddp.processes.signals import Stopped, listening
 
 CHILD = """
     import os, signal, sys, time
@@ -167,3 +174,56 @@ def test_a_pool_is_left_though_a_result_was_half_sent(tmp_path):
     command = [sys.executable, "half_sent.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=30)
     assert done.stderr.splitlines()[-1] == "ValueError: left"
+
+
+def test_a_script_of_the_project_runs_without_a_rank_and_its_mistakes_are_ours(monkeypatch, tmp_path, capfd):
+    """What it prints on stderr arrives, but for its `error:` lines; its exit codes are exceptions."""
+    file = tmp_path / "scripts/other.py"
+    file.parent.mkdir()
+    monkeypatch.setattr(parent, "PROJECT", tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def run(text: str) -> str:
+        file.write_text(f"import os, sys\n{text}")
+        parent.run_script("other", "word")
+        return "".join(capfd.readouterr())
+
+    assert run("print(sys.argv[1:], os.environ.get('RANK'), os.environ.get('WORLD_SIZE'))") == "['word'] None None\n"
+    assert run("print('note: odd', file=sys.stderr)") == "note: odd\n"
+    with pytest.raises(UserError, match=r"^source = x: is not there$"):
+        run("print('error: source = x: is not there', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(Stopped, match=r"other\.py"):
+        run("sys.exit(75)")
+    with pytest.raises(subprocess.CalledProcessError):
+        run("sys.exit(1)")
+
+
+def prepare_for_long(folder: Path) -> None:
+    """Runs a script that writes its process id and sleeps."""
+    (folder / "scripts").mkdir()
+    (folder / "scripts/other.py").write_text(
+        "import os, signal, sys, time\nfrom gpt2_ddp.config.base import Command\n"
+        "from gpt2_ddp.config.cli import run_command\n"
+        f"def main(config):\n    open({str(folder / 'pid')!r} + '.new', 'w').write(str(os.getpid()))\n"
+        f"    os.rename({str(folder / 'pid')!r} + '.new', {str(folder / 'pid')!r})\n    time.sleep(600)\n"
+        "run_command(Command, main)\n"
+    )
+    parent.PROJECT = folder
+    with listening(lambda line: None):
+        parent.run_script("other")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_of_the_project_ends_with_who_runs_it(tmp_path, number):
+    ((process, _),) = start_ranks(prepare_for_long, 1, tmp_path)
+    try:
+        while not (tmp_path / "pid").exists():
+            assert process.is_alive()
+            time.sleep(0.02)
+        script = psutil.Process(int((tmp_path / "pid").read_text()))
+        os.kill(process.pid, number)
+        process.join()
+        script.wait(60)
+    finally:
+        process.kill()

@@ -28,7 +28,7 @@ from gpt2_ddp.data import prepare as prepare_module
 from gpt2_ddp.data.building import alone_in
 from gpt2_ddp.data.hashes import verify_shards
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.prepare import default_output, prepare
+from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.data.vocabulary import suitable_vocab_size
@@ -337,16 +337,16 @@ def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):
 
 def test_default_outputs():
     sources = ("stdlib", "texts/shakespeare.txt", "texts/**/*.txt", "*.txt", "hub:HuggingFaceFW/fineweb-edu")
-    outputs = [default_output(PrepareConfig(source=source)).removeprefix("data/") for source in sources]
+    outputs = [PrepareConfig(source=source).folder.removeprefix("data/") for source in sources]
     assert outputs == ["stdlib", "shakespeare", "texts", "text", "fineweb-edu"]
-    assert default_output(PrepareConfig(source="hub:a/b", subset="c")) == "data/b-c"
+    assert PrepareConfig(source="hub:a/b", subset="c").folder == "data/b-c"
 
 
 def test_shipped_recipes(tmp_path):
     for path in (PROJECT / "configs").glob("data_*.yaml"):
         assert load(PrepareConfig, ["--config", str(path)]).output is not None
     stdlib = load(PrepareConfig, ["--config", "configs/data_stdlib.yaml"])
-    assert stdlib == PrepareConfig(output=default_output(stdlib), vocab_size=2048)
+    assert stdlib == PrepareConfig(output=stdlib.folder, vocab_size=2048)
 
 
 @pytest.mark.parametrize(("documents", "digest"), [

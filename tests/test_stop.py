@@ -19,7 +19,7 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     an evaluation (or its tasks), a sample or a save. Returns the outcome, and how often the rest was polled."""
     from gpt2_ddp.run import checkpoint_folder as checkpoint
     from gpt2_ddp.run import run, stop
-    from gpt2_ddp.tasks import pretraining
+    from gpt2_ddp.scoring import score
 
     now = {"run": None, "in": "", "polls": 0, "after": 0}
 
@@ -50,7 +50,7 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     build, poll = run.Run.build, stop.StopRequest.poll
     run.Run.build, stop.StopRequest.poll = built, polled
     run.Run.evaluate, run.Run.sample = entering("evaluate", run.Run.evaluate), entering("sample", run.Run.sample)
-    pretraining.answer = entering("tasks", pretraining.answer)
+    score.answer = entering("tasks", score.answer)
     checkpoint.CheckpointFolder.save = entering("save", checkpoint.CheckpointFolder.save)
     return train(config), now["after"]
 

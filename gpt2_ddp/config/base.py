@@ -81,3 +81,30 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         key = f"{prefix}{name}"
         found |= flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
     return found
+
+
+def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A saved configuration, by any release, in today's fields; nothing is validated.
+
+    Args:
+        command: the class of the configuration.
+        saved: what `dump` wrote, read back.
+
+    Returns:
+        Every field as `dump` writes it, those that have come since with their defaults; and the dotted names of what
+        is there no more, which is left out. A section that is gone counts as one.
+    """
+    values = command.model_construct().model_dump(mode="json")
+    return values, _fill(values, saved)
+
+
+def _fill(values: dict[str, Any], saved: Mapping[str, Any], prefix: str = "") -> list[str]:
+    gone = []
+    for name, value in saved.items():
+        if name not in values or isinstance(values[name], dict) != isinstance(value, Mapping):
+            gone.append(f"{prefix}{name}")
+        elif isinstance(value, Mapping):
+            gone += _fill(values[name], value, f"{prefix}{name}.")
+        else:
+            values[name] = value
+    return gone

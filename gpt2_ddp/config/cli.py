@@ -17,7 +17,7 @@ from gpt2_ddp.config.mistakes import MOST, leaves, nearest, sections, told
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.processes.environment import is_main_process, under_launcher
-from gpt2_ddp.processes.parent import end_with_parent
+from gpt2_ddp.processes.parent import CHILD, end_with_parent
 from gpt2_ddp.processes.signals import listening
 
 C = TypeVar("C", bound=Command)
@@ -36,7 +36,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
         default: the file that stands in when no `--config` is given.
     """
     with listening(_say):
-        if under_launcher():  # it may die without passing the signal on
+        if under_launcher() or CHILD in os.environ:  # it may die without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
             code = main(load(command, sys.argv[1:], default))
@@ -136,7 +136,7 @@ def resolve(
 
 def _of_other_kinds(command: type[Command], files: Sequence[str]) -> list[str]:
     """A mistake for each file that has keys which `command` lacks, and all of them are those of a training."""
-    from gpt2_ddp.config.kinds import CONFIGS  # which reads by what is here
+    from gpt2_ddp.config.kinds import CONFIGS
 
     found = []
     for file in files:
@@ -150,33 +150,6 @@ def _of_other_kinds(command: type[Command], files: Sequence[str]) -> list[str]:
 def dump(config: Command) -> str:
     """The configuration as YAML that `--config` takes back."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def complete(command: type[C], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A saved configuration, by any release, in today's fields; nothing is validated.
-
-    Args:
-        command: the class of the configuration.
-        saved: what `dump` wrote, read back.
-
-    Returns:
-        Every field as `dump` writes it, those that have come since with their defaults; and the dotted names of what
-        is there no more, which is left out. A section that is gone counts as one.
-    """
-    values = command.model_construct().model_dump(mode="json")
-    return values, _fill(values, saved)
-
-
-def _fill(values: dict[str, Any], saved: Mapping[str, Any], prefix: str = "") -> list[str]:
-    gone = []
-    for name, value in saved.items():
-        if name not in values or isinstance(values[name], dict) != isinstance(value, Mapping):
-            gone.append(f"{prefix}{name}")
-        elif isinstance(value, Mapping):
-            gone += _fill(values[name], value, f"{prefix}{name}.")
-        else:
-            values[name] = value
-    return gone
 
 
 class _Parser(argparse.ArgumentParser):

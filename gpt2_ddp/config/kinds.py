@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpt2_ddp.config.cli import complete
+from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from encodings.aliases import aliases
+from itertools import takewhile
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
@@ -53,6 +55,17 @@ class PrepareConfig(Command):
     """what is written between documents inside a text, such as `<|endoftext|>`; line breaks around it belong to it"""
     max_documents: int | None = Field(default=None, ge=1)
     """stop after this many documents"""
+
+    @property
+    def folder(self) -> str:
+        """`output`, or data/NAME after the file, folder or dataset: `texts/*.txt` goes to data/texts."""
+        if self.output:
+            return self.output
+        if self.source.startswith("hub:"):
+            name = self.source.rpartition("/")[2]
+            return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
+        parts = takewhile(lambda part: not set(part) & set("*?["), Path(self.source).parts)
+        return f"data/{Path(*parts).stem or 'text'}"
 
     @field_validator("encoding")
     @classmethod

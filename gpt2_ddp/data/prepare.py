@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import Executor
 from contextlib import nullcontext
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
     """
     if config.source.startswith("bin:"):
         return index_shards(config)
-    folder = Path(config.output or default_output(config))
+    folder = Path(config.folder)
     source = "" if config.source == "stdlib" else os.path.expanduser(config.source)
     if os.path.isdir(source) and os.path.isdir(folder) and os.path.samefile(source, folder):
         raise UserError("output", folder, "is the source; choose another folder, which may be in it")
@@ -66,15 +65,6 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
     print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it anew")
     _print_account(manifest)
     return manifest
-
-
-def default_output(config: PrepareConfig) -> str:
-    """data/NAME, with the name of the file, folder or dataset: `texts/*.txt` goes to data/texts."""
-    if config.source.startswith("hub:"):
-        name = config.source.rpartition("/")[2]
-        return f"data/{name}-{config.subset}" if config.subset else f"data/{name}"
-    parts = takewhile(lambda part: not set(part) & set("*?["), Path(config.source).parts)
-    return f"data/{Path(*parts).stem or 'text'}"
 
 
 def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:

@@ -4,6 +4,7 @@ import copy
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,11 +17,18 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
-from gpt2_ddp.processes.signals import SIGNALS, held_back, start_resource_tracker
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.environment import STOPPED
+from gpt2_ddp.processes.signals import SIGNALS, Stopped, held_back, start_resource_tracker
+from gpt2_ddp.project import PROJECT
 
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.5
+CHILD = "GPT2_DDP_CHILD"
+"""Variable of a script that another one runs, and that ends with it."""
+LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "PET_", "OMPI_")
+"""What begins the names of the variables by which launchers describe a rank."""
 LEAVE_SECONDS = 0.2
 """How long a worker that was told to end may take: it holds nothing that is worth more."""
 
@@ -42,6 +50,38 @@ def end_with_parent(number: int) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=follow, name="end with parent", daemon=True).start()
+
+
+def run_script(script: str, *arguments: str) -> None:
+    """Runs scripts/SCRIPT.py as a process of its own, without a rank, which ends with this one.
+
+    Raises:
+        UserError: its `error:` lines, where it exits with 2.
+        Stopped: where it was stopped.
+        CalledProcessError: where it crashed; its traceback is on stderr.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environment |= {CHILD: "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(PROJECT / "scripts" / f"{script}.py"), *arguments]
+    mistakes: list[str] = []
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, process_group=0) as process:
+        try:
+            assert process.stderr
+            for line in process.stderr:
+                if line.startswith("error: "):
+                    mistakes.append(line.removeprefix("error: ").rstrip("\n"))
+                else:
+                    print(line, end="", file=sys.stderr)
+            code = process.wait()
+        except BaseException:  # a signal to this process
+            process.terminate()
+            raise
+    if code == 2 and mistakes:
+        raise UserError.join(mistakes)
+    if code == STOPPED:
+        raise Stopped(f"a signal to {script}.py")
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 class _Helper(BaseProcess):

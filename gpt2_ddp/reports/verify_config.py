@@ -4,8 +4,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpt2_ddp.config.base import flat
-from gpt2_ddp.config.cli import complete
+from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.data.manifest import Manifest, token_dtype

@@ -8,8 +8,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from gpt2_ddp.config.base import flat
-from gpt2_ddp.config.cli import complete
+from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file

@@ -39,7 +39,7 @@ def session(run: Run) -> Iterator[Session]:
     running = Session(Metrics(folder, run.step, run.steps or 0), stop, throughput)
     try:
         if folder:
-            running.metrics.trackers.start(config, run.run_id, folder.path)
+            running.metrics.start_trackers(config, run.run_id)
             folder.write_status("running", run.step)
         running.metrics.say(_opening_words(run))
         if said := throughput.why_no_mfu():
@@ -66,7 +66,7 @@ def session(run: Run) -> Iterator[Session]:
     finally:
         stop.restore_handlers()
         running.metrics.close()
-    running.metrics.trackers.finish()
+    running.metrics.finish()
     accelerator.end_training()
 
 

@@ -3,16 +3,19 @@
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.run.folder import RunFolder
 from gpt2_ddp.run.layout import METRICS, SAMPLES
 from gpt2_ddp.run.rows import finite
 from gpt2_ddp.run.task import Sample
 from gpt2_ddp.run.terminal import describe, duration, time_left
-from gpt2_ddp.run.trackers import Trackers
+
+if TYPE_CHECKING:
+    from gpt2_ddp.run.trackers import Trackers
 
 T = TypeVar("T")
 
@@ -27,10 +30,18 @@ class Metrics:
         self.run = run
         self.steps = steps
         self._failed: set[str] = set()
-        self.trackers = Trackers(self.attempt)
+        self.trackers: Trackers | None = None
         self._bar = tqdm(
             total=steps, initial=step, unit="step", dynamic_ncols=True, disable=run is None or not sys.stderr.isatty()
         )
+
+    def start_trackers(self, config: RunConfig, run_id: str) -> None:
+        """Starts the trackers of `tracking.log_with` on the main process (`Trackers.start`)."""
+        if self.run and config.tracking.log_with:
+            from gpt2_ddp.run.trackers import Trackers
+
+            self.trackers = Trackers(self.attempt)
+            self.trackers.start(config, run_id, self.run.path)
 
     def log(self, row: dict[str, Any]) -> None:
         """Writes one row; numbers that are not finite become null, as JSON has none."""
@@ -38,7 +49,8 @@ class Metrics:
             return
         row = finite(row)
         self.run.append(METRICS, row)
-        self.trackers.log(row)
+        if self.trackers:
+            self.trackers.log(row)
         said, left = describe(row), time_left(row, self.steps)
         if self._bar.disable or "val_loss" in row:
             self.say(f"step {row['step']:>6}/{self.steps}  {said}{f'  {duration(left)} left' if left else ''}")
@@ -60,6 +72,7 @@ class Metrics:
             for name in (METRICS, SAMPLES):
                 if (self.run.path / name).exists():
                     self.run.append(name, event)
+        if self.trackers:
             self.trackers.go_back(event["step"])
         self._bar.update(event["step"] - self._bar.n)
 
@@ -84,3 +97,8 @@ class Metrics:
     def close(self) -> None:
         """Ends the progress bar."""
         self._bar.close()
+
+    def finish(self) -> None:
+        """Ends the trackers."""
+        if self.trackers:
+            self.trackers.finish()

@@ -2,20 +2,21 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate import Accelerator
 
-from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST, Manifest
 from gpt2_ddp.data.mixture import read_manifests, source_weights
-from gpt2_ddp.data.prepare import default_output, prepare
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.data.windows import Windows
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.processes.parent import run_script
+
+if TYPE_CHECKING:
+    from gpt2_ddp.config.tools import PrepareConfig
 
 
 class Corpus(NamedTuple):
@@ -33,24 +34,26 @@ class Corpus(NamedTuple):
     validation: dict[str, tuple[float, TokenStream]]
 
 
-def missing_data(config: TrainingConfig) -> PrepareConfig | None:
-    """How the shards are to be made, where there are none yet and `data.prepare` says so. Raises: UserError."""
+def missing_data(config: TrainingConfig) -> "PrepareConfig | None":
+    """The recipe of shards that are missing, where `data.prepare` names one. Raises: UserError."""
     missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
     if not config.data.prepare or not missing:
         return None
+    from gpt2_ddp.config.cli import load
+    from gpt2_ddp.config.tools import PrepareConfig
+
     recipe = load(PrepareConfig, ["--config", config.data.prepare])
-    output = Path(recipe.output or default_output(recipe))
     for folder in missing:
-        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not become another corpus
-            cure = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}; prepare it first"
-            raise UserError("data.path", folder, cure)
+        if os.path.realpath(recipe.folder) != os.path.realpath(folder):  # a mistyped path is not another corpus
+            hint = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {recipe.folder}"
+            raise UserError("data.path", folder, f"{hint}; prepare it first")
     return recipe
 
 
 def prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Makes the shards where there are none yet: one process per node, and on a shared disk one of all."""
-    if (recipe := missing_data(config)) and accelerator.is_local_main_process:
-        prepare(recipe)
+    """Prepares missing shards by `prepare_data.py`, in one process per node. Raises: UserError."""
+    if missing_data(config) and accelerator.is_local_main_process:
+        run_script("prepare_data", "--config", str(config.data.prepare))
 
 
 def open_corpus(config: TrainingConfig) -> Corpus:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.config.cli import complete
+from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved
 from gpt2_ddp.data.hashes import verify_shards
@@ -26,7 +26,6 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.chunked_loss import settle_chunk
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import evaluate, mixed
-from gpt2_ddp.model.generate import sample_texts
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.optim import build_optimizer, lr_at, schedule_note
 from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
@@ -35,13 +34,10 @@ from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint, still_th
 from gpt2_ddp.run.peaks import device_name
 from gpt2_ddp.run.snapshot import fit_weights
 from gpt2_ddp.run.task import Due, Poll, Sample, Scores
-from gpt2_ddp.scoring.items import ItemSet
-from gpt2_ddp.scoring.result import as_row
-from gpt2_ddp.scoring.score import answer
-from gpt2_ddp.scoring.sources import load_sets
 from gpt2_ddp.tasks.corpus import open_corpus, prepare_missing_data
-from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
-from gpt2_ddp.tasks.micro_batch import estimated_micro_batch, tried_micro_batch
+
+if TYPE_CHECKING:
+    from gpt2_ddp.scoring.items import ItemSet
 
 
 class Pretraining:
@@ -63,6 +59,8 @@ class Pretraining:
             self._settle_schedule(self._length_since(saved))
             self._check_goes_on(saved)
         elif config.train.init_from:
+            from gpt2_ddp.tasks.initial_weights import find_initial_weights
+
             self._begin_with = on_main(accelerator, lambda: find_initial_weights(config))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
@@ -131,6 +129,8 @@ class Pretraining:
         self.model.loss_chunk = settle_chunk(config.train.loss_chunk, accelerator.device.type)
         self.flops_per_unit = self.model.flops_per_token()
         if start := self._begin_with:  # of the main process; DDP gives them to the others
+            from gpt2_ddp.tasks.initial_weights import load_initial_weights
+
             begin = lambda: load_initial_weights(config, start, self.model, self.tokenizer)  # noqa: E731
             on_every_rank(accelerator, begin if accelerator.is_main_process else lambda: None, patience=PREPARATION)
 
@@ -186,12 +186,17 @@ class Pretraining:
         for name, (_, own) in found.items() if len(config.data.paths) > 1 else ():
             scores |= {f"val_loss/{name}": own.loss, f"val_bits_per_byte/{name}": own.bits_per_byte}
         for items in self.item_sets:
+            from gpt2_ddp.scoring.result import as_row
+            from gpt2_ddp.scoring.score import answer
+
             length = size if is_compiled(model) else None
             scores |= as_row(items, answer(self.accelerator, model, items.requests, batch_size, length, poll))
         return scores
 
     def sample(self, poll: Poll) -> list[Sample]:
         """Each prompt with 200 tokens more, or up to where the text ends."""
+        from gpt2_ddp.model.generate import sample_texts
+
         prompts = self.config.tracking.sample_prompt
         texts = sample_texts(self.model, self.tokenizer, prompts, 200, self.config.seed, poll)
         return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
@@ -229,20 +234,26 @@ class Pretraining:
         here = processes, device_name(accelerator.device)
         before = state.get("micro_batch") if here == (state.get("processes"), state.get("device")) else None
         if size == "auto" and not before:
+            from gpt2_ddp.tasks.micro_batch import estimated_micro_batch
+
             untried = accelerator.device.type == "cuda"
             return estimated_micro_batch(config, self.manifest.vocab_size, accelerator), untried
         return split_batch(windows, processes, before if size == "auto" else size), False  # pyright: ignore
 
     def _try_micro_batch(self) -> None:
         if self._untried:
+            from gpt2_ddp.tasks.micro_batch import tried_micro_batch
+
             share = self.config.global_batch_windows // self.accelerator.num_processes
             self.micro_batch = tried_micro_batch(self.model, self.accelerator, share, self.micro_batch)
             self.feed.share = interleaved(self.accelerator.num_processes, self.micro_batch)
 
-    def _load_tasks(self) -> list[ItemSet]:
+    def _load_tasks(self) -> "list[ItemSet]":
         config, streams = self.config, [stream for _, stream in self._validation.values()]
         if not config.eval.tasks:
             return []
+        from gpt2_ddp.scoring.sources import load_sets
+
         if not streams:
             where = " ".join(config.data.paths)
             cure = f"are scored where the validation split is, and {where} has none; leave them away"
