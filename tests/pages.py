@@ -50,7 +50,7 @@ CANNOT = {
     "--config configs/cifar100_resnet18.yaml": "minutes, on a CPU; test_small_jobs.py trains it on fewer images",
     "--config configs/cifar100_lenet.yaml$": "the Hub; the same with --data.path FOLDER is run",
     "--nproc_per_node 8": "eight GPUs",
-    "--machine_rank 0": "several machines; test_launch.py has two on this one",
+    "--machine_rank 0": "several machines; test_several_machines.py has two",
     "sbatch ": "Slurm; test_slurm.py submits such jobs to one",
     "accelerate launch scripts/train_gpt2.py --data.path data/mine": "the same; test_several_machines.py has two",
     "--node_rank 0": "the same",

@@ -84,9 +84,6 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
     assert not pays(False, 0, "cuda", 0)
 
 
-# ---- In a training, with a writer that is held
-
-
 def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> Any:
     """Trains. The checkpoint of step `held` is written and then waits, before it gets its name, until somebody waits
     for it; `number` is the error that it gets then. With step `held` + 2 on its way, `then` comes: "kill", "stop", or

@@ -37,8 +37,7 @@ TINY = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {
 def test_ratios_are_of_one_turn_and_say_how_many_times_better_ours_is():
     rates = Case("a", "tokens/s", {OURS: [2.0, 6.0, 9.0], "peer": [1.0, 2.0, 9.0]})
     seconds = Case("b", "s", {OURS: [2.0, 6.0, 9.0], "peer": [1.0, 2.0, 9.0]}, more_is_better=False)
-    assert rates.ratios("peer") == [2, 3, 1]
-    assert seconds.ratios("peer") == [1 / 2, 1 / 3, 1]
+    assert (rates.ratios("peer"), seconds.ratios("peer")) == ([2, 3, 1], [1 / 2, 1 / 3, 1])
     assert rates.lines()[1] == ["a", "tokens/s", "peer", "2", "2.000 (1.000–3.000)"]
     alone = Case("c", "GB/s", {"cpu": [1.0]})
     assert alone.lines() == [["c", "GB/s", "cpu", "1", ""]]
@@ -79,13 +78,14 @@ def test_a_turn_has_steps_for_its_seconds_and_a_side_ends_with_the_pipe():
     assert not thread.is_alive()
 
 
-def test_the_json_holds_what_it_takes_to_read_the_figures():
+def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch):
     found = json.loads(Table("x", [Case("a", "s", {OURS: [1.0], "b": [2.0]}, False)], {"k": 1}, ["n"]).as_json())
-    assert found["cases"][0]["ratios"] == {"b": [2]}
-    assert found["versions"]["torch"] == torch.__version__
+    assert (found["cases"][0]["ratios"], found["versions"]["torch"]) == ({"b": [2]}, torch.__version__)
     assert found["machine"]["memory"] > 1e9
     assert (found["settings"], found["notes"]) == ({"k": 1}, ["n"])
     assert {"commit", "command"} <= found.keys()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert json.loads(Table("step", [], {}, []).as_json())["commit"] == "", "where git is missing"
 
 
 def test_communication_that_noise_could_be_is_no_figure():
@@ -133,11 +133,6 @@ class GPT(nn.Module):
 
 raise SystemExit("a training")
 """
-
-
-def test_a_table_is_written_where_git_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert json.loads(Table("step", [], {}, []).as_json())["commit"] == ""
 
 
 def test_a_checkouts_classes_are_had_without_its_training(tmp_path):
@@ -206,15 +201,10 @@ def test_a_call_for_a_gpu_ends_within_its_seconds_and_the_next_one_goes_on(parts
 def test_a_part_for_a_gpu_that_did_not_end_well_is_told_and_run_again(parts, tmp_path):
     parts.takes["long"] = 300
     table = call(tmp_path, None)
-    assert [(case.what, case.unit) for case in table.cases] == [
-        ("short", "s"),
-        ("long", "s, out of time"),
-        ("broken", "s, FAILED"),
-    ]
-    assert [note.split(" (")[0] for note in table.notes] == [
-        "long: ended with 124: last words",
-        "broken: ended with 1: last words",
-    ]
+    units = {case.what: case.unit for case in table.cases}
+    assert units == {"short": "s", "long": "s, out of time", "broken": "s, FAILED"}
+    ends = [note.split(" (")[0] for note in table.notes]
+    assert ends == ["long: ended with 124: last words", "broken: ended with 1: last words"]
     call(tmp_path, None)
     assert [part for part, _ in parts.given] == ["short", "long", "broken", "long", "broken"]
     assert "long: ended with 124 after the 50 of 200 s that --within left" in call(tmp_path, 60).notes[0]
@@ -290,16 +280,8 @@ def test_a_tiny_step_and_a_tiny_ceiling_on_every_side(tmp_path, monkeypatch):
     monkeypatch.setattr(sides, "start_ranks", forked_ranks)  # fresh ones would import torch for seconds
     preset = tmp_path / "tiny.yaml"
     preset.write_text(TINY)
-    config = BenchmarkConfig(
-        only=("step", "ceiling"),
-        device="cpu",
-        preset=str(preset),
-        block_size=32,
-        precision=("no",),
-        repeats=1,
-        seconds=0.01,
-        output=str(tmp_path / "out"),
-    )
+    short = {"block_size": 32, "precision": ("no",), "repeats": 1, "seconds": 0.01, "output": str(tmp_path / "out")}
+    config = BenchmarkConfig(only=("step", "ceiling"), device="cpu", preset=str(preset), **short)
     steps, ceilings = benchmark.run_benchmarks(config)
     rate, memory, tiny = steps.cases
     assert set(rate.figures) == set(memory.figures) == {OURS, step.BARE, "transformers, Accelerate"}

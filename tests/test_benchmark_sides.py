@@ -38,11 +38,7 @@ def a_run_of_one_window(folder: Path) -> tuple[TrainingConfig, GPT]:
 
 
 def first_step(
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[nn.Module],
-    weights: dict[str, Tensor],
-    side: Callable[..., object],
-    *args,
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], weights: dict[str, Tensor], side: Callable, *args
 ) -> tuple[Tensor, Any]:
     """The tokens that a side's model is given first, and what it makes of them with these weights."""
     seen, forward = [], kind.forward

@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import ROOT, TORCHRUN, environment, forked
+from commands import ROOT, forked
 from ranks import CONTEXT, free_port
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
@@ -132,8 +131,7 @@ def test_without_rank_0_the_others_say_so(ranks):
     group.start(2)
     for rank, (code, text) in group.ended(BOUND + 15).items():
         assert code == 2, text
-        assert f"rank {rank} on " in text
-        assert "got no answer from rank 0 there within 3 s" in text
+        assert all(part in text for part in (f"rank {rank} on ", "got no answer from rank 0 there within 3 s")), text
         assert len(text.splitlines()) == 1, "torch's own store would print its stack"
 
 
@@ -238,16 +236,7 @@ def test_ranks_that_live_but_are_not_connected(ranks):
 def test_one_process_says_what_to_type():
     found = forked([SCRIPT, "--device", "cpu"], ROOT)
     assert found.returncode == 0, found.stderr
-    assert "only one process" in found.stdout
-    assert "torchrun --nproc_per_node 2" in found.stdout
+    assert all(part in found.stdout for part in ("only one process", "torchrun --nproc_per_node 2"))
     found = forked([SCRIPT, "--device", "cpu"], ROOT, SLURM_STEP_NUM_TASKS="2")
     assert found.returncode == 2
     assert "error: processes = 2: only 1 started" in found.stderr
-
-
-@pytest.mark.slow
-def test_under_torchrun():
-    command = [*TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_port()), SCRIPT, "--timeout_seconds", "60"]
-    found = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert found.returncode == 0, found.stderr
-    assert "2 processes, gloo" in found.stdout

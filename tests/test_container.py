@@ -24,9 +24,7 @@ def pins(file: str) -> dict[str, str]:
 
 
 def test_every_path_that_is_copied_goes_to_the_builder():
-    copied = [
-        word for line in re.findall(r"^COPY ((?!--from).+) \S+$", DOCKERFILE, re.MULTILINE) for word in line.split()
-    ]
+    copied = " ".join(re.findall(r"^COPY ((?!--from).+) \S+$", DOCKERFILE, re.MULTILINE)).split()
     taken = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert len(copied) > 6
     assert [path for path in copied if not (ROOT / path).exists()] == []
@@ -70,11 +68,11 @@ LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        ("-q train.py", 0),
-        ("torchrun train.py", 0),
-        ("python -u -m torch.distributed.run train.py", 0),
-        ("bash trainer 75", 75),
-        ("bash -c exit\\ 3", 3),
+        *(
+            (launch, 0)
+            for launch in ("-q train.py", "torchrun train.py", "python -u -m torch.distributed.run train.py")
+        ),
+        *(("bash trainer 75", 75), ("bash -c exit\\ 3", 3)),
     ],
 )
 def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path, words, code):
@@ -96,9 +94,7 @@ def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path,
 @cache
 def runs_it() -> list[str]:
     """The command that runs an image, with the flags of its own that a machine needs."""
-    docker = (
-        shutil.which("docker") and not subprocess.run(["docker", "info"], capture_output=True, check=False).returncode
-    )
+    docker = shutil.which("docker") and not subprocess.run(["docker", "info"], capture_output=True).returncode
     return shlex.split(os.environ.get("RUN", "docker run" if docker else "podman run"))
 
 
@@ -172,9 +168,8 @@ def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_p
     assert prepared.returncode == 0, prepared.stderr
     file, last = tmp_path / "runs/tiny/status.json", 0
     for _ in range(2):
-        container = manage(
-            *runs_it()[runs_it().index("run") :], "--detach", *flags(tmp_path), image, *words, *TINY.split()
-        )
+        begin = [*runs_it()[runs_it().index("run") :], "--detach"]
+        container = manage(*begin, *flags(tmp_path), image, *words, *TINY.split())
         try:
             for _ in range(600):
                 status = json.loads(file.read_text()) if file.exists() else {}
@@ -194,7 +189,5 @@ def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_p
             raise
         finally:
             manage("rm", "--force", container)
-    starts = [
-        row for row in map(json.loads, (tmp_path / "runs/tiny/metrics.jsonl").open()) if row.get("event") == "start"
-    ]
-    assert len(starts) == 2, "the second one went on"
+    rows = map(json.loads, (tmp_path / "runs/tiny/metrics.jsonl").open())
+    assert sum(row.get("event") == "start" for row in rows) == 2, "the second one went on"

@@ -132,14 +132,11 @@ def make_stand_ins(folder: Path) -> None:
     write_cifar(folder / "FOLDER", 200, 50)
     write_sets_of_images(folder)
     train = "train_gpt2.py --data.path data/stdlib " + SMALLER["train_gpt2.py"].format(steps=4)
+    own = "prepare_data.py --source texts/{}.txt --tokenizer data/stdlib/tokenizer.json --output data/{}"
     for command in (
         "prepare_data.py --source texts --output data/stdlib --vocab_size 512",
         "prepare_data.py --source texts --output dumps --tokenizer gpt2",
-        train,
-        *(
-            f"prepare_data.py --source texts/{text}.txt --tokenizer data/stdlib/tokenizer.json --output data/{name}"
-            for name, text in MIXED.items()
-        ),
+        *(train, *(own.format(text, name) for name, text in MIXED.items())),
     ):
         made = run(f"python scripts/{command}", folder)
         assert made.returncode == 0, made.stdout + made.stderr

@@ -120,12 +120,6 @@ def test_generation_sees_what_the_plain_forward_sees():
     assert int(model(torch.tensor([whole]))[0, -1].argmax()) == expected[1][10]
 
 
-def test_another_documents_prompt_changes_nothing():
-    model = tiny().eval()
-    own = [EOT, 4, 5]
-    assert generate(model, [own], 8, EOT) == generate(model, [[6, 7, *own]], 8, EOT)
-
-
 @torch.no_grad()
 def loss_of_documents_alone(run: Path, data: Path) -> float:
     """The mean over the validation split's windows, each document of which is run alone, without a mask."""

@@ -35,6 +35,7 @@ SWAG = {
     "endings": ["a", " b"],
     "label": "1",
 }
+MARKED = {**SWAG, "ctx_a": "Do [header] it. [title] Now", "ctx_b": "", "endings": ["[step] Go [x]on", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -46,10 +47,7 @@ SWAG = {
         ({"text": "He said  hello"}, ("He said ", ("hello",), 0, " ")),
         ({"text": "hello"}, ("", ("hello",), 0, " ")),
         (SWAG, ("Cooking: He boils water. Then he", ("a", "b"), 1, " ")),
-        (
-            {**SWAG, "ctx_a": "Do [header] it. [title] Now", "ctx_b": "", "endings": ["[step] Go [x]on", "b"]},
-            ("Cooking: Do it.. Now", (" Go on", "b"), 1, " "),
-        ),
+        (MARKED, ("Cooking: Do it.. Now", (" Go on", "b"), 1, " ")),
     ],
 )
 def test_each_form_of_a_line(tmp_path, row, item):
@@ -75,17 +73,14 @@ def test_line_ends_marks_and_blank_lines(tmp_path):
         ("{}", "line 2: has no keys; an item has context, choices, label; or"),
         ({"question": "?"}, "line 2: has question; an item has context, choices, label; or context, continuation; or"),
         ({**CHOICE, "label": 2}, "line 2: its label is 2, and its 2 choices are 0 to 1"),
-        ({**CHOICE, "label": -1}, "line 2: its label is -1, and"),
         ({**CHOICE, "label": True}, "line 2: its label is true, not the index of a choice"),
         ({**SWAG, "label": ""}, 'line 2: its label is "", not the index of a choice'),
         ({**CHOICE, "choices": ["Paris", ""]}, "line 2: choice 1 is empty"),
         ({**CHOICE, "choices": ["Paris"]}, "line 2: its choices are not a list of two or more texts"),
-        ({**CHOICE, "choices": ["Paris", 3]}, "line 2: its choices are not a list"),
         ({**CHOICE, "context": None}, "line 2: its context is not a text"),
         ({**CHOICE, "delimiter": 1}, "line 2: its delimiter is not a text"),
         ({**SWAG, "endings": ["[step]", "b"]}, "line 2: choice 0 is empty"),
         ({"text": "ends in a blank "}, "line 2: choice 0 is empty"),
-        ({"context": "a", "continuation": ""}, "line 2: choice 0 is empty"),
     ],
 )
 def test_what_is_no_item_is_refused_by_its_line(tmp_path, second, said):
@@ -95,9 +90,8 @@ def test_what_is_no_item_is_refused_by_its_line(tmp_path, second, said):
 
 
 def test_a_file_of_two_kinds_is_refused(tmp_path):
-    with pytest.raises(
-        UserError, match=r"line 2: has nothing to choose from, unlike .*x.jsonl, line 1; make two files"
-    ):
+    why = r"line 2: has nothing to choose from, unlike .*x.jsonl, line 1; make two files"
+    with pytest.raises(UserError, match=why):
         read_items(lines(tmp_path / "x.jsonl", CHOICE, {"text": "a b"}))
 
 
@@ -108,9 +102,6 @@ def test_a_file_that_has_none_is_refused(tmp_path, content, said):
         read_items(tmp_path / "x.jsonl")
     with pytest.raises(UserError, match="cannot be read"):
         read_items(tmp_path / "hellaswg")
-
-
-# Tokens
 
 
 def test_blanks_move_and_end_of_text_stands_for_no_context():
@@ -149,9 +140,6 @@ def test_a_part_is_spread_and_long_contexts_lose_their_beginning():
     assert part.cut == 3
     assert make_set("t", items, 99, GPT2, 4).sha256 == digest(items) != part.sha256
     assert digest([item._replace(place="") for item in items]) == digest(items)
-
-
-# Cloze
 
 
 def test_cloze_items_are_cut_by_the_stated_rule(corpus):
@@ -228,9 +216,6 @@ def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(t
         load("lambada")
     assert asked[0] == ("Rowan/hellaswag", None, "validation")
     assert asked[-1] == ("EleutherAI/lambada_openai", "default", "test")
-
-
-# What it comes to
 
 
 def test_accuracies_and_their_standard_errors():

@@ -139,8 +139,7 @@ def test_the_page_of_measured_lessons():
     page = as_page([Row(BY_NAME["no_sync"], {}, True, "2576 <i>"), failed], seed=3)
     assert "<script" not in page
     assert not re.search(r"(href|src|url)\b *[=(]", page)
-    assert "default-src 'none'" in page
-    assert "prefers-color-scheme: dark" in page
+    assert all(part in page for part in ("default-src 'none'", "prefers-color-scheme: dark")), page
     assert "with seed 3: 1 of 2 claims hold" in page
     assert "<dt>measured</dt><dd>2576 &lt;i&gt;</dd>" in page
     assert "<dt>measured</dt><dd>1 &lt; 2 <code>&lt;b&gt;</code></dd>" in page
@@ -166,7 +165,7 @@ def mutations() -> dict:
     no_ddp = lambda model, **_: model  # noqa: E731
     own_seed = lambda data, seed: DistributedSampler(data, seed=seed + rank)  # noqa: E731
     cut = lambda data, **options: DistributedSampler(Subset(data, range(60)), **options)  # noqa: E731
-    step, checkpoint, set_seed = LinearLR.step, wrapper.checkpoint, ranks.set_seed
+    step, checkpoint, set_seed, plugin = LinearLR.step, wrapper.checkpoint, ranks.set_seed, GradientAccumulationPlugin
     return {
         "mean_of_gradients": (gradients, "DDP", no_ddp),
         "different_replicas": (gradients, "DDP", functools.partial(DDP, init_sync=False)),
@@ -185,11 +184,7 @@ def mutations() -> dict:
         "bucket_size": (gradients, "DDP", lambda model, **_: DDP(model, bucket_cap_mb=0.1)),
         "unequal_shares": (Accelerator, "reduce", lambda self, tensor, reduction: tensor * 2),
         "logging_each_step": (loop, "LOG_EVERY", 1),
-        "end_of_loader": (
-            loop,
-            "GradientAccumulationPlugin",
-            lambda num_steps, **_: GradientAccumulationPlugin(num_steps=num_steps),
-        ),
+        "end_of_loader": (loop, "GradientAccumulationPlugin", lambda num_steps, **_: plugin(num_steps=num_steps)),
         "collective_on_one_rank": (ranks, "sum_over_ranks", lambda value, group: value),
         "early_stopping": (ranks, "sum_over_ranks", lambda value, group: value),
         "dropout_seed": (ranks, "set_seed", lambda seed, device_specific: set_seed(seed)),
@@ -201,7 +196,7 @@ def mutations() -> dict:
         "reentrant_checkpointing": (
             wrapper,
             "checkpoint",
-            lambda *arguments, use_reentrant: checkpoint(*arguments, use_reentrant=True),
+            lambda *a, use_reentrant: checkpoint(*a, use_reentrant=True),
         ),
     }
 
@@ -273,18 +268,14 @@ def test_the_command(forked, tmp_path, capsys):
     assert run_lab(LabConfig(only=("seed_per_rank", "rank_0s_loss"), output=str(output))) == 0
     assert "| claim | wrong way | right way | measured |" in capsys.readouterr().out
     numbers = json.loads(output.read_text())
-    assert set(numbers) == {"seed_per_rank", "rank_0s_loss"}
-    assert numbers["seed_per_rank"]["common"] == 1000
+    assert (set(numbers), numbers["seed_per_rank"]["common"]) == ({"seed_per_rank", "rank_0s_loss"}, 1000)
 
 
 def test_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
-    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: (row for row in [failed_row()]))
+    failed = Row(BY_NAME["set_epoch"], {}, False, "measured nothing")
+    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: (row for row in [failed]))
     assert run_lab(LabConfig()) == 1
     assert "FAILS" in capsys.readouterr().out
-
-
-def failed_row():
-    return Row(BY_NAME["set_epoch"], {}, False, "measured nothing")
 
 
 def test_mistakes(monkeypatch):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from commands import ACCELERATE, ROOT, environment, forked, launch, run_script
+from commands import ACCELERATE, ROOT, forked, launch, run_script
 from ranks import RankError, free_port, run_ranks
 from runs import rows, train, training_config
 
@@ -84,30 +84,6 @@ def test_a_launch_of_two_processes_trains_like_one(config_file, one_process_dige
     assert (Path(config_file).parent / "two/report.html").exists()
 
 
-@pytest.mark.slow
-def test_two_machines_on_loopback(config_file, one_process_digest):
-    """The README's recipe for several nodes, each "machine" with a process of its own."""
-    port = str(free_port())
-    template = str(ROOT / "configs/accelerate/multi_node.yaml")
-    words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
-    words += ["--mixed_precision", "no", "--config_file", template]
-    two = train_command(config_file, "two")
-    machines = [
-        subprocess.Popen(
-            [*ACCELERATE, *words, "--machine_rank", rank, *two],
-            env=environment(),
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    for machine in machines:
-        _, errors = machine.communicate(timeout=120)
-        assert machine.returncode == 0, errors
-    assert digest(config_file, "two") == (one_process_digest, 2)
-
-
 def train_apart(config_file: str, place: Path) -> str:
     """A rank with data and output of its own."""
     own = ["--data.path", f"{place}/data-{os.environ['RANK']}", "--output_dir", f"{place}/runs-{os.environ['RANK']}"]
@@ -147,8 +123,7 @@ def test_unconnected_ranks_end_with_an_error(config_file, env):
     found = train_with(config_file, "alone", **env)
     assert found.returncode == 2
     (line,) = [line for line in found.stderr.splitlines() if line.startswith("error:")]
-    assert "processes = 2: only 1 started" in line
-    assert "torchrun --nproc_per_node 2" in line
+    assert all(part in line for part in ("processes = 2: only 1 started", "torchrun --nproc_per_node 2")), line
     assert "Traceback" not in found.stderr
     assert not (Path(config_file).parent / "alone").exists()
 
@@ -183,8 +158,7 @@ def test_once_connected_ranks_wait_as_long_as_ever(tiny_config):
 )
 def test_settings_of_a_launcher_that_do_not_fit_are_named(config_file, env, field):
     found = train_with(config_file, "run", **env)
-    assert found.returncode == 2
-    assert found.stderr.count("error:") == 1
+    assert (found.returncode, found.stderr.count("error:")) == (2, 1)
     assert f"error: {field}" in found.stderr
 
 
@@ -248,18 +222,6 @@ def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text, proc
     monkeypatch.setattr("accelerate.commands.config.config_args.default_yaml_config_file", str(file))
     launched_by(monkeypatch, "accelerate launch --cpu train.py")
     assert processes_asked_for() == processes
-
-
-@pytest.mark.slow
-def test_one_process_under_a_launcher_uses_all_cores(tmp_path):
-    """`accelerate launch` sets OMP_NUM_THREADS=1 for everybody."""
-    script = tmp_path / "threads.py"
-    script.write_text(
-        "import torch; from gpt2_ddp.processes.launch import build_accelerator; build_accelerator('cpu', 'no');"
-        "print('threads', torch.get_num_threads())"
-    )
-    found = launch([*ACCELERATE, str(script)])
-    assert f"threads {usable_cores()}\n" in found.stdout, found.stderr
 
 
 @pytest.mark.parametrize(

@@ -66,9 +66,8 @@ def local_tasks(folder: Path, page: str) -> None:
     shutil.copy(theirs / "hellaswag/utils.py", folder)
     for name, split in (("hellaswag", "validation"), ("lambada", "test")):
         file = theirs / ("hellaswag/hellaswag.yaml" if name == "hellaswag" else "lambada/lambada_openai.yaml")
-        kept = [
-            line for line in file.read_text().splitlines() if not line.startswith(("dataset_", "task:", "training_"))
-        ]
+        theirs_alone = ("dataset_", "task:", "training_")
+        kept = [line for line in file.read_text().splitlines() if not line.startswith(theirs_alone)]
         data = {"task": f"local_{name}", "dataset_path": "json"}
         data |= {"dataset_kwargs": {"data_files": {split: str(folder / f"{name}.jsonl")}}}
         (folder / f"local_{name}.yaml").write_text(yaml.safe_dump(data) + "\n".join(kept) + "\n")
@@ -114,12 +113,8 @@ def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path):
     words = command.replace("EXPORT", str(export(tmp_path / "export", corpus))).split()
     words = [",".join(f"local_{name}" for name in names) if word == "local_items" else word for word in words]
     words += ["--output_path", "found", "--log_samples"]
-    env = os.environ | {
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "DISABLE_MULTIPROC": "1",
-    }
+    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "DISABLE_MULTIPROC": "1"}
     subprocess.run([LM_EVAL, *words[1:]], cwd=tmp_path, env=env, check=True, timeout=570)
     (results,) = (tmp_path / "found").rglob("results_*.json")
     theirs = json.loads(results.read_text())["results"]

@@ -62,8 +62,7 @@ def test_ranks_have_the_same_digest_and_read_only_their_own(kind, begins):
             (shares,) = feed.share(STEP)
             own = shares[number]
             assert batch.rows[0].tolist() == step.items[own.start : own.stop].tolist()
-            assert vars(feed.source)["asked"] == BATCH
-            assert len(set(step.items.tolist())) == STEP
+            assert (vars(feed.source)["asked"], len(set(step.items.tolist()))) == (BATCH, STEP)
         digests.add(feed.order_digest)
         assert feed.position == (begins + 2) * STEP
     assert len(digests) == 1

@@ -99,14 +99,8 @@ def start(folder: Path, body: str, *arguments: str, **env: str) -> subprocess.Po
     """A process that has come to `ready`, if its body says so."""
     file = folder / "script.py"
     file.write_text(textwrap.dedent(SCRIPT).replace("{body}", textwrap.dedent(body).replace("\n", "\n    ")))
-    return subprocess.Popen(
-        [sys.executable, str(file), *arguments],
-        env=environment(**env),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, str(file), *arguments], env=environment(**env), text=True, **pipes)
 
 
 def signalled(process: subprocess.Popen, number: int) -> tuple[int, str, str]:

@@ -167,9 +167,7 @@ def test_a_failed_run_is_not_requeued(slurm: Slurm, project):
     slurm.wait("a checkpoint, so that there is something new", lambda: list(run.glob("checkpoints/step-*")))
     ranks = [p for p in psutil.process_iter(["cwd", "environ"]) if p.info["cwd"] == str(project)]
     next(p for p in ranks if p.info["environ"].get("RANK") == "1").kill()
-    assert slurm.ended(job) == "FAILED"
-    assert status(run)["state"] == "failed"
-    assert slurm.job(job)["Restarts"] == "0"
+    assert (slurm.ended(job), status(run)["state"], slurm.job(job)["Restarts"]) == ("FAILED", "failed", "0")
 
 
 def test_of_an_array_one_element_is_stopped_and_goes_on(slurm: Slurm, project, reference):

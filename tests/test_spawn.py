@@ -92,9 +92,7 @@ def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):
     errors = capfd.readouterr().err
     assert "a process crashed (exit codes rank 0: " in errors
     assert ("a bug" in errors) == (how == "crash")
-    assert not psutil.Process().children() or all(
-        "rank" not in str(child.cmdline()) for child in psutil.Process().children()
-    )
+    assert all("rank" not in str(child.cmdline()) for child in psutil.Process().children())
 
 
 def test_a_rank_that_is_stopped_on_its_own_stops_all(monkeypatch, capfd):
@@ -134,19 +132,17 @@ def test_a_regression_on_two_processes_finds_the_line(tmp_path):
     assert found.returncode == 0, found.stderr
     words = found.stdout.replace(",", "").split()
     weight, bias, loss = (float(words[words.index(name) + 1]) for name in ("weight", "bias", "loss"))
-    assert weight == pytest.approx(2, abs=0.02)
-    assert bias == pytest.approx(3, abs=0.02)
+    assert (weight, bias) == (pytest.approx(2, abs=0.02), pytest.approx(3, abs=0.02))
     assert loss == pytest.approx(0.01, abs=0.001)
     state = json.loads((tmp_path / "regression/checkpoints/step-00001252/state.json").read_text())
     assert state["processes"] == 2
 
 
+LENET = ("--config", "configs/cifar100_lenet.yaml")
 WRONG = [
     ("train_classifier", ["--model.name", "vgg"], "model.name = vgg"),
-    pytest.param(
-        "train_classifier", ["--config", "configs/cifar100_lenet.yaml"], "data.name = cifar100", marks=pytest.mark.slow
-    ),
-    ("train_classifier", ["--config", "configs/cifar100_lenet.yaml", "--data.path", "/no/such"], "data.path"),
+    pytest.param("train_classifier", [*LENET], "data.name = cifar100", marks=pytest.mark.slow),
+    ("train_classifier", [*LENET, "--data.path", "/no/such"], "data.path"),
     ("train_classifier", ["--config", "configs/cifar100_resnet18.yaml", "--model.sync_batchnorm"], "model.sync"),
     ("train_transformer", ["--model.n_embd", "13"], "model.n_embd = 13"),
     ("train_regression", ["--train.global_batch_size", "0"], "train.global_batch_size = 0"),

@@ -11,7 +11,6 @@ import torch
 from ranks import run_ranks
 from runs import job_config, training_config
 
-from gpt2_ddp.benchmark.start import _lengths
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
@@ -22,21 +21,8 @@ from gpt2_ddp.tasks.jobs import run_job
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
-    "datasets",
-    "huggingface_hub",
-    "matplotlib",
-    "pandas",
-    "pyarrow",
-    "scipy",
-    "sympy",
-    "tensorboard",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.distributed.tensor",
-    "tokenizers",
-    "trackio",
-    "transformers",
-    "wandb",
+    *("datasets", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "scipy", "sympy", "tensorboard", "tokenizers"),
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "trackio", "transformers", "wandb"),
 )
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
 
@@ -82,8 +68,7 @@ def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
     further = (*train, "--train.steps", "3")
     heavy, printed = loaded(tmp_path, train, further, ("touch", str(rows)), further)
     assert heavy[:2] == ["after train []", "at the end []"], "it was complete, and its report is there"
-    assert "is complete at step 2" in printed
-    assert "report: " in printed
+    assert all(part in printed for part in ("is complete at step 2", "report: ")), printed
     assert heavy[2] == "after train []", "resumed"
     assert is_newer(report, rows), "drawn though the run was complete, as if a kill had come before the report"
 
@@ -102,14 +87,11 @@ def imported(config: JobConfig) -> list[str]:
 def test_a_file_is_newer_than_one_that_was_written_before_it(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     assert not is_newer(first, second)
-    first.write_text("")
-    assert not is_newer(first, second)
-    second.write_text("")
-    os.utime(first, ns=(1, 1))
-    os.utime(second, ns=(2, 2))
-    assert is_newer(second, first)
-    assert not is_newer(first, second)
-    assert not is_newer(first, first)
+    for number, file in enumerate((first, second), 1):
+        file.write_text("")
+        assert not is_newer(first, second)
+        os.utime(file, ns=(number, number))
+    assert [is_newer(*pair) for pair in ((second, first), (first, second), (first, first))] == [True, False, False]
 
 
 def test_a_model_without_init_is_the_same_but_for_its_weights():
@@ -122,9 +104,8 @@ def test_a_model_without_init_is_the_same_but_for_its_weights():
         bare = GPT(config, 100)
     assert torch.equal(torch.get_rng_state(), before), "nothing was drawn"
     assert not torch.equal(drawn, before)
-    assert {name: tensor.shape for name, tensor in bare.state_dict().items()} == {
-        name: tensor.shape for name, tensor in whole.state_dict().items()
-    }
+    shapes, others = ({name: value.shape for name, value in one.state_dict().items()} for one in (bare, whole))
+    assert shapes == others
     bare.load_state_dict(whole.state_dict())
     tokens = torch.arange(8)[None]
     assert torch.equal(bare(tokens), whole(tokens)), "what is no parameter is there: the padding's mask"
@@ -151,8 +132,3 @@ def test_a_light_optimizer_computes_the_same():
         results.append([layer.weight.detach().clone(), *(value["exp_avg"] for value in again.state.values())])
     assert all(map(torch.equal, *results))
     assert light(torch.optim.SGD).__name__ == "SGD"
-
-
-def test_stages_are_summed_up():
-    marks = [("a", 1.0, 0.5), ("b", 3.0, 1.0), ("a", 4.0, 1.5)]
-    assert _lengths(marks) == {"a": (2.0, 1.0), "b": (2.0, 0.5)}

@@ -155,8 +155,7 @@ def test_a_micro_batch_is_tried(monkeypatch):
     monkeypatch.setattr(model, "forward", limited)
     from accelerate import Accelerator
 
-    assert trying.tried_micro_batch(model, Accelerator(cpu=True), 12, 6) == 3
-    assert tried == [6, 4, 3]
+    assert (trying.tried_micro_batch(model, Accelerator(cpu=True), 12, 6), tried) == (3, [6, 4, 3])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -171,8 +171,7 @@ def test_one_tracker_that_fails_leaves_the_others(corpus, tmp_path, monkeypatch)
     trackers.start(config, "id", run.path)
     trackers.log(numbers(1, 0.5))
     trackers.finish()
-    assert said == ["wandb tracker: gone"]
-    assert in_tensorboard(run.path) == {"loss": [(1, 0.5)]}
+    assert (said, in_tensorboard(run.path)) == (["wandb tracker: gone"], {"loss": [(1, 0.5)]})
 
 
 def test_tensorboard_gets_the_rows(corpus, tmp_path):
@@ -190,11 +189,9 @@ def check_after_kills(corpus: Path, home: Path, kills: list[int], changes: dict[
     config, run = training_config(corpus, home, tracking | changes), home / "run"
     train_with_kills(config, home, kills)
     wanted = in_metrics(run)
-    assert steps(wanted)["tokens"][-1] == config.train.steps
-    assert in_tensorboard(run) == in_float32(wanted)
+    assert (steps(wanted)["tokens"][-1], in_tensorboard(run)) == (config.train.steps, in_float32(wanted))
     for found in (in_wandb(run), in_trackio(home, run)):
-        assert steps(found) == steps(wanted)
-        assert computed(found) == computed(wanted)
+        assert (steps(found), computed(found)) == (steps(wanted), computed(wanted))
     assert last_step_offline(run, run_id(run)) == config.train.steps
 
 

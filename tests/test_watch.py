@@ -1,6 +1,5 @@
 """Who is to blame, judged from recorded signs of life; and what the watch itself counts and tells."""
 
-import json
 import os
 import subprocess
 import sys
@@ -130,9 +129,6 @@ def test_others_judge_nothing_but_the_silence_of_rank_0():
     assert judge_silence({**ranks, 0: ranks[0]._replace(silent=121.0)}, 120) is not None
 
 
-# A process, told apart
-
-
 def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     one = this_process()
@@ -150,9 +146,6 @@ def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert other.is_gone, "it waits to be reaped"
     child.wait()
-
-
-# What is counted
 
 
 class Clock:
@@ -303,9 +296,6 @@ def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     time.watch._world = 1
 
 
-# What is told
-
-
 def two_watches(_: int) -> list:
     """Two runs in turn of one world: what rank 0 has heard of rank 1 by the end of each."""
     from gpt2_ddp.processes.launch import build_accelerator
@@ -333,9 +323,3 @@ def two_watches(_: int) -> list:
 def test_signs_of_life_arrive():
     heard = run_ranks(two_watches, 2, 0)[0]
     assert heard == [("stage 0", 5, True), ("stage 1", 6, True)]
-
-
-def test_a_sign_travels_as_json():
-    sign = Sign(this_process(), 4, "data", 3, idle=1.5, stack='  File "x"\n', failed="E: ü")
-    process, *rest = json.loads(json.dumps(sign))
-    assert Sign(Process(*process), *rest) == sign

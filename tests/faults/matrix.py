@@ -96,14 +96,9 @@ def disturb(cell: Cell, folder: Path, corpus: Path) -> Seen:
     """Starts the cell's command in `folder`, stops it, and waits until nothing of it is left."""
     mark, log = uuid.uuid4().hex, folder / "stderr"
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            command(cell, folder, corpus, disturbed=True),
-            env=environment(OMP_NUM_THREADS="1", **{MARK: mark}),
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
+        words, env = command(cell, folder, corpus, disturbed=True), environment(OMP_NUM_THREADS="1", **{MARK: mark})
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": errors}
+        process = subprocess.Popen(words, env=env, cwd=ROOT, start_new_session=True, **pipes)
     try:
         _await_stage(cell, folder, process, mark)
         number = signal.Signals[f"SIG{cell.signal}"]
@@ -132,15 +127,8 @@ def disturb(cell: Cell, folder: Path, corpus: Path) -> Seen:
 
 def finish(cell: Cell, folder: Path, corpus: Path) -> Path:
     """Gives the cell's command again, undisturbed, until it is complete; returns the run's folder."""
-    done = subprocess.run(
-        command(cell, folder, corpus, disturbed=False),
-        env=environment(OMP_NUM_THREADS="1"),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    words, env = command(cell, folder, corpus, disturbed=False), environment(OMP_NUM_THREADS="1")
+    done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert _status(folder)["state"] == "completed"
     return folder / "run"

@@ -23,14 +23,8 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints, verify
 
-FURTHER = {
-    "train.steps": 7,
-    "optim.decay_steps": 10,
-    "eval.every": 100,
-    "checkpoint.every": 3,
-    "checkpoint.keep_last": 1,
-    "tracking.sample_every": 5,
-}
+FURTHER = {"train.steps": 7, "optim.decay_steps": 10, "eval.every": 100, "tracking.sample_every": 5}
+FURTHER |= {"checkpoint.every": 3, "checkpoint.keep_last": 1}
 FAST = ("write checkpoints/.step-N.tmp/model.safetensors", "write metrics.jsonl", "rename checkpoints/.step-N.tmp")
 
 HARMLESS = ("mkdir checkpoints",)  # it is there already
@@ -106,9 +100,6 @@ def test_a_full_disk_at_every_place_that_is_written(corpus, tmp_path, halfway, w
     print(len(places), *places, sep="\n")
 
 
-# ---- On two ranks
-
-
 def script_on_a_disk_that_refuses(arguments: list[str], run: Path, place: str, number: int) -> tuple[Any, str]:
     """Runs the training script; the main process's disk refuses one place for ever. Its exit code and stderr."""
 
@@ -145,8 +136,7 @@ def test_all_ranks_end(corpus, tmp_path, halfway, place, number, cure, together)
         assert process.exitcode is not None
     lines = [line for line in (main[1] + other[1]).splitlines() if line.startswith("error:")]
     assert len(lines) == 1
-    assert cure in lines[0]
-    assert place.split("/")[-1].split()[-1] in lines[0]
+    assert all(part in lines[0] for part in (cure, place.split("/")[-1].split()[-1]))
     assert main[0] == 2
     assert other[0] == 2 if together else other[0] != 0
     assert steps(tmp_path / "runs/run") == [5]
@@ -175,20 +165,14 @@ def test_a_disk_that_dies(corpus, tmp_path, halfway, background):
     ((code, said),) = run_ranks(script_on_a_disk_that_dies, 1, write_config(tmp_path, config), run)
     assert code == 2, said
     (line,) = [line for line in said.splitlines() if line.startswith("error:")]
-    assert MODEL in line
-    assert "Read-only" in line
+    assert all(part in line for part in (MODEL, "Read-only")), line
     assert "Traceback" not in said
-    assert run_ranks(train, 1, config) == ["completed"]
-    assert steps(run)[-1] == 7
-    assert left_behind(run) == []
+    assert (run_ranks(train, 1, config), steps(run)[-1], left_behind(run)) == (["completed"], 7, [])
 
 
 def write_config(folder: Path, config: TrainingConfig) -> list[str]:
     (folder / "config.yaml").write_text(dump(config))
     return ["--config", str(folder / "config.yaml")]
-
-
-# ---- Real ones
 
 
 @pytest.fixture

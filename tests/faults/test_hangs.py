@@ -201,9 +201,6 @@ def test_a_lone_process_that_stands_still_ends(tmp_path):
     assert "in endless" in found.status["reason"]
 
 
-# The healthy
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_slow_rank_is_not_accused(tmp_path, victim):
@@ -273,9 +270,6 @@ def finish(started: list) -> list[str]:
     from ranks import results
 
     return results(started, timeout=180)
-
-
-# Under torchrun
 
 
 @pytest.mark.soak

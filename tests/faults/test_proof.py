@@ -46,19 +46,14 @@ def train_until(config: TrainingConfig, place: str) -> list[str]:
     told: list[str] = []
 
     def tell(operation: str, name: str) -> None:
-        told.append(f"{operation} {re.sub('step-[0-9]+', 'step-N', name)} {told_of(told, operation, name)}")
+        begins = f"{operation} {re.sub('step-[0-9]+', 'step-N', name)} "
+        told.append(f"{begins}{sum(line.startswith(begins) for line in told)}")
         if told[-1] == place:
             os.kill(os.getpid(), signal.SIGKILL)
 
     interpose(Path(config.output_dir) / config.run_name, tell)
     loop.train(config, Pretraining)
     return told
-
-
-def told_of(told: list[str], operation: str, name: str) -> int:
-    """How often this was told before."""
-    begins = f"{operation} {re.sub('step-[0-9]+', 'step-N', name)} "
-    return sum(line.startswith(begins) for line in told)
 
 
 @pytest.mark.soak

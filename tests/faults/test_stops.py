@@ -108,14 +108,9 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
         (tmp_path / "words.txt").write_bytes(b" ".join(map(bytes, letters)))
         flags = ["--source", str(tmp_path / "words.txt"), "--vocab_size", "100000"]
     with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "scripts/prepare_data.py"), *flags, "--output", str(tmp_path / "new/data")],
-            env=environment(),
-            stdout=said,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), *flags, "--output", f"{tmp_path}/new/data"]
+        pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
     while not list(tmp_path.glob("new/data/train_*.bin")) and "merging" not in (tmp_path / "said").read_text():
         assert process.poll() is None
         time.sleep(0.05)
