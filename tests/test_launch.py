@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from commands import ACCELERATE, ROOT, forked, launch, run_script
+from commands import ACCELERATE, ROOT, environment, forked, launch, run_script
 from ranks import RankError, free_port, run_ranks
 from runs import rows, train, training_config
 
@@ -82,6 +82,30 @@ def test_a_launch_of_two_processes_trains_like_one(config_file, one_process_dige
     assert found.returncode == 0, found.stderr
     assert digest(config_file, "two") == (one_process_digest, 2)
     assert (Path(config_file).parent / "two/report.html").exists()
+
+
+@pytest.mark.slow
+def test_two_machines_on_loopback(config_file, one_process_digest):
+    """The README's recipe for several nodes, each "machine" with a process of its own."""
+    port = str(free_port())
+    template = str(ROOT / "configs/accelerate/multi_node.yaml")
+    words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    words += ["--mixed_precision", "no", "--config_file", template]
+    two = train_command(config_file, "two")
+    machines = [
+        subprocess.Popen(
+            [*ACCELERATE, *words, "--machine_rank", rank, *two],
+            env=environment(),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    for machine in machines:
+        _, errors = machine.communicate(timeout=120)
+        assert machine.returncode == 0, errors
+    assert digest(config_file, "two") == (one_process_digest, 2)
 
 
 def train_apart(config_file: str, place: Path) -> str:
