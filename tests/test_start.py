@@ -25,6 +25,13 @@ HEAVY = (
     *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "trackio", "transformers", "wandb"),
 )
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
+UNUSED = (
+    *("config.jobs", "config.tools", "data.encode", "data.prepare", "data.sources", "data.vocabulary", "model.memory"),
+    *("reports", "run.trackers", "scoring", "tasks.initial_weights", "tasks.micro_batch"),
+)
+"""Modules and folders of this package that a training on prepared data loads only where they are switched on."""
+LINES, MODULES = 7_300, 64
+"""Most non-blank lines and modules of this package that such a training loads. Only ever lowered."""
 
 
 def loaded(folder: Path, *commands: tuple[str, ...]) -> tuple[list[str], str]:
@@ -34,6 +41,7 @@ def loaded(folder: Path, *commands: tuple[str, ...]) -> tuple[list[str], str]:
         "import json, os, runpy, sys; import gpt2_ddp.run.loop as loop\n"
         "train = loop.train\n"
         f"said = lambda when: print(when, [name for name in {HEAVY} if name in sys.modules])\n"
+        "own = lambda: [m.__file__ for n, m in sys.modules.items() if n.startswith('gpt2_ddp.') and m.__file__]\n"
         "def noted(*args):\n"
         "    result = train(*args)\n"
         "    said('after train')\n"
@@ -47,6 +55,7 @@ def loaded(folder: Path, *commands: tuple[str, ...]) -> tuple[list[str], str]:
         "    try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "    except SystemExit as end: assert not end.code\n"
         "    said('at the end')\n"
+        "    print('own', json.dumps(own()))\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", code, json.dumps(commands)]
@@ -61,9 +70,14 @@ def test_a_training_imports_nothing_that_it_does_not_use(corpus, tmp_path):
     config.write_text(dump(training_config(corpus, tmp_path, {"train.steps": 2})))
     small = ("train_regression.py", "--train.epochs", "1", "--data.points", "100", "--output_dir", str(tmp_path))
     train = ("train_gpt2.py", "--config", str(config))
-    heavy, _ = loaded(tmp_path, small, train)
+    heavy, printed = loaded(tmp_path, train, small)
+    files = [Path(file) for file in json.loads(next(line for line in printed.splitlines() if line[:4] == "own ")[4:])]
+    names = [".".join(file.with_suffix("").relative_to(ROOT / "gpt2_ddp").parts) for file in files]
+    assert [name for name in names if name.startswith(UNUSED)] == []
+    assert sum(bool(line.strip()) for file in files for line in file.read_text().splitlines()) <= LINES
+    assert sum(not name.endswith("__init__") for name in names) <= MODULES
     assert heavy[0] == heavy[2] == "after train []"
-    assert heavy[3] == "at the end ['matplotlib']", "the report is drawn"
+    assert heavy[3] == "at the end []", "another process draws the report"
     report, rows = tmp_path / "run/report.html", tmp_path / "run/metrics.jsonl"
     further = (*train, "--train.steps", "3")
     heavy, printed = loaded(tmp_path, train, further, ("touch", str(rows)), further)
