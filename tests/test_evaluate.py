@@ -188,3 +188,14 @@ def test_evaluations_take_a_twentieth_of_a_run_at_most(corpus, tmp_path):
     trained, scored = (sum(tokens[kind] for tokens in found) for kind in (True, False))
     assert trained >= 60 * 24 * 32
     assert 0 < scored / 3 <= 0.05 * trained
+
+
+def test_a_progress_bar_is_cleared_at_the_end(corpus, monkeypatch):
+    screen, now = io.StringIO(), iter(range(1000))
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
+    evaluate(accelerator, model(), TokenStream(corpus, read_manifest(corpus), "val"), 48, 8, 48 * 80)
+    assert "evaluating" in screen.getvalue()
+    assert not screen.getvalue().rsplit("\r", 2)[1].strip()
