@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,36 +37,108 @@ COPIED = ("gpt2_ddp", "tests", "scripts", "configs", "docs", "README.md", "Makef
 
 GUARD = "tests/faults/test_guard.py"
 CHAIN = ["tests/test_tracking.py", "tests/test_verify.py", "-k", "not (lock or crash or prompt)"]
-LOOP = ["tests/test_numbers.py", "tests/test_task.py", "tests/test_losses.py", "tests/test_loop.py", GUARD]
+LOOP = [f"tests/test_{name}.py" for name in ("numbers", "task", "losses", "loop", "stop")]
+STEPS = "figure or skipped or bitwise or mean_loss or patience_ends or raised or short_run or views or breaks_off"
+LATE = [f"{GUARD}::test_each_step_is_judged_two_steps_late", f"{GUARD}::test_a_resumed_guard_judges_alike"]
 MODULES: dict[str, tuple[int, list[str]]] = {
     "data/order.py": (20, ["tests/test_order.py", "tests/test_mixture.py", "-k", "order"]),
     "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (share_of_random or workers or middle or windows or time)"]),
     "data/mixture.py": (24, ["tests/test_mixture.py"]),
-    "run/loop.py": (
-        14,
-        [*LOOP, "-k", "figure or skipped or bitwise or mean_loss or patience_ends or raised or short_run"],
-    ),
-    "run/guard.py": (14, [GUARD, "-k", "job or every_gradient or all_the_same or kept or spike"]),
+    "run/loop.py": (14, [*LOOP, GUARD, "-k", f"{STEPS} or only_where or newest_checkpoint_of"]),
+    "run/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
     "run/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
     "run/checkpoint_folder.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
-    "model/evaluate.py": (18, ["tests/test_evaluate.py", "-k", "not hang"]),
+    "model/evaluate.py": (
+        18,
+        ["tests/test_evaluate.py", "tests/test_mixture.py", "-k", "not hang and (evaluate or of_a_mixture)"],
+    ),
     "model/optim.py": (24, ["tests/test_optim.py", f"{GUARD}::test_running_statistics"]),
-    "model/muon.py": (14, ["tests/test_optim.py"]),
-    "run/rows.py": (16, CHAIN),
+    "model/muon.py": (14, ["tests/test_optim.py", "tests/test_loop.py", "-k", "optim or muon_trains_the_same"]),
+    "run/rows.py": (16, ["tests/test_rows.py", *CHAIN]),
     "run/folder.py": (8, CHAIN),
     "reports/verify_rows.py": (20, ["tests/test_verify.py"]),
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
 PARTS = {"run/folder.py": {"cut_metrics", "append", "_chained", "record_start", "record_end", "record_completed"}}
 """The functions of a module that are changed; all of it where it is not named."""
-EQUIVALENT: list[tuple[str, str, str, str]] = []
+EQUIVALENT: list[tuple[str, str, str, str]] = [
+    (
+        "data/order.py",
+        "self._first, self._kept = 0, np.empty(0, np.uint64) # the items at so many positions from the first on",
+        "self._first, self._kept = 1, np.empty(0, np.uint64) # the items at so many positions from the first on",
+        "empty at first, so any position is outside",
+    ),
+    (
+        "data/order.py",
+        "if not len(positions) or positions[-1] - positions[0] >= FEW:",
+        "if not len(positions) or positions[-1] - positions[0] > FEW:",
+        "which lookups are cached; the items are the same",
+    ),
+    (
+        "data/order.py",
+        "return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])",
+        "return parts[0] if False else np.concatenate([np.empty(0, np.uint64), *parts])",
+        "joining one part is that part",
+    ),
+    (
+        "data/feed.py",
+        "num_workers=self._workers, prefetch_factor=4 if self._workers else None,",
+        "num_workers=self._workers,",
+        "how far workers read ahead",
+    ),
+    (
+        "data/feed.py",
+        "return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]",
+        "return [list(micro_batch) for micro_batch in zip(*ranks, strict=False)]",
+        "all ranks have as many parts",
+    ),
+    (
+        "data/mixture.py",
+        "for path, manifest in zip(paths, manifests, strict=True):",
+        "for path, manifest in zip(paths, manifests):",
+        "as many manifests as paths are read",
+    ),
+    (
+        "run/loop.py",
+        "none = run.step > 0 and round(run.skipped.item()) == run.step",
+        "none = run.step >= 0 and round(run.skipped.item()) == run.step",
+        "a complete run has taken a step",
+    ),
+    (
+        "run/guard.py",
+        "self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)",
+        "self._values = torch.empty(values.shape, pin_memory=True)",
+        "losses are fp32, which is the default",
+    ),
+    (
+        "run/checkpoint.py",
+        "STATE: [json.dumps(snapshot.state, indent=1).encode()],",
+        "STATE: [json.dumps(snapshot.state).encode()],",
+        "the layout of state.json",
+    ),
+    (
+        "model/evaluate.py",
+        "if len(whole):",
+        "if True:",
+        "reads and writes no rows",
+    ),
+    (
+        "model/optim.py",
+        "end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)",
+        "end, low, last = config.decay_steps or False, config.min_lr, lr_at(steps, config)",
+        "only read where decay_steps is set",
+    ),
+    (
+        "reports/verify_rows.py",
+        "elif step <= (self.steps or 0):",
+        "elif step <= (self.steps or 1):",
+        "a run has at least one step",
+    ),
+]
 """Mutants that change nothing observable: module, line before, line after, and the reason."""
 
-
-SWAPS = (
-    "<<:>>, >>:<<, <=:<, <:<=, >=:>, >:>=, ==:!=, !=:==, is not:is, is:is not, not in:in, in:not in, and:or, or:and, "
-)
-SWAPS += "+:-, -:+, **:*, *:+, //:*, /:*, %://, &:|, |:&, ^:&, min:max, max:min, any:all, all:any, "
+SWAPS = "<<:>>, >>:<<, <=:<, <:<=, >=:>, >:>=, ==:!=, !=:==, is not:is, is:is not, not in:in, in:not in, "
+SWAPS += "and:or, or:and, +:-, -:+, **:*, *:+, //:*, /:*, %://, &:|, |:&, ^:&, min:max, max:min, any:all, all:any, "
 SWAPS += "minimum:maximum, maximum:minimum, ceil:floor, floor:ceil"
 SWAP: dict[str, str] = dict(swap.split(":") for swap in SWAPS.split(", "))
 OPERATOR = re.compile("|".join(re.escape(old) for old in SWAP))
@@ -104,6 +177,7 @@ class Mutant(NamedTuple):
         return f"{self.line}: {self.before}  ->  {self.after}"
 
 
+@cache
 def mutants_of(module: str) -> list[Mutant]:
     """As many mutants of a module as `MODULES` says, evenly spread over all of its places."""
     source = (ROOT / "gpt2_ddp" / module).read_bytes()
@@ -192,15 +266,18 @@ class Copy:
         for place in (ROOT / name for name in COPIED):
             copy = shutil.copytree if place.is_dir() else shutil.copyfile
             copy(place, folder / place.name)
-        environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment = {**os.environ, **environment, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+        environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
         pipe, command = subprocess.PIPE, [sys.executable, "-c", SERVER]
-        self.server = subprocess.Popen(command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True)
+        self.server = subprocess.Popen(
+            command, cwd=folder, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True
+        )
 
-    def run(self, module: str, source: bytes, limit: float) -> tuple[str, float]:
-        """Runs a module's tests on this source of it: killed, survived or timeout; and the seconds that they took."""
+    def run(self, module: str, source: bytes = b"", limit: float = 1800.0) -> tuple[str, float]:
+        """Runs a module's tests on this source of it, or its own: killed, survived or timeout; and the seconds."""
         begun, file, timer = time.monotonic(), self.folder / "gpt2_ddp" / module, threading.Timer(limit, self.end)
-        file.write_bytes(source)
+        original, self.group = file.read_bytes(), 0
+        file.write_bytes(source or original)
         try:
             print(json.dumps(MODULES[module][1]), file=self.server.stdin, flush=True)
             self.group = int(self.server.stdout.readline())
@@ -209,7 +286,7 @@ class Copy:
         finally:
             timer.cancel()
             self.end()  # what the tests left running
-        shutil.copyfile(ROOT / "gpt2_ddp" / module, file)
+        file.write_bytes(original)
         seconds = time.monotonic() - begun
         return "timeout" if seconds >= limit else "killed" if code else "survived", seconds
 
@@ -220,6 +297,7 @@ class Copy:
                 os.killpg(self.group, signal.SIGKILL)
 
 
+@cache
 def digest(module: str) -> str:
     """Of a module, its tests, and which of them are run."""
     count, tests = MODULES[module]
@@ -235,7 +313,7 @@ def run_mutants(
     if not todo:
         return
     copy = free.get()
-    state, usual = copy.run(module, (ROOT / "gpt2_ddp" / module).read_bytes(), 1800.0)
+    state, usual = copy.run(module)
     if state != "survived":
         raise SystemExit(f"the tests of {module} fail without a change:\n{(copy.folder / 'output.txt').read_text()}")
     free.put(copy)
@@ -263,19 +341,29 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file of results: read where it is there, and written")
     args = parser.parse_args()
     results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    table, lock, free = [], threading.Lock(), SimpleQueue[Copy]()
+    table, lock, copies, free = [], threading.Lock(), list[Copy](), SimpleQueue[Copy]()
 
     def save() -> None:
         with lock:
             if args.json:
                 args.json.write_text(json.dumps(results, indent=1) + "\n")
 
+    def stop(*_: object) -> None:
+        for copy in copies:
+            copy.server.kill()
+            copy.end()
+        sys.exit(1)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for number in range(args.jobs):
-            free.put(Copy(Path(folder) / str(number)))
-        for module in args.only or MODULES:
-            if results.get(module, {}).get("digest") != digest(module):
-                results[module] = {"digest": digest(module), "mutants": {}}
+        work = {module: digest(module) for module in args.only or MODULES if mutants_of(module)}  # then copy the tree
+        copies += [Copy(Path(folder) / str(number)) for number in range(args.jobs)]
+        for copy in copies:
+            free.put(copy)
+        for module, current in work.items():
+            if results.get(module, {}).get("digest") != current:
+                results[module] = {"digest": current, "mutants": {}}
             found, states = results[module]["mutants"], Counter[str]()
             run_mutants(module, free, args.jobs, found, save)
             for mutant in mutants_of(module):
