@@ -56,6 +56,9 @@ faults: $(VENV)/.installed-dev  ## every fault of docs/reliability.md at every p
 soak: $(VENV)/.installed-dev  ## half an hour of random faults on one run; SOAK_SECONDS=60 SOAK_SEED=1 make soak for less
 	$(BIN)/pytest -s -m soak tests/faults/test_soak.py $(ARGS)
 
+mutants: $(VENV)/.installed-dev  ## changes the core in 200 places, and reports what no test notices (half an hour or more)
+	$(BIN)/python tests/mutants.py $(ARGS)
+
 DEVICE ?= cuda
 gpu: $(VENV)/.installed-dev  ## what to run first on a GPU; again, it goes on from there. DEVICE=cpu tries it, tiny
 	$(BIN)/python scripts/benchmark.py gpu --device $(DEVICE) --output runs/gpu $(ARGS)
@@ -85,4 +88,4 @@ clean:  ## remove the environment and caches; data/ and runs/ stay
 	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train speedrun test test-slow test-cluster faults soak gpu image test-image lock check format clean
+.PHONY: help train speedrun test test-slow test-cluster faults soak mutants gpu image test-image lock check format clean

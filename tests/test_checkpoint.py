@@ -505,3 +505,65 @@ def test_room_is_made_only_once_that_is_recorded(tmp_path, monkeypatch):
     folder = CheckpointFolder(tmp_path, keep_last=2)
     folder.save(snapshot({"step": 3}), record=lambda row: said.append((row["event"], row["kept"], steps(tmp_path))))
     assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
+
+
+def test_a_damaged_one_is_worded_by_its_file_and_reason():
+    assert str(Damaged(Path("a/b"), "is missing")) == "a/b: is missing"
+
+
+def test_a_manifest_has_a_version_and_a_size_that_are_kept(tmp_path):
+    place = save(tmp_path, 1)
+    text = (place / "manifest.json").read_text()
+    assert json.loads(text)["version"] == 2
+    (place / "manifest.json").write_text(text + " " * 2**20)
+    with pytest.raises(Damaged, match=r"manifest\.json"):
+        verify(place)
+
+
+def test_a_folder_with_weights_alone_is_a_checkpoint_without_a_manifest(tmp_path):
+    place = save(tmp_path, 1)
+    (place / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
+        find_checkpoint(place)
+
+
+def test_who_only_looks_leaves_everything_where_it_is(tmp_path):
+    place = save(tmp_path, 1)
+    (place / "state.json").unlink()
+    (tmp_path / ".step-00000002.tmp").mkdir()
+    with pytest.raises(UserError, match="none is intact"):
+        CheckpointFolder(tmp_path, hold=False).newest()
+    assert {file.name for file in tmp_path.iterdir()} == {"step-00000001", ".step-00000002.tmp"}
+
+
+def test_checkpoints_after_a_step_are_removed(tmp_path):
+    one = snapshot({})
+    checkpoints = CheckpointFolder(tmp_path)
+    for step in (2, 4, 6, 8):
+        checkpoints.save(dataclasses.replace(one, state={"step": step}))
+    assert steps(tmp_path) == [4, 6, 8]
+    checkpoints.remove_after(6)
+    assert steps(tmp_path) == [4, 6]
+
+
+def test_the_newest_good_one_and_those_after_it_are_kept(tmp_path):
+    one = snapshot({})
+    checkpoints = CheckpointFolder(tmp_path, keep_last=1)
+    for step in (1, 2, 3, 4, 5):
+        checkpoints.save(dataclasses.replace(one, state={"step": step}), good=3)
+    assert steps(tmp_path) == [3, 4, 5]
+    checkpoints.prune(good=4)
+    assert steps(tmp_path) == [4, 5]
+
+
+def test_each_one_is_verified_once_and_a_damaged_one_in_silence(tmp_path, monkeypatch, capsys):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    (tmp_path / "step-00000003/state.json").write_text("{}")
+    seen = []
+    monkeypatch.setattr(checkpoint, "verify", lambda place: seen.append(place.name) or verify(place))
+    checkpoints = CheckpointFolder(tmp_path)
+    for _ in range(2):
+        assert checkpoints.newest_until(9) == tmp_path / "step-00000002"
+    assert seen == ["step-00000001", "step-00000002", "step-00000003", "step-00000003"]
+    assert capsys.readouterr().err == ""

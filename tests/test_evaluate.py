@@ -164,3 +164,14 @@ def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
     assert tokens is None
     assert said.startswith("note: evaluations score all tokens from here on, and 777 before (eval.tokens); the lowest")
     assert settled(some, None)[0] == 900
+
+
+def test_a_progress_bar_is_cleared_at_the_end(corpus, monkeypatch):
+    screen, now = io.StringIO(), iter(range(1000))
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
+    evaluate(accelerator, model(), TokenStream(corpus, read_manifest(corpus), "val"), 48, 8, 48 * 80)
+    assert "evaluating" in screen.getvalue()
+    assert not screen.getvalue().rsplit("\r", 2)[1].strip()

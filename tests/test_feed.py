@@ -571,3 +571,17 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
     small, big = resident.values()
     print(resident)
     assert big < 1.05 * small, resident
+
+
+def test_a_new_feed_straddles_epochs_and_has_ended_none():
+    feed = Feed(range(10), 1, 4, interleaved(1, 4))
+    assert not feed.ended_epoch
+    assert [len(feed.next_step().items) for _ in range(5)] == [4] * 5
+
+
+def test_one_item_stands_in_for_an_empty_share():
+    from gpt2_ddp.data.feed import _part
+
+    positions = np.arange(7, 12)
+    assert _part(positions, range(0)).tolist() == [7]
+    assert _part(positions, range(1, 3)).tolist() == [8, 9]

@@ -264,3 +264,26 @@ def test_settings_take_effect(corpus, tmp_path):
         assert found["places"][1] == found["places"][2] == found["places"][3]
         assert None not in found["places"][0]
         assert found["storages"] == 1, "all of the tiny model's gradients fit into one bucket"
+
+
+def test_the_newest_checkpoint_of_a_result(tmp_path):
+    from gpt2_ddp.run.loop import Result
+
+    for step in (5, 10, 20):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+    assert Result("completed", 20, {}, 1.0, tmp_path, None).checkpoint == tmp_path / "checkpoints/step-00000020"
+
+
+def test_a_run_begins_with_a_row_only_where_there_are_scores():
+    from types import SimpleNamespace
+
+    from gpt2_ddp.run.loop import follow
+
+    logged = []
+    stop = SimpleNamespace(poll=None, is_agreed=False, agreed_now=lambda: False)
+    running = SimpleNamespace(metrics=SimpleNamespace(log=logged.append), stop=stop)
+    for step, scores in ((0, {}), (0, {"val_loss": 1.0}), (5, {})):
+        run = SimpleNamespace(owed={"row": {"step": step}}, step=step, first_step=0, evaluate=lambda poll, s=scores: s)
+        assert follow(run, running)  # pyright: ignore
+        assert run.owed is None
+    assert logged == [{"step": 0, "val_loss": 1.0}, {"step": 5}]

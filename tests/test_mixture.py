@@ -521,3 +521,24 @@ def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
     assert last["tokens/web"] == 8000
     assert last["tokens/code"] + last["tokens/poems"] == 1400 * 8
     assert last["val_loss"] == last["val_loss/web"] != last["val_loss/code"]
+
+
+def test_a_range_that_is_passed_over_counts_as_far_as_the_data_stand():
+    order = mixture()
+    row = order.by_source(1500, [(1200, 1900), (4000, 4100)], "tokens", 8)
+    assert [row[f"tokens/s{i}"] for i in range(3)] == (order.uses(1200) * 8).tolist()
+    assert [row[f"epoch/s{i}"] for i in range(3)] == [
+        round(n / size, 4) for n, size in zip(order.uses(1500).tolist(), WINDOWS, strict=True)
+    ]
+
+
+def test_only_the_last_few_blocks_are_kept():
+    order = mixture()
+    for block in range(40):
+        order.at(np.arange(1000 * block, 1000 * block + 4))
+        assert len(order._blocks) <= 8
+
+
+def test_a_state_that_tells_of_no_data_goes_on_with_any(tmp_path):
+    config = config_of([], tmp_path, data__path=["x", "y"], data__weights=[1, 1], data__phases=[])
+    assert list(going_on(config, {"position": 900})) == []

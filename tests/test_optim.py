@@ -267,3 +267,71 @@ def test_the_search_for_a_scale_is_not_bad():
         assert guard.judge(torch.tensor(norm), norms, torch.tensor(scale)).item() == skipped
         assert guard.bad.item() == bad
     assert norms.read()[0] == 51
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_frozen_parameters_are_in_no_group(name):
+    model = GPT(TINY, 100)
+    frozen = [p for key, p in model.named_parameters() if key.endswith(("ln_1.weight", "c_fc.weight", "wpe.weight"))]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    groups = build_optimizer(model, OptimConfig(name=name)).param_groups
+    stepped = {id(p) for group in groups for p in group["params"]}
+    assert len(frozen) == 3
+    assert stepped == {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def test_a_decay_of_one_step():
+    config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=11)
+    assert [lr_at(step, config) for step in (10, 11)] == [1.0, pytest.approx(0.1)]
+
+
+def test_statistics_are_empty_at_first_and_set_a_limit_from_the_20th_value_on():
+    from gpt2_ddp.model.optim import RunningStatistics
+
+    norms, losses = NormStatistics(torch.device("cpu")), RunningStatistics()
+    assert norms.read() == list(losses.values) == [0.0, 0.0, 0.0]
+    for count in range(1, 23):
+        norms.add(torch.tensor(2.0), torch.tensor(True))
+        losses.add(2.0)
+        limit = 2.0 + 3 * 0.002 if count >= 20 else math.inf
+        assert norms.limit(3.0).item() == pytest.approx(limit)
+        assert losses.limit(3.0) == pytest.approx(limit)
+
+
+def test_norms_are_kept_only_where_they_have_a_limit():
+    guard, norms = StepGuard(build_optimizer(GPT(TINY, 100), OptimConfig())), NormStatistics(torch.device("cpu"))
+    assert guard.judge(torch.tensor(1.0), norms).item() == 0
+    assert norms.read() == [0.0, 0.0, 0.0]
+
+
+def test_muon_sends_its_updates_in_bf16(monkeypatch):
+    """The step of a zero matrix is its update, which bf16 holds exactly."""
+    monkeypatch.setattr(muon, "multiplies_bf16", lambda device: False)
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    parameter.grad = torch.randn(8, 8)
+    group = {"params": [parameter], "momentum": 0.9, "weight_decay": 0.0}
+    muon.Muon([group], lr=1.0).step()
+    assert parameter.abs().max() > 0.1
+    assert torch.equal(parameter, parameter.bfloat16().float())
+
+
+def test_a_schedule_that_ends_within_a_twentieth_of_its_last_rate_needs_no_note():
+    config = OptimConfig(lr=2.0, min_lr=0.2, warmup_steps=50, decay_steps=700)
+    assert lr_at(608, config) - 0.2 == pytest.approx(1.8 / 20.5, rel=0.01)
+    assert schedule_note(0, 608, config) == ""
+    assert "the schedule at step 700" in schedule_note(0, 606, config)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_numbers_that_an_optimizer_keeps(name):
+    from gpt2_ddp.model.optim import state_numbers
+
+    config, model = OptimConfig(name=name), GPT(TINY, 100)
+    optimizer = build_optimizer(model, config)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [value for state in optimizer.state.values() for kind, value in state.items() if kind != "step"]
+    assert state_numbers(model, config) == sum(value.numel() for value in kept)

@@ -145,3 +145,12 @@ def test_positions_of_steps_in_turn_are_evaluated_once(monkeypatch):
         for _ in ("of the feed", "of the loader"):
             order.at(np.arange(start, start + 4))
     assert len(calls) <= 4  # with those that fell outside and went through again
+
+
+def test_positions_of_a_later_epoch_are_evaluated_once_too(monkeypatch):
+    calls, feistel = [], Order._feistel
+    monkeypatch.setattr(Order, "_feistel", lambda self, *rest: calls.append(1) or feistel(self, *rest))
+    order = Order(1, 10**6)
+    for start in range(5 * 10**6, 5 * 10**6 + 2048, 16):
+        order.at(np.arange(start, start + 16))
+    assert len(calls) <= 4

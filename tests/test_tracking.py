@@ -145,3 +145,11 @@ def _crash_at_step_6(config: TrainingConfig) -> None:
 
     loop.train_step = crashing
     train(config)
+
+
+def test_without_a_number_of_rollbacks_rows_are_cut_by_their_steps(corpus, tmp_path):
+    run = RunFolder(training_config(corpus, tmp_path))
+    for row in ({"step": 1}, {"step": 3}, {"event": "rollback", "step": 1, "from": 3}, {"step": 2}, {"step": 3}):
+        run.append(METRICS, row)
+    run.cut_metrics(2)
+    assert [json.loads(line)["step"] for line in (run.path / METRICS).read_text().splitlines()] == [1, 2]

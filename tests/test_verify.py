@@ -512,3 +512,47 @@ def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
     assert list(check_end(tmp_path, rows, {})) == []
     rows["line 2"]["step"] = rows["line 3"]["from"] = 11
     assert [defect.split(",")[0] for defect in check_end(tmp_path, rows, {})] == ["samples.jsonl"]
+
+
+def missed(config: TrainingConfig, *records: dict) -> list[str]:
+    """What a schedule finds wrong with these rows of a run of 8 steps without a validation split."""
+    from gpt2_ddp.reports.verify_rows import Schedule
+
+    history = History(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
+    schedule = Schedule(config, history, validates=False, begun=False)
+    return [defect for record in records for defect in schedule.check(record)]
+
+
+def test_checkpoints_that_a_rollback_undid_are_due_again(corpus: Path, tmp_path: Path) -> None:
+    config = training_config(corpus, tmp_path, {"checkpoint.every": 2})
+    start = {"event": "start", "step": 0, "steps": 8, "config": config.model_dump(mode="json")}
+    rows = [{"step": step} for step in range(9)]
+    saved = [{"event": "checkpoint", "step": step} for step in range(9)]
+    end = {"event": "end", "step": 8, "outcome": "completed"}
+    once = [start, *rows[1:3], saved[2], *rows[3:5], saved[4], *rows[5:7], saved[6]]
+    assert missed(config, *once, *rows[7:], saved[8], end) == []
+    back = {"event": "rollback", "step": 1, "from": 6}
+    assert missed(config, *once, back, rows[2], saved[2], *rows[3:], saved[8], end) == [
+        "the checkpoint of step 4 was not recorded",
+        "the checkpoint of step 6 was not recorded",
+    ]
+
+
+def test_rows_before_a_later_start_are_missed_and_a_start_has_its_configuration(corpus: Path, tmp_path: Path) -> None:
+    config = training_config(corpus, tmp_path)
+    start = {"event": "start", "step": 0, "steps": 8, "config": config.model_dump(mode="json")}
+    rows = [{"step": step} for step in range(9)]
+    assert missed(config, start, *rows[1:5], start | {"step": 4}) == []
+    assert missed(config, start, *rows[1:3], start | {"step": 4}) == ["the row of step 3 is missing"]
+    for field in ("config", "steps"):
+        without = {name: value for name, value in start.items() if name != field}
+        assert missed(config, without) == ["a start without its configuration"]
+
+
+def test_a_field_of_another_type_makes_a_line_no_row(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    for row in ({"step": 1, "lr": "x"}, {"step": 1, "chain": 5}, {"step": True}, {"lr": 0.1}):
+        file.write_text(json.dumps(row) + "\n")
+        assert read_metrics(file)[1] == ["metrics.jsonl, line 1: is not a row with a step"]
+    file.write_text(json.dumps({"step": 1, "lr": None}) + "\n")
+    assert read_metrics(file)[1] == []

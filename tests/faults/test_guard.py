@@ -164,3 +164,75 @@ def test_running_statistics(values):
     else:
         assert 190 < mean < 215
         assert statistics.limit(2.0).item() == pytest.approx(mean + 2 * math.sqrt(variance))
+
+
+LOSSES = [*(5.0 + i % 3 / 100 for i in range(30)), 9.0, math.nan, -1e9, 5.0, 5.01, 5.02, 9.5, 5.0, 5.0]
+"""Of steps 1 to 39; the gradient of step 33 is bad."""
+
+
+def judgements(cut: int = 0) -> list[tuple]:
+    """What a guard knows after each step of `LOSSES`; after step `cut`, another one resumes from its state."""
+    from types import SimpleNamespace
+
+    from gpt2_ddp.config.run import GuardConfig
+    from gpt2_ddp.processes.agreement import Agreement
+    from gpt2_ddp.run.guard import Guard
+    from gpt2_ddp.run.stop import CARRIED
+
+    class Stop:
+        def __init__(self):
+            self.carried, self.agreement = [0] * CARRIED, Agreement(accelerator, CARRIED)
+
+        def agreed(self, carry):
+            sums = self.agreement.exchange(carry)
+            self.carried = [a + b for a, b in zip(self.carried, sums, strict=True)]
+
+    place = {"device": torch.device("cpu"), "is_main_process": True, "num_processes": 1}
+    accelerator = SimpleNamespace(**place, reduce=lambda value, reduction: value)
+    config = GuardConfig(loss_sigmas=6.0, patience=3)
+    guard, stop, found = Guard(config, accelerator), Stop(), []
+    for step, loss in enumerate(LOSSES, 1):
+        guard.note(torch.tensor(loss), torch.tensor(float(step == 33)))
+        bad = guard.review(step, stop)
+        found.append((guard.judged, bad, guard.first_bad, guard.diverged, guard.good, guard.losses.values[0]))
+        if step == cut:
+            state = json.loads(json.dumps(guard.state()))
+            guard, stop = Guard(config, accelerator), Stop()
+            guard.load_state(state)
+            assert guard.state() == state
+    return found
+
+
+def test_each_step_is_judged_two_steps_late():
+    found = judgements()
+    assert found[0] == found[1] == (0, False, None, False, 0, 0)
+    assert found[2] == (1, False, None, False, 1, 1)
+    assert found[31] == (30, False, None, False, 30, 30)
+    assert found[32] == (31, True, 31, False, 30, 30)
+    assert found[33] == (32, True, 31, False, 30, 30)
+    assert found[34] == (33, True, 31, True, 30, 30)
+    assert found[35] == (34, False, None, False, 34, 31)
+    assert [bad for _, bad, *_ in found[36:]] == [False, False, True]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 29, 32, 33, 35, 36])
+def test_a_resumed_guard_judges_alike(cut):
+    assert judgements(cut) == judgements()
+
+
+def test_a_guard_without_a_bad_step_knows_where_the_run_began():
+    from types import SimpleNamespace
+
+    from gpt2_ddp.config.run import GuardConfig
+    from gpt2_ddp.run.guard import LARGEST, Guard, _Numbers
+
+    place = {"device": torch.device("cpu"), "is_main_process": True}
+    guard = Guard(GuardConfig(), SimpleNamespace(**place))
+    guard.load_state({}, begins=7)
+    assert (guard.good, guard.judged, guard.bad_steps) == (7, 0, 0)
+    guard.load_state({"judged": 9, "first_bad": 9}, begins=7)
+    assert guard.good == 8
+    assert _Numbers().integers() == [0, 0, 0, 0]
+    assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
+    assert _Numbers(torch.tensor([-1e30, 0.0])).integers() == [1, -LARGEST * 2**32, False, 0]
+    assert _Numbers(torch.tensor([math.inf, 0.0])).integers() == [1, 0, True, 0]

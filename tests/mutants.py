@@ -1,0 +1,384 @@
+"""Mutation testing of the core: changes one place of a module at a time, and reports each change that no test notices.
+
+    .venv/bin/python tests/mutants.py [--only run/guard.py] [--jobs 2] [--json FILE]
+
+`MODULES` names the tests of each module. They have to pass on the unchanged module. Mutants are spread evenly over all
+places where a module can be changed, so the choice depends on the source alone. Each is written into a copy of the
+tree, and the tests import that copy's package. With `--json`, a second call resumes. Results hold while the module and
+its tests are the same. The exit code is 1 if a mutant survives that `EQUIVALENT` does not list.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+STATES = ("killed", "timeout", "survived", "equivalent")
+ROOT = Path(__file__).parents[1]
+COPIED = ("gpt2_ddp", "tests", "scripts", "configs", "docs", "README.md", "Makefile", "pyproject.toml")
+
+GUARD = "tests/faults/test_guard.py"
+CHAIN = ["tests/test_tracking.py", "tests/test_verify.py", "-k", "not (lock or crash or prompt)"]
+LOOP = [f"tests/test_{name}.py" for name in ("numbers", "task", "losses", "run", "stop")]
+STEPS = "figure or skipped or bitwise or mean_loss or patience_ends or short_run or settings or breaks_off"
+LATE = [f"{GUARD}::test_each_step_is_judged_two_steps_late", f"{GUARD}::test_a_resumed_guard_judges_alike"]
+MODULES: dict[str, tuple[int, list[str]]] = {
+    "data/order.py": (20, ["tests/test_order.py", "tests/test_mixture.py", "-k", "order"]),
+    "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (share_of_random or workers or middle or windows or time)"]),
+    "data/mixture.py": (24, ["tests/test_mixture.py"]),
+    "run/loop.py": (14, [*LOOP, "tests/test_loop.py", GUARD, "-k", f"{STEPS} or only_where or newest_checkpoint_of"]),
+    "run/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
+    "run/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
+    "run/checkpoint_folder.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
+    "model/evaluate.py": (
+        18,
+        ["tests/test_evaluate.py", "tests/test_mixture.py", "-k", "not hang and (evaluate or of_a_mixture)"],
+    ),
+    "model/optim.py": (24, ["tests/test_optim.py", f"{GUARD}::test_running_statistics"]),
+    "model/muon.py": (14, ["tests/test_optim.py", "tests/test_loop.py", "-k", "optim or accumulation"]),
+    "run/rows.py": (16, ["tests/test_rows.py", *CHAIN]),
+    "run/folder.py": (8, CHAIN),
+    "reports/verify_rows.py": (20, ["tests/test_verify.py"]),
+}
+"""Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
+PARTS = {"run/folder.py": {"cut_metrics", "append", "_chained", "record_start", "record_end", "record_completed"}}
+"""The functions of a module that are changed; all of it where it is not named."""
+EQUIVALENT: list[tuple[str, str, str, str]] = [
+    (
+        "data/order.py",
+        "self._first, self._kept = 0, np.empty(0, np.uint64) # the items at so many positions from the first on",
+        "self._first, self._kept = 1, np.empty(0, np.uint64) # the items at so many positions from the first on",
+        "empty at first, so any position is outside",
+    ),
+    (
+        "data/order.py",
+        "if not len(positions) or positions[-1] - positions[0] >= FEW:",
+        "if not len(positions) or positions[-1] - positions[0] > FEW:",
+        "which lookups are cached; the items are the same",
+    ),
+    (
+        "data/order.py",
+        "return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint64), *parts])",
+        "return parts[0] if False else np.concatenate([np.empty(0, np.uint64), *parts])",
+        "joining one part is that part",
+    ),
+    (
+        "data/feed.py",
+        "num_workers=self._workers, prefetch_factor=4 if self._workers else None,",
+        "num_workers=self._workers,",
+        "how far workers read ahead",
+    ),
+    (
+        "data/feed.py",
+        "return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]",
+        "return [list(micro_batch) for micro_batch in zip(*ranks, strict=False)]",
+        "all ranks have as many parts",
+    ),
+    (
+        "data/mixture.py",
+        "for path, manifest in zip(paths, manifests, strict=True):",
+        "for path, manifest in zip(paths, manifests):",
+        "as many manifests as paths are read",
+    ),
+    (
+        "run/loop.py",
+        "none = run.step > 0 and round(run.skipped.item()) == run.step",
+        "none = run.step >= 0 and round(run.skipped.item()) == run.step",
+        "a complete run has taken a step",
+    ),
+    (
+        "run/guard.py",
+        "self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)",
+        "self._values = torch.empty(values.shape, pin_memory=True)",
+        "losses are fp32, which is the default",
+    ),
+    (
+        "run/checkpoint.py",
+        "STATE: [json.dumps(snapshot.state, indent=1).encode()],",
+        "STATE: [json.dumps(snapshot.state).encode()],",
+        "the layout of state.json",
+    ),
+    (
+        "model/evaluate.py",
+        "if len(whole):",
+        "if True:",
+        "reads and writes no rows",
+    ),
+    (
+        "model/optim.py",
+        "end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)",
+        "end, low, last = config.decay_steps or False, config.min_lr, lr_at(steps, config)",
+        "only read where decay_steps is set",
+    ),
+    (
+        "reports/verify_rows.py",
+        "elif step <= (self.steps or 0):",
+        "elif step <= (self.steps or 1):",
+        "a run has at least one step",
+    ),
+]
+"""Mutants that change nothing observable: module, line before, line after, and the reason."""
+
+SWAPS = "<<:>>, >>:<<, <=:<, <:<=, >=:>, >:>=, ==:!=, !=:==, is not:is, is:is not, not in:in, in:not in, "
+SWAPS += "and:or, or:and, +:-, -:+, **:*, *:+, //:*, /:*, %://, &:|, |:&, ^:&, min:max, max:min, any:all, all:any, "
+SWAPS += "minimum:maximum, maximum:minimum, ceil:floor, floor:ceil"
+SWAP: dict[str, str] = dict(swap.split(":") for swap in SWAPS.split(", "))
+OPERATOR = re.compile("|".join(re.escape(old) for old in SWAP))
+
+MEMORY = 8 * 2**30  # bytes of address space: a mutant whose loop never ends must not take the machine's
+SERVER = f"""
+import importlib.util, json, os, resource, sys
+import accelerate, numpy, pydantic, pytest, safetensors.torch, torch, tqdm, yaml
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
+        resource.setrlimit(resource.RLIMIT_CPU, (1800, 1800))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        if os.path.dirname(importlib.util.find_spec("gpt2_ddp").origin) != os.path.abspath("gpt2_ddp"):
+            sys.exit("the tests would not import the copy")
+        sys.exit(pytest.main([*json.loads(line), "-x", "-q", "-p", "no:cacheprovider", "--basetemp", "temporary"]))
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+"""Runs pytest in a copy, once for each line that it reads. It forks, since torch takes long to import."""
+
+
+class Mutant(NamedTuple):
+    """A module's source with one change, and the line of the change (several are joined) before and after."""
+
+    line: int
+    before: str
+    after: str
+    source: bytes
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.before}  ->  {self.after}"
+
+
+@cache
+def mutants_of(module: str) -> list[Mutant]:
+    """As many mutants of a module as `MODULES` says, evenly spread over all of its places."""
+    source = (ROOT / "gpt2_ddp" / module).read_bytes()
+    lines = [0, *(match.end() for match in re.finditer(b"\n", source))]
+
+    def span(node: ast.AST) -> tuple[int, int]:
+        return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
+
+    def operator(left: ast.AST, right: ast.AST) -> Iterator[tuple[int, int, str]]:
+        first = span(left)[1]
+        if found := OPERATOR.search(source[first : span(right)[0]].decode("latin1")):
+            yield first + found.start(), first + found.end(), SWAP[found[0]]
+
+    def changes(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+        """First and last byte of what is replaced, and its replacement."""
+        match node:
+            case ast.Compare(left=left, comparators=rest):
+                for one, other in zip([left, *rest], rest, strict=False):
+                    yield from operator(one, other)
+            case ast.BinOp(left=left, right=right) if not is_text(left) and not is_text(right):
+                yield from operator(left, right)
+            case ast.AugAssign(target=target, value=value) if not is_text(value):
+                yield from (*operator(target, value), (*span(node), "pass"))
+            case ast.BoolOp(op=op, values=values):
+                for left, right in pairwise(values):
+                    yield from operator(left, right)
+                parts = [value for value in values if not isinstance(value, ast.Constant | ast.Dict | ast.Tuple)]
+                yield from ((*span(part), str(isinstance(op, ast.And))) for part in parts)  # takes it out
+            case ast.UnaryOp(op=ast.Not() | ast.USub() as op):
+                yield span(node)[0], span(node)[0] + (4 if isinstance(op, ast.Not) else 1), ""
+            case ast.Constant(value=bool() | int() | float() as value):
+                yield *span(node), str(not value if isinstance(value, bool) else value + 1)
+            case ast.Call(func=function, args=args, keywords=keywords):
+                stop, name = span(function)[1], getattr(function, "attr", getattr(function, "id", ""))
+                if name in SWAP:
+                    yield stop - len(name), stop, SWAP[name]
+                for keyword in keywords:
+                    begun, ended = span(keyword)
+                    before = max((span(one)[1] for one in [*args, *keywords] if span(one)[1] <= begun), default=None)
+                    if keyword.arg and before:
+                        yield source.index(b",", before), ended, ""
+            case ast.If(test=test) | ast.IfExp(test=test) if not is_text(getattr(node, "orelse", None)):
+                yield from ((*span(test), truth) for truth in ("True", "False"))
+            case ast.comprehension(ifs=ifs):
+                yield from ((*span(test), truth) for test in ifs for truth in ("True", "False"))
+            case ast.Return(value=ast.expr() as value) if getattr(value, "value", value) is not None:
+                yield *span(value), "None"
+            case ast.Expr(value=ast.Call()):
+                yield *span(node), "pass"
+
+    def walk(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+        name = getattr(getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", ""))
+        if isinstance(node, ast.Assert | ast.Raise | ast.JoinedStr) or name == "print":
+            return
+        yield from changes(node)
+        for field, value in ast.iter_fields(node):
+            if field not in ("decorator_list", "annotation", "returns"):
+                for child in value if isinstance(value, list) else [value]:
+                    if isinstance(child, ast.AST):
+                        yield from walk(child)
+
+    tree = ast.parse(source)
+    parts = [part for part in ast.walk(tree) if getattr(part, "name", "") in PARTS.get(module, ())] or [tree]
+    places = sorted({change for part in parts for change in walk(part)})
+    mutants, count = [], min(MODULES[module][0], len(places))
+    for first, last, text in (places[len(places) * number // count] for number in range(count)):
+        begin, end = source.rindex(b"\n", 0, first) + 1, source.index(b"\n", last)
+        changed = source[:first] + text.encode() + source[last:]
+        shown = source[begin:end], changed[begin : end + len(changed) - len(source)]
+        before, after = (" ".join(part.decode().split()) for part in shown)
+        mutants.append(Mutant(source.count(b"\n", 0, first) + 1, before, after, changed))
+    return mutants
+
+
+def is_text(node: object) -> bool:
+    """Whether it is a text in the source."""
+    return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+
+
+class Copy:
+    """A copy of the tree, and the process that runs tests in it."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.group = folder, 0
+        folder.mkdir()
+        for place in (ROOT / name for name in COPIED):
+            copy = shutil.copytree if place.is_dir() else shutil.copyfile
+            copy(place, folder / place.name)
+        environment = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder)}
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+        pipe, command = subprocess.PIPE, [sys.executable, "-c", SERVER]
+        self.server = subprocess.Popen(
+            command, cwd=folder, env=os.environ | environment, stdin=pipe, stdout=pipe, text=True
+        )
+
+    def run(self, module: str, source: bytes = b"", limit: float = 1800.0) -> tuple[str, float]:
+        """Runs a module's tests on this source of it, or its own: killed, survived or timeout; and the seconds."""
+        begun, file, timer = time.monotonic(), self.folder / "gpt2_ddp" / module, threading.Timer(limit, self.end)
+        original, self.group = file.read_bytes(), 0
+        file.write_bytes(source or original)
+        try:
+            print(json.dumps(MODULES[module][1]), file=self.server.stdin, flush=True)
+            self.group = int(self.server.stdout.readline())
+            timer.start()
+            code = int(self.server.stdout.readline())
+        finally:
+            timer.cancel()
+            self.end()  # what the tests left running
+        file.write_bytes(original)
+        seconds = time.monotonic() - begun
+        return "timeout" if seconds >= limit else "killed" if code else "survived", seconds
+
+    def end(self) -> None:
+        """Kills the process group of the tests."""
+        with suppress(ProcessLookupError):
+            if self.group:
+                os.killpg(self.group, signal.SIGKILL)
+
+
+@cache
+def digest(module: str) -> str:
+    """Of a module, its tests, and which of them are run."""
+    count, tests = MODULES[module]
+    files = [ROOT / "gpt2_ddp" / module, *(ROOT / test.split("::")[0] for test in tests if test.startswith("tests/"))]
+    return hashlib.sha256(b"".join([f"{count} {tests}".encode(), *(file.read_bytes() for file in files)])).hexdigest()
+
+
+def run_mutants(
+    module: str, free: SimpleQueue[Copy], jobs: int, found: dict[str, list], save: Callable[[], None]
+) -> None:
+    """Adds to `found` the state and the seconds of each mutant that it does not hold yet."""
+    todo = [mutant for mutant in mutants_of(module) if str(mutant) not in found]
+    if not todo:
+        return
+    copy = free.get()
+    state, usual = copy.run(module)
+    if state != "survived":
+        raise SystemExit(f"the tests of {module} fail without a change:\n{(copy.folder / 'output.txt').read_text()}")
+    free.put(copy)
+    print(f"{module}: {len(todo)} mutants to run; its tests take {usual:.1f} s", flush=True)
+
+    def run(mutant: Mutant) -> None:
+        copy = free.get()
+        try:
+            found[str(mutant)] = copy.run(module, mutant.source, 3 * usual + 30)
+            save()
+        finally:
+            free.put(copy)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, todo))
+
+
+def main() -> int:
+    """Runs the mutants without a result; returns 1 where one survives that `EQUIVALENT` does not list."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument(
+        "--only", action="append", choices=MODULES, metavar="MODULE", help="one module; may be repeated"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="mutants that run at a time (default: 2)")
+    parser.add_argument("--json", type=Path, help="file of results: read where it is there, and written")
+    args = parser.parse_args()
+    results = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    table, lock, copies, free = [], threading.Lock(), list[Copy](), SimpleQueue[Copy]()
+
+    def save() -> None:
+        with lock:
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+    def stop(*_: object) -> None:
+        for copy in copies:
+            copy.server.kill()
+            copy.end()
+        sys.exit(1)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        work = {module: digest(module) for module in args.only or MODULES if mutants_of(module)}  # then copy the tree
+        copies += [Copy(Path(folder) / str(number)) for number in range(args.jobs)]
+        for copy in copies:
+            free.put(copy)
+        for module, current in work.items():
+            if results.get(module, {}).get("digest") != current:
+                results[module] = {"digest": current, "mutants": {}}
+            found, states = results[module]["mutants"], Counter[str]()
+            run_mutants(module, free, args.jobs, found, save)
+            for mutant in mutants_of(module):
+                known = (module, mutant.before, mutant.after) in {one[:3] for one in EQUIVALENT}
+                state = found[str(mutant)][0]
+                states["equivalent" if known and state == "survived" else state] += 1
+                if state == "survived" and not known:
+                    print(f"survived: {module}:{mutant}", flush=True)
+            table.append([module, states.total(), *(states[name] for name in STATES)])
+            table[-1].append(round(sum(seconds for _, seconds in found.values())))
+    table.append(["all", *map(sum, zip(*(row[1:] for row in table), strict=True))])
+    for name, *numbers in [["module", "mutants", *STATES, "seconds"], *table]:
+        print(f"{name:<26}" + "".join(f"{number:>12}" for number in numbers))
+    return int(table[-1][2 + STATES.index("survived")] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Rows of .jsonl files: which of them hold, and how a file that was damaged or cut is read."""
+
+import json
+import math
+
+from gpt2_ddp.run.rows import Line, finite, read_lines, sound_lines, standing, until
+
+ROWS = [
+    {"step": 1},
+    {"step": 2},
+    {"event": "checkpoint", "step": 2},
+    {"step": 3},
+    {"event": "rollback", "step": 1, "from": 3},
+    {"step": 2},
+    {"event": "rollback", "step": 2, "from": 3},
+    {"step": 3},
+    {"step": 4},
+]
+
+
+def test_rows_that_a_rollback_undid_and_events_do_not_stand():
+    assert standing(ROWS[:4]) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert standing(ROWS[:5]) == [{"step": 1}]
+    assert standing(ROWS) == [{"step": step} for step in (1, 2, 3, 4)]
+
+
+def test_numbers_that_json_has_not_become_null():
+    row = {"step": 1, "loss": math.nan, "lr": -math.inf, "grad_norm": 0.5, "unit": "tokens"}
+    assert finite(row) == {"step": 1, "loss": None, "lr": None, "grad_norm": 0.5, "unit": "tokens"}
+
+
+def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    assert read_lines(file) == []
+    file.write_text('{"step": 1}\nx\n{"st')
+    assert [(line.number, line.row, line.torn) for line in read_lines(file)] == [
+        (1, {"step": 1}, False),
+        (2, None, False),
+        (3, None, True),
+    ]
+
+
+def test_rows_before_the_last_rollback_are_kept_whatever_their_step():
+    lines = [Line(number, json.dumps(row), row, torn=False) for number, row in enumerate(ROWS, 1)]
+    for step, rollbacks, kept in (
+        (1, 0, [1]),
+        (3, 0, [1, 2, 3, 4, 6, 8]),
+        (2, 1, [1, 2, 3, 4, 5, 6]),
+        (3, 2, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (3, 9, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ):
+        assert [line.number for line in until(lines, step, rollbacks)] == kept, (step, rollbacks)
+
+
+def test_a_damaged_file_stays_in_its_place_until_it_is_replaced(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"step": 1}\nx\n{"step": 2}\n')
+    assert [line.number for line in sound_lines(file)] == [1, 3]
+    assert file.read_text() == (tmp_path / "rows.jsonl.damaged").read_text() == '{"step": 1}\nx\n{"step": 2}\n'
+    assert "line 2 is no row with a step" in capsys.readouterr().err
