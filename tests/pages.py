@@ -21,6 +21,7 @@ NOT_RUN = [*TRANSLATED, ROOT / "CONTRIBUTING.md"]
 """Pages whose commands are others' that are run."""
 
 CANNOT = {
+    "make speedrun": "five minutes; docs/speedrun.md has its commands",
     "make train": "sets up an environment, from a package index; what it runs is run",
     "make test": "an environment, too; it is what runs this",
     "make check": "the same",
