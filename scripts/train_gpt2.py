@@ -38,7 +38,7 @@ def main(config: TrainingConfig) -> int:
             report = "none, as matplotlib is not installed"
         elif not is_newer(report, result.run / "metrics.jsonl"):
             try:
-                run_script("report", str(result.run))
+                run_script("report", str(result.run), quiet=True)
             except (UserError, CalledProcessError) as error:
                 report = f"none, since {error}"
         print(f"report: {report}")

@@ -52,8 +52,11 @@ def end_with_parent(number: int) -> None:
     threading.Thread(target=follow, name="end with parent", daemon=True).start()
 
 
-def run_script(script: str, *arguments: str) -> None:
+def run_script(script: str, *arguments: str, quiet: bool = False) -> None:
     """Runs scripts/SCRIPT.py as a process of its own, without a rank, which ends with this one.
+
+    Args:
+        quiet: whether its standard output is dropped.
 
     Raises:
         UserError: its `error:` lines, where it exits with 2.
@@ -64,7 +67,9 @@ def run_script(script: str, *arguments: str) -> None:
     environment |= {CHILD: "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, str(PROJECT / "scripts" / f"{script}.py"), *arguments]
     mistakes: list[str] = []
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, process_group=0) as process:
+    stdout = subprocess.DEVNULL if quiet else None
+    pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, process_group=0, **pipes) as process:
         try:
             assert process.stderr
             for line in process.stderr:
