@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import forked
 from ranks import run_ranks
 from runs import job_config, training_config
 
@@ -146,3 +148,15 @@ def test_a_light_optimizer_computes_the_same():
         results.append([layer.weight.detach().clone(), *(value["exp_avg"] for value in again.state.values())])
     assert all(map(torch.equal, *results))
     assert light(torch.optim.SGD).__name__ == "SGD"
+
+
+@pytest.mark.slow
+def test_a_report_that_cannot_be_written_fails_no_training(trained, tmp_path):
+    run = tmp_path / "runs/run"
+    shutil.copytree(trained, run)
+    (run / "report.html").mkdir()
+    os.utime(run / "report.html", ns=(1, 1))
+    words = ["scripts/train_gpt2.py", "--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "runs")]
+    done = forked(words, ROOT)
+    assert done.returncode == 0, done.stderr
+    assert f"report: none, since file = {run / 'report.html'}: cannot be written" in done.stdout
