@@ -8,7 +8,7 @@ torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.ya
 import runpy
 import sys
 
-from gpt2_ddp.config.mistakes import nearest
+from gpt2_ddp.config.base import nearest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
 

@@ -10,26 +10,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from gpt2_ddp.config.base import flat
+from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import resolve
 from gpt2_ddp.config.defaults import training_default
-from gpt2_ddp.config.mistakes import leaves
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest
+from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.signals import Stopped
+from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.environment import world_size
-from gpt2_ddp.processes.signals import Stopped
-from gpt2_ddp.processes.spawn import start_processes
 
 if TYPE_CHECKING:  # what follows is slow to import
     from pandas import DataFrame
 
+    from gpt2_ddp.checkpoint.checkpoint import Checkpoint
     from gpt2_ddp.data.tokenizer import Tokenizer
     from gpt2_ddp.model.evaluate import Evaluation
     from gpt2_ddp.model.gpt import GPT
-    from gpt2_ddp.run.checkpoint import Checkpoint
-    from gpt2_ddp.run.loop import Result
+    from gpt2_ddp.training.loop import Result
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Which = int | Literal["newest", "best"]
@@ -83,7 +82,7 @@ def prepare(
     Raises:
         UserError: the settings, the source or the output folder cannot be used.
     """
-    from gpt2_ddp.data.prepare import prepare
+    from gpt2_ddp.preparation.prepare import prepare
 
     given = {"source": source, "output": output, **settings}
     return prepare(PrepareConfig(**{name: _plain(value) for name, value in given.items()}))
@@ -124,8 +123,8 @@ def train(config: TrainingConfig, processes: int | None = None) -> "Result":
 def _train(config: TrainingConfig) -> "Result":
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from gpt2_ddp.run.loop import train
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import train
 
     if PartialState._shared_state:
         cure = "by another training or a program's own Accelerator, which has one state per process; use processes=1"
@@ -157,7 +156,7 @@ def load_model(
     Raises:
         UserError: there is no such checkpoint, or it is damaged, or not a GPT's; the device is not there.
     """
-    from gpt2_ddp.processes.launch import pick_device
+    from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.pretraining import load_model
 
     target = pick_device(device)
@@ -178,8 +177,8 @@ def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
 
 def _best_step(run: Path) -> int:
     """Of the checkpoints that are there, the one with the lowest val_loss."""
-    from gpt2_ddp.run.checkpoint import find_checkpoint, list_checkpoints
-    from gpt2_ddp.run.losses import Best
+    from gpt2_ddp.checkpoint.checkpoint import find_checkpoint, list_checkpoints
+    from gpt2_ddp.training.losses import Best
 
     best = Best()
     for place in list_checkpoints(run / "checkpoints"):

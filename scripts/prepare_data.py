@@ -13,7 +13,7 @@ from gpt2_ddp.config.tools import PrepareConfig
 
 
 def main(config: PrepareConfig) -> None:
-    from gpt2_ddp.data.prepare import prepare
+    from gpt2_ddp.preparation.prepare import prepare
 
     prepare(config)
 

@@ -13,10 +13,10 @@ from subprocess import CalledProcessError
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.child import run_script
+from gpt2_ddp.distributed.environment import exit_code, is_main_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import is_newer
-from gpt2_ddp.processes.environment import exit_code, is_main_process
-from gpt2_ddp.processes.parent import run_script
 from gpt2_ddp.project import said
 
 NEXT = """what next:
@@ -28,8 +28,8 @@ NEXT = """what next:
 def main(config: TrainingConfig) -> int:
     if is_main_process():
         print(f"{config.run_name}: loading PyTorch", flush=True)
-    from gpt2_ddp.run.loop import train
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import train
 
     result = train(config, Pretraining)
     if result.outcome == "completed" and is_main_process():

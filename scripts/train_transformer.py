@@ -9,8 +9,8 @@ The same command given again goes on where the run stopped.
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import TransformerConfig
-from gpt2_ddp.processes.environment import exit_code, is_main_process
-from gpt2_ddp.processes.spawn import run_processes
+from gpt2_ddp.distributed.environment import exit_code, is_main_process
+from gpt2_ddp.distributed.spawn import run_processes
 
 
 def train(config: TransformerConfig) -> str:

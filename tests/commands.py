@@ -75,7 +75,7 @@ def forked(words: list[str], folder: Path, world: int = 1, **env: str) -> subpro
 def _as_command(words: list[str], folder: Path, env: dict[str, str], outputs: list[str]) -> None:
     import torch
 
-    from gpt2_ddp.processes import spawn
+    from gpt2_ddp.distributed import spawn
 
     write_to(outputs)
     os.environ.clear()

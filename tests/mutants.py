@@ -1,6 +1,6 @@
 """Mutation testing of the core: changes one place of a module at a time, and reports each change that no test notices.
 
-    .venv/bin/python tests/mutants.py [--only run/guard.py] [--jobs 2] [--json FILE]
+    .venv/bin/python tests/mutants.py [--only training/guard.py] [--jobs 2] [--json FILE]
 
 `MODULES` names the tests of each module. They have to pass on the unchanged module. Mutants are spread evenly over all
 places where a module can be changed, so the choice depends on the source alone. Each is written into a copy of the
@@ -44,22 +44,27 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "data/order.py": (20, ["tests/test_order.py", "tests/test_mixture.py", "-k", "order"]),
     "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (share_of_random or workers or middle or windows or time)"]),
     "data/mixture.py": (24, ["tests/test_mixture.py"]),
-    "run/loop.py": (14, [*LOOP, "tests/test_loop.py", GUARD, "-k", f"{STEPS} or only_where or newest_checkpoint_of"]),
-    "run/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
-    "run/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
-    "run/checkpoint_folder.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
+    "training/loop.py": (
+        14,
+        [*LOOP, "tests/test_loop.py", GUARD, "-k", f"{STEPS} or only_where or newest_checkpoint_of"],
+    ),
+    "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
+    "checkpoint/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
+    "checkpoint/checkpointer.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
     "model/evaluate.py": (
         18,
         ["tests/test_evaluate.py", "tests/test_mixture.py", "-k", "not hang and (evaluate or of_a_mixture)"],
     ),
     "model/optim.py": (24, ["tests/test_optim.py", f"{GUARD}::test_running_statistics"]),
     "model/muon.py": (14, ["tests/test_optim.py", "tests/test_loop.py", "-k", "optim or accumulation"]),
-    "run/rows.py": (16, ["tests/test_rows.py", *CHAIN]),
-    "run/folder.py": (8, CHAIN),
+    "checkpoint/run_files.py": (16, ["tests/test_rows.py", *CHAIN]),
+    "checkpoint/run_folder.py": (8, CHAIN),
     "reports/verify_rows.py": (20, ["tests/test_verify.py"]),
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
-PARTS = {"run/folder.py": {"cut_metrics", "append", "_chained", "record_start", "record_end", "record_completed"}}
+PARTS = {
+    "checkpoint/run_folder.py": {"cut_metrics", "append", "_chained", "record_start", "record_end", "record_completed"}
+}
 """The functions of a module that are changed; all of it where it is not named."""
 EQUIVALENT: list[tuple[str, str, str, str]] = [
     (
@@ -99,19 +104,19 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
         "as many manifests as paths are read",
     ),
     (
-        "run/loop.py",
+        "training/loop.py",
         "none = run.step > 0 and round(run.skipped.item()) == run.step",
         "none = run.step >= 0 and round(run.skipped.item()) == run.step",
         "a complete run has taken a step",
     ),
     (
-        "run/guard.py",
+        "training/guard.py",
         "self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)",
         "self._values = torch.empty(values.shape, pin_memory=True)",
         "losses are fp32, which is the default",
     ),
     (
-        "run/checkpoint.py",
+        "checkpoint/checkpoint.py",
         "STATE: [json.dumps(snapshot.state, indent=1).encode()],",
         "STATE: [json.dumps(snapshot.state).encode()],",
         "the layout of state.json",

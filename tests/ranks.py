@@ -51,7 +51,7 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def forked_ranks(function: Callable[..., Any], arguments: Sequence[tuple]) -> list[BaseProcess]:
-    """Replaces `gpt2_ddp.processes.spawn.start_ranks`: the ranks are forked, with torch loaded."""
+    """Replaces `gpt2_ddp.distributed.spawn.start_ranks`: the ranks are forked, with torch loaded."""
     started = start_ranks(_own_arguments, len(arguments), function, arguments, OUTPUTS)
     RECEIVERS.extend(receiver for _, receiver in started)
     return [process for process, _ in started]

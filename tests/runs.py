@@ -17,14 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, seal
+from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, next_chain
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.run.checkpoint import MANIFEST, seal
-from gpt2_ddp.run.rows import FIRST_CHAIN, next_chain
 
 KINDS: dict[str, tuple[type[JobConfig], dict[str, Any]]] = {
     "regression": (
@@ -83,15 +83,15 @@ def run_small_job(config: JobConfig):
 
 def train(config: RunConfig) -> str:
     """Trains what the configuration describes, in this process or as one of its ranks; the outcome."""
-    from gpt2_ddp.run import loop
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
 
     return (loop.train(config, Pretraining) if isinstance(config, TrainingConfig) else run_small_job(config)).outcome
 
 
 def signalled_job(config: JobConfig, step: int, number: int) -> str:
     """Trains, and has the last rank's own process signalled in the middle of step `step`."""
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
 
     train_step = loop.train_step
 
@@ -120,7 +120,7 @@ def train_with_faults(
 ) -> str:
     """Trains. The last rank's gradient is multiplied by `times` in each step that begins at a position in `bad`. The
     last rank is sent the signal `sent` before the `dies_at`-th step that this process takes. Returns the outcome."""
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
 
     step, taken = loop.train_step, []
 
@@ -249,9 +249,9 @@ def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> No
 
 
 def evaluate_checkpoint(config) -> dict[str, float]:
-    from gpt2_ddp.run.run import Run
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.supervised import Supervised
+    from gpt2_ddp.training.run import Run
 
     with closing(Run(config, partial(Supervised, make_job))) as run:
         run.build()

@@ -143,11 +143,11 @@ from pathlib import Path
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.processes.environment import exit_code
+from gpt2_ddp.distributed.environment import exit_code
 
 
 def main(config):
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
     from gpt2_ddp.tasks.pretraining import Pretraining
 
     def paced(function):

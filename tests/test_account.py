@@ -5,7 +5,7 @@ from pathlib import Path
 from nasty import write_nasty
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.preparation.prepare import prepare
 
 
 def config(source: Path, output: Path, **changes: object) -> PrepareConfig:

@@ -14,16 +14,16 @@ from disk import refuse
 from ranks import run_ranks, start_ranks
 from runs import same, training_config, weights
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, steps_of, verify
+from gpt2_ddp.checkpoint.checkpointer import Background, pays
+from gpt2_ddp.checkpoint.run_files import read_lines
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.cores import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.cores import spare_core, usable_cores
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.run.background import Background, pays
-from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints, steps_of, verify
-from gpt2_ddp.run.recovery import look_behind
-from gpt2_ddp.run.rows import read_lines
+from gpt2_ddp.training.recovery import look_behind
 
 STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
 
@@ -77,7 +77,7 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
     assert not spare_core("cpu", 1, 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr("gpt2_ddp.run.background.spare_core", lambda *given: True)
+    monkeypatch.setattr("gpt2_ddp.checkpoint.checkpointer.spare_core", lambda *given: True)
     assert pays("auto", 1000, "cuda", 0)
     assert not pays("auto", 2**60, "cuda", 0)
     assert pays(True, 2**60, "cuda", 0)
@@ -92,8 +92,9 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
     Returns:
         outcome or mistake, and the step that was come to.
     """
-    from gpt2_ddp.run import checkpoint_folder, loop
+    from gpt2_ddp.checkpoint import checkpointer as checkpoint_folder
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
 
     write, join, step, gate, at = checkpoint_folder.write, Background.join, loop.train_step, threading.Event(), [0]
 
@@ -212,7 +213,7 @@ def test_a_run_that_diverges_waits_before_it_looks_at_its_checkpoints(corpus, tm
 
 def train_into_poison(config: TrainingConfig) -> Any:
     """Holds the checkpoint of step 4; gradients of the data of steps 5 to 8 are not finite."""
-    from gpt2_ddp.run import run
+    from gpt2_ddp.training import run
 
     write = run.Run._write
 

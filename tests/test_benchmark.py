@@ -24,11 +24,11 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data import building
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.preparation import building
 
 ROOT = Path(__file__).parents[1]
 TINY = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"

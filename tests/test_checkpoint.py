@@ -18,26 +18,29 @@ import yaml
 from ranks import in_turn, run_ranks
 from safetensors.torch import save_file
 
+from gpt2_ddp.checkpoint import checkpoint as checkpoint_file
+from gpt2_ddp.checkpoint import checkpointer as checkpoint
+from gpt2_ddp.checkpoint.checkpoint import (
+    DTYPES,
+    Checkpoint,
+    Damaged,
+    Snapshot,
+    as_safetensors,
+    find_checkpoint,
+    list_checkpoints,
+    moments_of,
+    put_moments,
+    put_weights,
+    set_aside,
+    verify,
+    weights_of,
+)
+from gpt2_ddp.checkpoint.checkpointer import Background, CheckpointFolder
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.run import checkpoint as checkpoint_file
-from gpt2_ddp.run import checkpoint_folder as checkpoint
-from gpt2_ddp.run.background import Background
-from gpt2_ddp.run.checkpoint import (
-    DTYPES,
-    Checkpoint,
-    Damaged,
-    as_safetensors,
-    find_checkpoint,
-    list_checkpoints,
-    set_aside,
-    verify,
-)
-from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
-from gpt2_ddp.run.snapshot import Snapshot, moments_of, put_moments, put_weights, weights_of
 from gpt2_ddp.tasks.pretraining import load_weights
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
@@ -75,7 +78,7 @@ def as_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
 def put_back(folder: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays] | None]:
     """Writes and reads a checkpoint on rank 0, and gives it to all ranks' models, which were others; what they then
     hold, whether each tensor stayed where it was, and, on rank 0, what was written."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     torch.manual_seed(accelerator.process_index)
@@ -173,7 +176,7 @@ def test_what_cannot_be_set_aside_is_said(tmp_path, monkeypatch):
 
 
 def put_back_to_the_start() -> int:
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     model, optimizer = trained_model()
     put_moments(build_accelerator("cpu", "no"), {}, model, optimizer)
@@ -320,7 +323,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypat
             save(folder, 2, keep_last=1)
         return verify(place, weights)
 
-    monkeypatch.setattr("gpt2_ddp.run.checkpoint.verify", late)
+    monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.verify", late)
     assert find_checkpoint(tmp_path).path.name == "step-00000002"
     assert capsys.readouterr().err == ""
 

@@ -13,7 +13,7 @@ import yaml
 from pages import ROOT, configuration, parse_script
 
 from gpt2_ddp.config import cli
-from gpt2_ddp.processes.environment import STOPPED
+from gpt2_ddp.distributed.environment import STOPPED
 
 CLOUD, LAUNCH = ROOT / "cloud", ROOT / "cloud/launch.sh"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -124,9 +124,9 @@ def share_with(config, all_reduce: float, last_rank: float) -> float | None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from gpt2_ddp.compare import run as module
-    from gpt2_ddp.run.run import Run
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.supervised import Supervised
+    from gpt2_ddp.training.run import Run
 
     train_step = module.train_step
 

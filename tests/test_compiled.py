@@ -20,9 +20,9 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
     """
     import torch
 
-    from gpt2_ddp.run.loop import train, train_step
-    from gpt2_ddp.run.run import Run
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import train, train_step
+    from gpt2_ddp.training.run import Run
 
     found = []
 

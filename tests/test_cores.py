@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gpt2_ddp.compare.compare import find_machine
-from gpt2_ddp.processes import cores
-from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.launch import set_cpu_threads
-from gpt2_ddp.processes.spawn import start_processes
+from gpt2_ddp.distributed import cores
+from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.launch import set_cpu_threads
+from gpt2_ddp.distributed.spawn import start_processes
 
 
 @pytest.fixture

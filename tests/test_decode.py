@@ -8,10 +8,10 @@ from nasty import DECODABLE, NOT_TEXT, PROSE, RUSSIAN, write_decodable, write_na
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import decode
-from gpt2_ddp.data.decode import look
-from gpt2_ddp.data.sources import read_pieces, survey
 from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.preparation import decode
+from gpt2_ddp.preparation.decode import look
+from gpt2_ddp.preparation.sources import read_pieces, survey
 
 
 def config(source: Path, **changes) -> PrepareConfig:

@@ -11,6 +11,7 @@ from ranks import in_turn, run_ranks
 from runs import rows, train, training_config
 from torch import Tensor
 
+from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
@@ -18,7 +19,6 @@ from gpt2_ddp.model import gpt
 from gpt2_ddp.model.documents import within_documents
 from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.run.checkpoint import find_checkpoint
 from gpt2_ddp.tasks.pretraining import load_model
 
 EOT, VOCAB, T = 0, 65, 16

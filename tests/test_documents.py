@@ -12,9 +12,9 @@ from commands import expect_error
 from nasty import write_nested
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import decode, documents
-from gpt2_ddp.data.documents import split, without_line_breaks
-from gpt2_ddp.data.sources import read_pieces, survey
+from gpt2_ddp.preparation import decode, documents
+from gpt2_ddp.preparation.documents import split, without_line_breaks
+from gpt2_ddp.preparation.sources import read_pieces, survey
 
 
 def config(source: Path, **changes) -> PrepareConfig:

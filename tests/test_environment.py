@@ -7,9 +7,9 @@ from ranks import free_port
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
+from gpt2_ddp.distributed.environment import is_main_process, world_size
+from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.environment import is_main_process, world_size
-from gpt2_ddp.processes.spawn import run_processes
 
 NAMES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
 NAMES += ("OMPI_COMM_WORLD_SIZE", "PET_NNODES", "PET_NPROC_PER_NODE")

@@ -13,6 +13,7 @@ import torch
 from ranks import run_ranks
 from runs import training_config
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -20,7 +21,6 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.evaluate import Evaluation, evaluate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.run.checkpoint import Checkpoint
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 
@@ -33,8 +33,8 @@ def model() -> GPT:
 def score(corpus, cases: list[tuple[int, int | None, int | None]]) -> list[tuple[float, int, int]]:
     """Evaluates on this rank by each batch size, number of tokens, and limit, which cuts the stream's length: for
     splits with fewer batches than ranks."""
+    from gpt2_ddp.distributed.launch import build_accelerator
     from gpt2_ddp.model.evaluate import evaluate
-    from gpt2_ddp.processes.launch import build_accelerator
 
     class Cut(TokenStream):
         limit = None

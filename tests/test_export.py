@@ -17,19 +17,18 @@ from nasty import CL100K_PATTERN
 from runs import training_config
 from safetensors.torch import load_file, save_file
 
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint, write
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.data.vocabulary import write_characters
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export import check, export, gguf_file
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.export.tokenizer_files import tokenizer_json
 from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.run.checkpoint import find_checkpoint, write
-from gpt2_ddp.run.snapshot import Snapshot
+from gpt2_ddp.preparation.vocabulary import write_characters
 from gpt2_ddp.tasks.pretraining import load_model
 
 GOLDEN = Path(__file__).parent / "golden"

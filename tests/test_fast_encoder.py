@@ -10,16 +10,16 @@ import pytest
 from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import documents, encode
-from gpt2_ddp.data.account import Account
-from gpt2_ddp.data.fast_encoder import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.data.sources import read_pieces, survey
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.data.vocabulary import train_bpe
-from gpt2_ddp.processes.parent import InProcess
+from gpt2_ddp.distributed.workers import InProcess
+from gpt2_ddp.preparation import documents, encode
+from gpt2_ddp.preparation.account import Account
+from gpt2_ddp.preparation.fast_encoder import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
+from gpt2_ddp.preparation.prepare import prepare
+from gpt2_ddp.preparation.sources import read_pieces, survey
+from gpt2_ddp.preparation.vocabulary import train_bpe
 
 LIE = "xylophone"
 

@@ -18,13 +18,12 @@ from runs import training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import feed as feed_module
-from gpt2_ddp.data import loader
-from gpt2_ddp.data.feed import Feed, contiguous, interleaved
+from gpt2_ddp.data import feed as loader
+from gpt2_ddp.data.feed import Feed, contiguous, interleaved, split_batch
 from gpt2_ddp.data.manifest import Manifest, Shard, read_manifest, write_manifest
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
-from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.data.windows import Windows, count_windows, split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 
@@ -282,7 +281,7 @@ class Way(NamedTuple):
 
 def go(ways: list[Way], accelerator: Any = None) -> list[list[tuple[Any, ...]]]:
     """What each action gives on this rank: a micro-batch as (numbers, own, last), a step as (items, micro-batches)."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = accelerator or build_accelerator("cpu", "no")
     found = []
@@ -424,7 +423,7 @@ class Vanished(Numbers):
 
 def with_workers(ways: list[Way], folder: Path) -> tuple[list[list[tuple[Any, ...]]], list[str]]:
     """What `go` gives on this rank, and the mistakes that reading in a worker comes upon."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
     from gpt2_ddp.tasks.samples import score_each
 
     found = go(ways)
@@ -550,8 +549,8 @@ def big_corpus(folder: Path, tokens: int, vocab_size: int = 512) -> Path:
 
 
 def resident_bytes_of_a_training(config: TrainingConfig) -> int:
-    from gpt2_ddp.run.loop import train
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import train
 
     train(config, Pretraining)
     return psutil.Process().memory_info().rss

@@ -10,10 +10,10 @@ import pytest
 from commands import expect_error
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import fingerprint
-from gpt2_ddp.data.fingerprint import RECORD
 from gpt2_ddp.data.manifest import read_manifest, write_manifest
-from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.preparation import fingerprint
+from gpt2_ddp.preparation.fingerprint import RECORD
+from gpt2_ddp.preparation.prepare import prepare
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_names_do_not_depend_on_where_the_source_is(texts, source):
 
 
 def test_another_python_has_another_library(texts, monkeypatch):
-    monkeypatch.setattr("gpt2_ddp.data.find.sysconfig.get_path", lambda _: str(Path("texts").absolute()))
+    monkeypatch.setattr("gpt2_ddp.preparation.find.sysconfig.get_path", lambda _: str(Path("texts").absolute()))
     (texts / "json.py").write_text("import this\n")
     prepare(config("stdlib"))
     (texts / "tomllib.py").write_text("import that\n")

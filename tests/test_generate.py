@@ -10,15 +10,15 @@ import pytest
 import torch
 from commands import expect_error
 
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, moments_of, weights_of
+from gpt2_ddp.checkpoint.checkpointer import CheckpointFolder
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.data.vocabulary import train_bpe
 from gpt2_ddp.model.generate import BATCH_ROWS, TextStream, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT, KVCache
-from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
-from gpt2_ddp.run.snapshot import Snapshot, moments_of, weights_of
+from gpt2_ddp.preparation.vocabulary import train_bpe
 from gpt2_ddp.tasks.checkpoints import generate_text
 
 ROOT = Path(__file__).parents[1]

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.data.vocabulary import write_characters
 from gpt2_ddp.export.export import write_model
 from gpt2_ddp.export.folder import Rejected
 from gpt2_ddp.export.gguf_file import write_gguf
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.preparation.vocabulary import write_characters
 
 DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
 TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.hashes import RECORD, verify_shards
 from gpt2_ddp.data.manifest import HEADER_BYTES, read_manifest
-from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.data.shards import RECORD, verify_shards
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.preparation.prepare import prepare
 
 
 def make_dump(folder: Path, **sizes: int) -> None:

@@ -16,16 +16,16 @@ from runs import change, rows, same, train, training_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.data.vocabulary import train_bpe
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
-from gpt2_ddp.run.checkpoint import find_checkpoint
+from gpt2_ddp.preparation.vocabulary import train_bpe
 from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -70,7 +70,7 @@ def measure_all(names: list[str], broken: dict | None = None) -> dict[str, dict]
     """The numbers of experiments, each with its mutation of `broken` if there are any."""
     from accelerate import data_loader
 
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     data_loader.is_datasets_available = lambda: False  # to look for loaders of its own, it would import it for seconds
     accelerator, found = build_accelerator("cpu", "no"), {}

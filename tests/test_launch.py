@@ -17,8 +17,8 @@ from runs import rows, train, training_config
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.launch import COLLECTIVE, pick_precision, spell_precision, start_run
+from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.launch import COLLECTIVE, pick_precision, spell_precision, start_run
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
@@ -225,7 +225,10 @@ def launched_by(monkeypatch, command: str, environment: dict[str, str] | None = 
 
 @pytest.mark.parametrize(("command", "processes"), LAUNCHES)
 def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, command, processes):
-    from gpt2_ddp.processes.launch import processes_asked_for, under_launcher  # slow to import for all who import this
+    from gpt2_ddp.distributed.launch import (  # slow to import for all who import this
+        processes_asked_for,
+        under_launcher,
+    )
 
     launched_by(monkeypatch, command)
     assert processes_asked_for() == processes
@@ -237,7 +240,7 @@ def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, command,
     [("", 1), ("# nothing\n", 1), ("[1, 2]", 1), ("num_processes: null", 1), ("num_processes: 4", 4), ("{}", 1)],
 )
 def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text, processes):
-    from gpt2_ddp.processes.launch import processes_asked_for
+    from gpt2_ddp.distributed.launch import processes_asked_for
 
     file = tmp_path / "default_config.yaml"
     file.write_text(text)
@@ -259,7 +262,7 @@ def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text, proc
 )
 def test_threads_that_a_user_chose_are_kept_and_those_of_a_launcher_are_not(monkeypatch, flags, parent, run, expected):
     """Launchers set OMP_NUM_THREADS to 1; what the user chose, their own environment or flags have."""
-    from gpt2_ddp.processes.launch import set_cpu_threads
+    from gpt2_ddp.distributed.launch import set_cpu_threads
 
     launched_by(monkeypatch, f"accelerate launch {flags}train.py", parent)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -17,6 +17,8 @@ from ranks import in_turn, run_ranks, run_until_killed
 from runs import TIMINGS, said, same, train, train_with_faults, training_config, untimed
 from safetensors.torch import load_file
 
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
+from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -28,11 +30,9 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_order import Records, replay_order
-from gpt2_ddp.run.checkpoint import MANIFEST, Checkpoint
-from gpt2_ddp.run.guard import Guard
-from gpt2_ddp.run.lineage import BRANCHES, branch_off, check_resumable, find_parent, tell_parent
-from gpt2_ddp.run.rows import is_event
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.guard import Guard
+from gpt2_ddp.training.lineage import BRANCHES, branch_off, check_resumable, find_parent, tell_parent
 
 ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""

@@ -90,7 +90,7 @@ def local_tasks(folder: Path, page: str) -> None:
 
 def ours(corpus: Path, files: list[Path]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Our answers on this rank."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator, scorer = build_accelerator("cpu", "no"), model(load_tokenizer(str(corpus)).vocab_size)
     return [tuple(answer(accelerator, scorer, items.requests, 16)) for items in load(corpus, files)]

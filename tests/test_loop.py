@@ -87,8 +87,8 @@ def counted(config: TrainingConfig) -> tuple[list[int], list[int]]:
     synchronisation and in all later ones."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    from gpt2_ddp.run import loop
-    from gpt2_ddp.run import run as module
+    from gpt2_ddp.training import loop
+    from gpt2_ddp.training import run as module
 
     step, settle, syncs, reduced, first = loop.train_step, module.settle_buckets, [], [], []
 
@@ -218,7 +218,7 @@ def what_a_step_does(config: TrainingConfig) -> dict[str, object]:
     import torch
 
     from gpt2_ddp.model.gpt import Block
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
 
     found: dict[str, object] = {"blocks": 0, "dtypes": set(), "places": []}
     forward, step = Block.forward, loop.train_step
@@ -267,7 +267,7 @@ def test_settings_take_effect(corpus, tmp_path):
 
 
 def test_the_newest_checkpoint_of_a_result(tmp_path):
-    from gpt2_ddp.run.loop import Result
+    from gpt2_ddp.training.loop import Result
 
     for step in (5, 10, 20):
         (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
@@ -277,7 +277,7 @@ def test_the_newest_checkpoint_of_a_result(tmp_path):
 def test_a_run_begins_with_a_row_only_where_there_are_scores():
     from types import SimpleNamespace
 
-    from gpt2_ddp.run.loop import follow
+    from gpt2_ddp.training.loop import follow
 
     logged = []
     stop = SimpleNamespace(poll=None, is_agreed=False, agreed_now=lambda: False)

@@ -12,10 +12,10 @@ import torch
 from ranks import RankError, in_turn, run_ranks
 from runs import edit_manifest, rows, said, state_of, training_config, untimed
 
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+from gpt2_ddp.checkpoint.run_files import standing
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run.checkpoint import list_checkpoints
-from gpt2_ddp.run.losses import Best, LossSum
-from gpt2_ddp.run.rows import standing
+from gpt2_ddp.training.losses import Best, LossSum
 
 ALONE = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, reduce=lambda tensor, reduction: tensor)
 
@@ -52,8 +52,8 @@ def test_what_does_not_count_is_counted_and_not_summed():
 def train_and_record(config: TrainingConfig, folder: Path) -> str:
     """Trains. Step 3 has a loss that is not finite on the last rank, step 4 a large one, and steps 10 to 12 bad
     gradients. Each rank records what its steps came to."""
-    from gpt2_ddp.run import loop
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
 
     step, loss_of, taken = loop.train_step, Pretraining.loss, []
 
@@ -133,9 +133,9 @@ PATIENCE = {
 
 def train_by_script(config: TrainingConfig, scores: dict[int, float] = SCRIPT) -> str:
     """Trains with the evaluations of a script; the outcome."""
-    from gpt2_ddp.run import loop
-    from gpt2_ddp.run.run import Run
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
+    from gpt2_ddp.training.run import Run
 
     build, begin = Run.build, Pretraining.evaluate
 

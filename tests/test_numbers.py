@@ -36,8 +36,8 @@ STEP_SECONDS, PEAK = 2.0, 1e9
 
 def train_by_the_clock(config: TrainingConfig) -> str:
     """Trains while steps take two seconds each, evaluations a hundred, and devices have 10^9 FLOP/s; what it says."""
-    from gpt2_ddp.run import loop
     from gpt2_ddp.tasks import pretraining
+    from gpt2_ddp.training import loop
 
     now = [100.0]
     time.perf_counter = lambda: now[0]

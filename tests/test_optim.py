@@ -8,11 +8,11 @@ import torch
 
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
+from gpt2_ddp.distributed.launch import multiplies_bf16
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
 from gpt2_ddp.model.optim import NormStatistics, StepGuard, build_optimizer, lr_at, muon_matrices, schedule_note
-from gpt2_ddp.processes.launch import multiplies_bf16
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)

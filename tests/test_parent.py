@@ -13,13 +13,13 @@ import pytest
 from commands import environment
 from ranks import start_ranks
 
+from gpt2_ddp.distributed import child as parent
+from gpt2_ddp.distributed.signals import Stopped, listening
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes import parent
-from gpt2_ddp.processes.signals import Stopped, listening
 
 CHILD = """
     import os, signal, sys, time
-    from gpt2_ddp.processes.parent import end_with_parent
+    from gpt2_ddp.distributed.child import end_with_parent
 
     def stop(number, frame):
         open(sys.argv[1], "w").write(signal.Signals(number).name)
@@ -104,7 +104,7 @@ HELP = """
 """
 HELPER = """
     import os, signal, sys, time
-    from gpt2_ddp.processes.parent import helper_context
+    from gpt2_ddp.distributed.workers import helper_context
     from helper import help
 
     if __name__ == "__main__":
@@ -148,7 +148,7 @@ def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, method, end):
 HALF_SENT = """
     import os, struct, sys, time
     from pathlib import Path
-    from gpt2_ddp.processes.parent import helper_pool
+    from gpt2_ddp.distributed.workers import helper_pool
 
     def send_half_a_result(mark):
         queue = sys._getframe(1).f_locals["result_queue"]  # of the pool's worker

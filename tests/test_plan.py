@@ -29,7 +29,7 @@ from gpt2_ddp.plan.cost import START, Rate, count, divides, seconds
 from gpt2_ddp.plan.machine import find_machine
 from gpt2_ddp.plan.plan import _rate, make_plan
 from gpt2_ddp.plan.refusals import Seen
-from gpt2_ddp.run.peaks import PEAKS
+from gpt2_ddp.training.peaks import PEAKS
 
 
 def everything(folder: Path) -> dict[str, str]:

@@ -13,13 +13,13 @@ from PIL import Image
 from ranks import run_ranks
 from runs import job_config, train, weights
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ReportConfig
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.reports.figure import Picture
 from gpt2_ddp.reports.report import report
-from gpt2_ddp.run.checkpoint import Checkpoint
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint, generate_text
 from gpt2_ddp.tasks.confusion import confusion, save, told
 from gpt2_ddp.tasks.predict import facts_of, predict

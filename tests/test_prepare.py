@@ -23,16 +23,15 @@ from runs import said
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import documents, encode, find, vocabulary
-from gpt2_ddp.data import prepare as prepare_module
-from gpt2_ddp.data.building import alone_in
-from gpt2_ddp.data.hashes import verify_shards
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.prepare import prepare
-from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.data.vocabulary import suitable_vocab_size
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.preparation import documents, encode, find, vocabulary
+from gpt2_ddp.preparation import prepare as prepare_module
+from gpt2_ddp.preparation.building import alone_in
+from gpt2_ddp.preparation.prepare import prepare
+from gpt2_ddp.preparation.vocabulary import suitable_vocab_size
 
 PROJECT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]

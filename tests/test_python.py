@@ -88,7 +88,7 @@ def train_again_and_again(corpus: Path, place: Path) -> dict:
     from accelerate import Accelerator
     from accelerate.state import PartialState
 
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
 
     def run(name: str, **changes):
         return gpt2_ddp.train(training_config(corpus, place, {"run_name": name, "train.steps": 6, **changes}))

@@ -4,7 +4,7 @@ import torch
 from ranks import in_turn, run_ranks
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.seeds import seed_step
+from gpt2_ddp.training.loop import seed_step
 
 
 def drawn(seed: int, step: int, rank: int) -> list[float]:
@@ -30,8 +30,8 @@ def test_seeding_leaves_nothing_behind():
 
 
 def one_rank_fails(failing: int) -> str:
-    from gpt2_ddp.processes.launch import build_accelerator
-    from gpt2_ddp.processes.ranks import on_every_rank, on_main
+    from gpt2_ddp.distributed.launch import build_accelerator
+    from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 
     accelerator = build_accelerator("cpu", "no")
     assert on_main(accelerator, lambda: accelerator.process_index) == 0
@@ -51,8 +51,8 @@ def compared(here: list[dict[str, object]]) -> str:
     """What check_ranks_agree says where each rank has its own of `here`."""
     import os
 
-    from gpt2_ddp.processes.launch import build_accelerator
-    from gpt2_ddp.processes.ranks import check_ranks_agree
+    from gpt2_ddp.distributed.launch import build_accelerator
+    from gpt2_ddp.distributed.ranks import check_ranks_agree
 
     build_accelerator("cpu", "no")
     try:

@@ -12,6 +12,7 @@ from ranks import in_turn, run_ranks
 from runs import change, edit_manifest, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, STATE
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.manifest import MANIFEST as DATA_MANIFEST
@@ -20,7 +21,6 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
-from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, STATE
 
 INTACT = (
     "ok      replay from step 4 to 8 by 1 process: 4 rows, weights and moments, bit for bit",

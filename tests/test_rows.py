@@ -3,7 +3,7 @@
 import json
 import math
 
-from gpt2_ddp.run.rows import Line, finite, read_lines, sound_lines, standing, until
+from gpt2_ddp.checkpoint.run_files import Line, finite, read_lines, sound_lines, standing, until
 
 ROWS = [
     {"step": 1},

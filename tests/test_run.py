@@ -18,15 +18,15 @@ import yaml
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks
 from runs import job_config, rows, said, train, train_with_faults, training_config, untimed
 
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST
+from gpt2_ddp.checkpoint.run_files import SAVED, STATUS
+from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest, write_manifest
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.run.checkpoint import MANIFEST
-from gpt2_ddp.run.folder import RunFolder
-from gpt2_ddp.run.layout import SAVED, STATUS
 
 
 def files(folder: Path) -> dict[str, int]:
@@ -101,10 +101,10 @@ def there_and_back(config: RunConfig) -> list[Any]:
     """Trains four steps, captures; then three times four more from there, and what they came to each time."""
     import torch
 
-    from gpt2_ddp.run.loop import train_step
-    from gpt2_ddp.run.run import Run
     from gpt2_ddp.tasks.jobs import Supervised, make_job
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import train_step
+    from gpt2_ddp.training.run import Run
 
     make_task = Pretraining if isinstance(config, TrainingConfig) else lambda *given: Supervised(make_job, *given)
     found = []
@@ -186,8 +186,8 @@ def test_fields_that_have_come_or_gone_since(tmp_path, trained):
 def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin", ".safetensors")) -> list[str]:
     """What each training prints, or its refusal, while nothing is hashed but small files, and no model is built."""
     import gpt2_ddp.files
-    from gpt2_ddp.data import hashes
-    from gpt2_ddp.run import checkpoint
+    from gpt2_ddp.checkpoint import checkpoint
+    from gpt2_ddp.data import shards as hashes
     from gpt2_ddp.tasks import jobs, pretraining
 
     def small(path: Path) -> str:

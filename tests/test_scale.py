@@ -15,10 +15,9 @@ from gpt2_ddp.data import order as orders
 from gpt2_ddp.data.feed import Feed, _Ahead, interleaved
 from gpt2_ddp.data.mixture import MixedOrder, Phase
 from gpt2_ddp.data.order import FIRST_DIGEST, Order
-from gpt2_ddp.processes import watch as watching
-from gpt2_ddp.processes.identity import this_process
-from gpt2_ddp.processes.verdict import Sign
-from gpt2_ddp.processes.watch import Watch
+from gpt2_ddp.distributed import watchdog as watching
+from gpt2_ddp.distributed.identity import this_process
+from gpt2_ddp.distributed.watchdog import Sign, Watch
 
 WORLD, WINDOWS, STEP, BATCH = 1024, 10**12 // 1024, 4096, 4
 LATE = 10**6

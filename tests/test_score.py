@@ -10,9 +10,9 @@ from ranks import run_ranks
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.run.stop import GivenUp
 from gpt2_ddp.scoring.items import Request
 from gpt2_ddp.scoring.score import answer
+from gpt2_ddp.training.stop import GivenUp
 
 ALONE: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
 """An accelerator."""
@@ -38,7 +38,7 @@ def made_requests(count: int) -> list[Request]:
 def score(cases: list[tuple[int, int, int | None]]) -> list[tuple[np.ndarray, np.ndarray, list[tuple[int, ...]]]]:
     """Answers on this rank for so many requests, by a batch size and a length, and all inputs that went through the
     model here, without their padding."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator, scorer, forward = build_accelerator("cpu", "no"), model().train(), GPT.forward
     found, seen = [], []

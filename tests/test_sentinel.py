@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run.sentinel import Corrupted, _accuse, check_replicas, sum_of
+from gpt2_ddp.training.replica_check import Corrupted, _accuse, check_replicas, sum_of
 
 
 class Flip(NamedTuple):
@@ -35,11 +35,11 @@ def flip_bit(tensor: Tensor, byte: int, bit: int) -> None:
 
 def trained(config: RunConfig, steps: int):
     """A run after some steps, and every tensor that its ranks have alike, by name."""
-    from gpt2_ddp.run.loop import train_step
-    from gpt2_ddp.run.run import Run
     from gpt2_ddp.tasks.jobs import make_job
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
+    from gpt2_ddp.training.loop import train_step
+    from gpt2_ddp.training.run import Run
 
     run = Run(config, Pretraining if config.kind == "gpt2" else partial(Supervised, make_job))  # pyright: ignore
     run.build()
@@ -63,7 +63,7 @@ def message_of(check: Callable[[int], None], step: int) -> str:
 def flip_and_tell(config: RunConfig, flips: list[Flip], further: bool = False) -> list[str]:
     """The message of each flip, which is taken back after it; the first and the last are of a run without any. Where
     `further`, three more steps follow a last flip, on rank 1, before that is looked for."""
-    from gpt2_ddp.run.loop import train_step
+    from gpt2_ddp.training.loop import train_step
 
     run, tensors, check = trained(config, steps=2)
     messages = [message_of(check, 0)]
@@ -184,8 +184,8 @@ def test_bits_of_neighbouring_bytes_do_not_make_up_for_each_other() -> None:
 
 def flipped_in_training(config: TrainingConfig) -> str:
     """Trains; before step 7, rank 1 flips a high bit of a weight. Returns what that comes to."""
-    from gpt2_ddp.run import loop
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
 
     step = loop.train_step
 

@@ -12,7 +12,7 @@ from commands import environment
 NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
 SCRIPT = """
     import ctypes, os, signal, sys, threading, time
-    from gpt2_ddp.processes import signals
+    from gpt2_ddp.distributed import signals
 
     signals.PATIENCE_SECONDS = 0.5
     signals.ECHO_SECONDS = float(os.environ.get("ECHO", signals.ECHO_SECONDS))
@@ -193,7 +193,7 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
 
 
 def test_it_leaves_the_process_as_it_was():
-    from gpt2_ddp.processes.signals import SIGNALS, listening
+    from gpt2_ddp.distributed.signals import SIGNALS, listening
 
     before = [signal.getsignal(number) for number in SIGNALS]
     with listening(print):

@@ -21,12 +21,12 @@ import tiktoken
 from nasty import CL100K_PATTERN, library_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data import sources
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.preparation import sources
+from gpt2_ddp.preparation.sources import read_pieces
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 

@@ -16,9 +16,9 @@ import pytest
 from commands import ROOT, environment, forked, run_script
 from ranks import run_ranks
 
+from gpt2_ddp.distributed.signals import Stopped
+from gpt2_ddp.distributed.spawn import run_processes, start_processes
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.signals import Stopped
-from gpt2_ddp.processes.spawn import run_processes, start_processes
 
 
 def who_am_i(word: str) -> list[str]:
@@ -85,7 +85,7 @@ def test_a_mistake_that_another_rank_meets_alone_ends_with_2():
 @pytest.mark.parametrize(("rank", "how"), [("0", "crash"), ("1", "kill")])
 def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):
     """The other rank would sleep for ten minutes, like one that waits in a collective."""
-    monkeypatch.setattr("gpt2_ddp.processes.spawn.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 0.5)
     with pytest.raises(SystemExit) as end:
         run_processes(fail, 2, rank, how)
     assert end.value.code == 1
@@ -97,7 +97,7 @@ def test_a_crash_of_one_ends_all(monkeypatch, capfd, rank, how):
 
 def test_a_rank_that_is_stopped_on_its_own_stops_all(monkeypatch, capfd):
     """The other rank would sleep for ten minutes, and is told, not killed."""
-    monkeypatch.setattr("gpt2_ddp.processes.spawn.GRACE_SECONDS", 600)
+    monkeypatch.setattr("gpt2_ddp.distributed.spawn.GRACE_SECONDS", 600)
     with pytest.raises(Stopped, match="a signal to a rank"):
         run_processes(fail, 2, "1", "stop")
     assert not capfd.readouterr().err

@@ -13,7 +13,7 @@ from gpt2_ddp.benchmark import step
 from gpt2_ddp.benchmark.sides import Reading
 from gpt2_ddp.benchmark.table import OURS
 from gpt2_ddp.config.benchmark import BenchmarkConfig
-from gpt2_ddp.processes.launch import multiplies_bf16
+from gpt2_ddp.distributed.launch import multiplies_bf16
 
 ROOT = Path(__file__).parents[1]
 IN_HARDWARE = pytest.mark.skipif(

@@ -40,7 +40,7 @@ def loaded(folder: Path, *commands: tuple[str, ...]) -> tuple[list[str], str]:
     """The heavy modules that a fresh process has imported by scripts one after the other, after each one's training and
     at its end; and what they have printed. `touch FILE` is a command too."""
     code = (
-        "import json, os, runpy, sys; import gpt2_ddp.run.loop as loop\n"
+        "import json, os, runpy, sys; import gpt2_ddp.training.loop as loop\n"
         "train = loop.train\n"
         f"said = lambda when: print(when, [name for name in {HEAVY} if name in sys.modules])\n"
         "own = lambda: [m.__file__ for n, m in sys.modules.items() if n.startswith('gpt2_ddp.') and m.__file__]\n"

@@ -9,17 +9,17 @@ import pytest
 from ranks import in_turn, run_ranks
 from runs import job_config, same, state_of, train, training_config, untimed, weights
 
-from gpt2_ddp.processes import signals
-from gpt2_ddp.processes.launch import build_accelerator
-from gpt2_ddp.run.stop import GivenUp, StopRequest
+from gpt2_ddp.distributed import signals
+from gpt2_ddp.distributed.launch import build_accelerator
+from gpt2_ddp.training.stop import GivenUp, StopRequest
 
 
 def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]:
     """Trains; what follows step `step` sends SIGTERM to this process, if it is that rank, when it is halfway `during`
     an evaluation (or its tasks), a sample or a save. Returns the outcome, and how often the rest was polled."""
-    from gpt2_ddp.run import checkpoint_folder as checkpoint
-    from gpt2_ddp.run import run, stop
+    from gpt2_ddp.checkpoint import checkpointer as checkpoint
     from gpt2_ddp.scoring import score
+    from gpt2_ddp.training import run, stop
 
     now = {"run": None, "in": "", "polls": 0, "after": 0}
 

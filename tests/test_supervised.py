@@ -19,13 +19,12 @@ from runs import evaluate_checkpoint, job_config, newest_checkpoint, rows, said,
 from runs import run_small_job as train
 from safetensors.torch import load_file
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, clear_moments
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER
-from gpt2_ddp.run.snapshot import clear_moments
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.samples import Samples, score_each
 from gpt2_ddp.tasks.small_models import LeNet, ResNet18
@@ -182,7 +181,7 @@ SETS = ((1, 4), (2, 1), (5, 4), (7, 2), (37, 8), (48, 8))
 
 
 def score_everything() -> list[tuple[dict[str, float], int]]:
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     found = []

@@ -13,10 +13,10 @@ from ranks import run_ranks, run_until_killed
 from runs import same, untimed, weights
 from torch import Tensor, nn
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
-from gpt2_ddp.run.checkpoint import Checkpoint, find_checkpoint
-from gpt2_ddp.run.task import Due, Poll, Scores
+from gpt2_ddp.training.task import Due, Poll, Scores
 
 # ---- A new kind of training, from scratch
 
@@ -94,7 +94,7 @@ class Letters:
 
 def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step: int = 0) -> str:
     """Trains; at a step, the last rank is sent a signal, or the main process has a gradient that is not finite."""
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
 
     step = loop.train_step
 

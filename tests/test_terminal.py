@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt2_ddp.run.terminal import LongStage, describe, duration, time_left
+from gpt2_ddp.checkpoint.metrics import LongStage, describe, duration, time_left
 
 ROW = {
     "step": 350,
@@ -58,7 +58,7 @@ def test_a_stage_that_lasts_is_printed_with_its_time_at_growing_intervals(monkey
 
     def lines(stage, step, times):
         for seconds in times:
-            monkeypatch.setattr("gpt2_ddp.run.terminal.time.monotonic", lambda seconds=seconds: seconds)
+            monkeypatch.setattr("gpt2_ddp.checkpoint.metrics.time.monotonic", lambda seconds=seconds: seconds)
             stages.report({"stage": stage, "step": step})
         return capsys.readouterr().err.splitlines()
 

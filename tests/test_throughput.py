@@ -8,11 +8,11 @@ import torch
 from ranks import run_ranks
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.processes.launch import build_accelerator
-from gpt2_ddp.run import peaks
-from gpt2_ddp.run.peaks import PEAKS, peak_flops, peak_of_ranks
-from gpt2_ddp.run.throughput import Throughput
+from gpt2_ddp.training import peaks
+from gpt2_ddp.training.peaks import PEAKS, peak_flops, peak_of_ranks
+from gpt2_ddp.training.throughput import Throughput
 
 CPU = torch.device("cpu")
 

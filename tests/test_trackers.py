@@ -13,11 +13,10 @@ import pytest
 from ranks import RankError, run_ranks
 from runs import TIMINGS, train, training_config
 
+from gpt2_ddp.checkpoint.run_files import METRICS, standing
+from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.trackers import Trackers, WandB, last_step_offline
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run.folder import RunFolder
-from gpt2_ddp.run.layout import METRICS
-from gpt2_ddp.run.rows import standing
-from gpt2_ddp.run.trackers import Trackers, WandB, last_step_offline
 
 Points = dict[str, list[tuple[int, float]]]
 """By the name of a number: steps and values, in the order in which a reader sees them."""
@@ -77,7 +76,7 @@ def in_wandb(run: Path) -> Points:
     """Of the run's id: all of its files, the oldest first."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from gpt2_ddp.run.trackers import _messages
+    from gpt2_ddp.checkpoint.trackers import _messages
 
     points: Points = {}
     for file in sorted(run.glob(f"wandb/offline-run-*-{run_id(run)}/*.wandb")):

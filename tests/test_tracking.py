@@ -10,11 +10,10 @@ import pytest
 from ranks import run_ranks, start_ranks
 from runs import rows, train, training_config
 
+from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, next_chain, split_chain
+from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.folder import RunFolder
-from gpt2_ddp.run.layout import METRICS, SAMPLES
-from gpt2_ddp.run.rows import next_chain, split_chain
 
 
 @pytest.mark.parametrize("owed", [{}, {"row": {}}, {"sample": True}, {"row": {}, "sample": True}])
@@ -134,7 +133,7 @@ def test_each_prompt_has_its_sample_and_a_crash_is_recorded(corpus, tmp_path):
 
 
 def _crash_at_step_6(config: TrainingConfig) -> None:
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
 
     train_step = loop.train_step
 

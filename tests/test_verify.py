@@ -12,6 +12,7 @@ from golden_runs import CORPUS, GOLDEN
 from ranks import in_turn, run_ranks
 from runs import change, edit_rows, expect_defect, job_config, reseal, train, training_config, verified
 
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, STATE
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, contiguous
@@ -23,7 +24,6 @@ from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
 from gpt2_ddp.reports.verify_config import check_end
 from gpt2_ddp.reports.verify_order import History, Records, in_parts, replay_order
 from gpt2_ddp.reports.verify_rows import read_metrics
-from gpt2_ddp.run.checkpoint import CONFIG, MODEL, STATE
 
 
 @pytest.fixture

@@ -10,11 +10,22 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
+from gpt2_ddp.distributed import watchdog as watching
+from gpt2_ddp.distributed.identity import Process, this_process
+from gpt2_ddp.distributed.watchdog import (
+    AFTERMATH,
+    BEAT,
+    FIRST_TIME,
+    GRACE,
+    PATIENCE,
+    SILENCE,
+    Seen,
+    Sign,
+    Watch,
+    judge,
+    judge_silence,
+)
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes import watch as watching
-from gpt2_ddp.processes.identity import Process, this_process
-from gpt2_ddp.processes.verdict import AFTERMATH, GRACE, SILENCE, Seen, Sign, judge, judge_silence
-from gpt2_ddp.processes.watch import BEAT, FIRST_TIME, PATIENCE, Watch
 
 HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 
@@ -298,7 +309,7 @@ def test_an_error_that_comes_after_a_long_wait_is_news(clock):
 
 def two_watches(_: int) -> list:
     """Two runs in turn of one world: what rank 0 has heard of rank 1 by the end of each."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
     found = []

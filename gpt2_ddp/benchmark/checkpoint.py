@@ -19,15 +19,13 @@ import torch
 
 from gpt2_ddp.benchmark.step import GPT2_IDS, PRESET, preset
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, fit_weights, moments_of, put_moments, verify, weights_of
+from gpt2_ddp.checkpoint.checkpointer import Background, CheckpointFolder
 from gpt2_ddp.config.benchmark import BenchmarkConfig
+from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.files import fsync_file, fsync_folder
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.processes.launch import build_accelerator
-from gpt2_ddp.run.background import Background
-from gpt2_ddp.run.checkpoint import verify
-from gpt2_ddp.run.checkpoint_folder import CheckpointFolder
-from gpt2_ddp.run.snapshot import Snapshot, fit_weights, moments_of, put_moments, weights_of
 
 BEHIND, TORCH, ACCELERATE = "ours, in the background", "torch.save + fsync", "accelerator.save_state + fsync"
 FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")

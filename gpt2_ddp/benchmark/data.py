@@ -13,9 +13,8 @@ from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.data.feed import Feed, interleaved
 from gpt2_ddp.data.manifest import HEADER_BYTES, read_manifest
-from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.data.windows import Windows
-from gpt2_ddp.processes.launch import build_accelerator
+from gpt2_ddp.data.shards import TokenStream, Windows
+from gpt2_ddp.distributed.launch import build_accelerator
 
 TOKENS = 100_000_000
 BATCH, BLOCK_SIZE = 16, 1024

@@ -19,11 +19,11 @@ import numpy as np
 
 from gpt2_ddp.benchmark.step import CHECKOUTS, GPT2_IDS, random_tokens
 from gpt2_ddp.benchmark.table import OURS, Case, Table
+from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.project import PROJECT
-from gpt2_ddp.run.rows import is_event
 
 USUAL, TO_END = 120, 10
 """Seconds that a part may take where `LIMITS` does not say, twice as many on a CPU; and to end once it was told so."""

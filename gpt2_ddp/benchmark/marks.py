@@ -43,9 +43,9 @@ def observe(file: str, begun: str, command: list[str]) -> None:
     import accelerate  # noqa: F401
 
     mark("import ours")
-    from gpt2_ddp.processes.watch import Watch
-    from gpt2_ddp.run import loop  # noqa: F401
+    from gpt2_ddp.distributed.watchdog import Watch
     from gpt2_ddp.tasks import pretraining  # noqa: F401
+    from gpt2_ddp.training import loop  # noqa: F401
 
     mark("opening")
     tell, Watch.at = Watch.at, at  # pyright: ignore[reportAttributeAccessIssue]

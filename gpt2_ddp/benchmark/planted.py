@@ -7,8 +7,8 @@ from itertools import count
 
 from torch import Tensor, nn
 
-from gpt2_ddp.run.task import MicroBatch
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.task import MicroBatch
 
 AT = 10
 

@@ -17,12 +17,12 @@ import numpy as np
 from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.fast_encoder import fast_encoder
-from gpt2_ddp.data.prepare import prepare
-from gpt2_ddp.data.sources import read_pieces
 from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.distributed.cores import usable_cores
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.cores import usable_cores
+from gpt2_ddp.preparation.fast_encoder import fast_encoder
+from gpt2_ddp.preparation.prepare import prepare
+from gpt2_ddp.preparation.sources import read_pieces
 
 TEXT = 40_000_000
 """Characters of the text that is measured, where none is named."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpt2_ddp.compare.run import peak_memory
-from gpt2_ddp.processes.spawn import start_ranks
+from gpt2_ddp.distributed.spawn import start_ranks
 
 WARM_UP = 2
 """Steps before the first turn: libraries are loaded and graphs compiled, then one tells how many a turn has."""

@@ -14,7 +14,7 @@ from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.project import PROJECT
 
 ROOT = Path(__file__).parents[2]

@@ -22,12 +22,11 @@ from gpt2_ddp.cluster.roll_call import Facts, arrive, gather_facts, spell
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.environment import is_main_process, world_size
+from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
+from gpt2_ddp.distributed.watchdog import Verdict, Watch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable
-from gpt2_ddp.processes.environment import is_main_process, world_size
-from gpt2_ddp.processes.launch import USE_TORCHRUN, build_accelerator, pick_device
-from gpt2_ddp.processes.verdict import Verdict
-from gpt2_ddp.processes.watch import Watch
 
 WARM_UP = 3
 """All-reduces of a size before it is timed: the first opens connections."""

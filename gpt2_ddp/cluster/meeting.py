@@ -14,8 +14,8 @@ import psutil
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from gpt2_ddp.distributed.launch import USE_TORCHRUN
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.launch import USE_TORCHRUN
 
 
 @dataclass(frozen=True)

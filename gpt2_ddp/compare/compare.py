@@ -25,13 +25,13 @@ from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, LaunchConfig, Regr
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST
-from gpt2_ddp.data.prepare import prepare
+from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.launch import pick_device
+from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.processes.cores import usable_cores
-from gpt2_ddp.processes.environment import world_size
-from gpt2_ddp.processes.launch import pick_device
-from gpt2_ddp.processes.spawn import start_processes
+from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.project import said
 
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run.loop import train_step
-from gpt2_ddp.run.run import Run
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
+from gpt2_ddp.training.loop import train_step
+from gpt2_ddp.training.run import Run
 
 WARM_UP = 3
 """Steps before the clock starts; they train like all others."""

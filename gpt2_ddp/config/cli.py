@@ -12,13 +12,12 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.config.base import Command, flat
-from gpt2_ddp.config.mistakes import MOST, leaves, nearest, sections, told
+from gpt2_ddp.config.base import MOST, Command, flat, leaves, nearest, sections, told
 from gpt2_ddp.config.yaml_file import read_yaml
+from gpt2_ddp.distributed.child import CHILD, end_with_parent
+from gpt2_ddp.distributed.environment import is_main_process, under_launcher
+from gpt2_ddp.distributed.signals import listening
 from gpt2_ddp.errors import UserError, shown
-from gpt2_ddp.processes.environment import is_main_process, under_launcher
-from gpt2_ddp.processes.parent import CHILD, end_with_parent
-from gpt2_ddp.processes.signals import listening
 
 C = TypeVar("C", bound=Command)
 Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None

@@ -1,1 +1,1 @@
-"""Text to tokens to windows: everything between the user's files and a batch."""
+"""Shards to batches: manifest, shards, order, feed. Reading only."""

@@ -10,17 +10,76 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from math import ceil
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from gpt2_ddp.data.loader import prepare_loader, raised
 from gpt2_ddp.data.mixture import MixedOrder
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
-from gpt2_ddp.processes.parent import helper_context
+from gpt2_ddp.distributed.workers import helper_context
+from gpt2_ddp.errors import UserError
+
+T = TypeVar("T")
+
+
+def prepare_loader(
+    accelerator: Accelerator, dataset: Dataset, batch_sampler: Any, even_batches: bool, **options: Any
+) -> Any:
+    """The batches that `dataset.__getitems__` reads whole, number k for rank k mod W, on its device; or what `raised`
+    raises, which each goes through.
+
+    Args:
+        batch_sampler: all ranks' batches.
+        even_batches: fills up the last ones with items seen before, which `gather_for_metrics` drops.
+        options: DataLoader's.
+    """
+    world, rank = accelerator.num_processes, accelerator.process_index
+    if world > 1:
+        batch_sampler = BatchSamplerShard(batch_sampler, world, rank, even_batches=even_batches)
+    loader = DataLoader(
+        Reading(dataset),
+        batch_sampler=batch_sampler,
+        collate_fn=as_read,
+        pin_memory=accelerator.device.type == "cuda",
+        generator=torch.Generator(),  # or starting it would draw from the generator that dropout uses
+        **options,
+    )
+    # not the accelerator's own method, which would hold every loader that a seek has left; and as if for one process,
+    # since it imports `datasets` and pandas for several, to find out that these are not theirs: a second on each rank
+    return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
+
+
+class Reading(Dataset):
+    """The same, but that a user's mistake is read like a batch: a loader's worker could raise its text alone."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, items: Any) -> Any:
+        try:
+            return self.dataset.__getitems__(items)
+        except UserError as error:
+            return error
+
+
+def raised(read: T | UserError) -> T:
+    """What was read. Raises: UserError where that was one."""
+    if isinstance(read, UserError):
+        raise read
+    return read
+
+
+def as_read(batch: Any) -> Any:
+    """For a loader whose data set reads whole batches."""
+    return batch
 
 
 class Source(Protocol):
@@ -278,3 +337,26 @@ def contiguous(processes: int, largest: int) -> Shares:
 def _split(whole: range, parts: int) -> list[range]:
     ends = [len(whole) * part // parts for part in range(parts + 1)]
     return [whole[start:stop] for start, stop in pairwise(ends)]
+
+
+def split_batch(global_windows: int, processes: int, micro_batch_size: int) -> int:
+    """Micro-batch b for G windows a step: the largest divisor of the rank's share G / W that is at most
+    `micro_batch_size`, so that every forward pass has one shape.
+
+    Raises:
+        UserError: when W does not divide G.
+    """
+    if global_windows % processes:
+        cure = f"does not divide the global batch of {global_windows} windows (train.global_batch_tokens / "
+        raise UserError("processes", processes, cure + f"model.block_size); use {_divisors(global_windows)} processes")
+    share = global_windows // processes
+    return next(b for b in divisors(share) if b <= micro_batch_size)
+
+
+def divisors(share: int) -> list[int]:
+    """The largest first."""
+    return [size for size in range(share, 0, -1) if share % size == 0]
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(n, 64) + 1) if n % d == 0)

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
+from gpt2_ddp.distributed.environment import is_main_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small, write_atomically
-from gpt2_ddp.processes.environment import is_main_process
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 2**26

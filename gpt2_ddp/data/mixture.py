@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from gpt2_ddp.config.training import WINDOWS_PER_BLOCK as BLOCK
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.order import SOURCE_BITS, Order
-from gpt2_ddp.data.windows import count_windows
+from gpt2_ddp.data.shards import Windows, count_windows
 from gpt2_ddp.errors import UserError
 
 CACHED = 8
@@ -240,3 +242,21 @@ def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split:
     there = {number: weights[number] for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1}
     total = sum(there.values())
     return {number: weight / total for number, weight in there.items()} if total else {}
+
+
+class MixedWindows:
+    """The windows of several streams: item source · 2^48 + window (`data.mixture`)."""
+
+    def __init__(self, sources: Sequence[Windows]):
+        self.sources = sources
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def read(self, items: np.ndarray) -> tuple[Tensor]:
+        """Tokens int64 [b, T + 1] of the items int64 [b]."""
+        of, windows = np.divmod(items, 2**SOURCE_BITS)
+        rows = torch.empty(len(items), self.sources[0].block_size + 1, dtype=torch.int64)
+        for source in set(of.tolist()):
+            (rows[torch.from_numpy(of == source)],) = self.sources[source].read(windows[of == source])
+        return (rows,)

@@ -4,91 +4,24 @@ A shard `<split>_<index:06d>.bin` is 256 little-endian int32 (magic, version, to
 uint16 for vocabularies of up to 65,536 ids, uint32 for larger ones. The shards of a split, joined, are one stream.
 """
 
+import json
 import os
 from collections import OrderedDict
-from concurrent.futures import Executor, Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from gpt2_ddp.data.manifest import AGAIN, HEADER_BYTES, Manifest, Shard, token_dtype
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import fsync_file, fsync_folder, regular, sha256_file
-from gpt2_ddp.processes.parent import InProcess
+from gpt2_ddp.files import read_small, regular, sha256_file
 
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
 OPEN_FILES = 64
 """Shards that a `TokenStream` keeps open; a corpus may have more shards than a process may have files."""
-
-
-class ShardWriter:
-    """Writes the tokens of one split into shards of `shard_tokens` tokens, the last one shorter.
-
-    A shard carries a temporary name until it is whole and on disk.
-
-    Args:
-        pool: waits for the disk and hashes, meanwhile; None: this process does.
-    """
-
-    def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
-        self.folder = folder
-        self.split = split
-        self.shard_tokens = shard_tokens
-        self.vocab_size = vocab_size
-        self.dtype = token_dtype(vocab_size)
-        self._pool = pool or InProcess()
-        self._shards: list[Future[Shard]] = []
-        self._file = None
-        self._tokens = 0
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Appends token ids [n], all below `vocab_size`."""
-        assert not len(tokens) or tokens.max() < self.vocab_size, "token id outside the vocabulary"
-        tokens = np.ascontiguousarray(tokens, self.dtype)
-        while len(tokens):
-            if self._file is None:
-                self._file = open(self._temporary(), "wb")  # noqa: SIM115 (open until the shard is full)
-                self._file.write(bytes(HEADER_BYTES))
-            part, tokens = np.split(tokens, [self.shard_tokens - self._tokens])
-            self._file.write(part.data)
-            self._tokens += len(part)
-            if self._tokens == self.shard_tokens:
-                self._finish()
-
-    def close(self) -> list[Shard]:
-        """Finishes the last shard and returns all of them."""
-        if self._file is not None:
-            self._finish()
-        shards = [shard.result() for shard in self._shards]
-        fsync_folder(self.folder)
-        return shards
-
-    def _name(self) -> str:
-        return f"{self.split}_{len(self._shards):06d}.bin"
-
-    def _temporary(self) -> Path:
-        return self.folder / f".{self._name()}.tmp"
-
-    def _finish(self) -> None:
-        assert self._file is not None
-        header = np.zeros(HEADER_BYTES // 4, "<i4")
-        header[:3] = *MAGIC_AND_VERSION[self.dtype.itemsize], self._tokens
-        with self._file as file:
-            file.seek(0)
-            file.write(header.data)
-        size = HEADER_BYTES + self._tokens * self.dtype.itemsize
-        place = self.folder / self._name()
-        self._shards.append(self._pool.submit(_seal, self._temporary(), place, self._tokens, size))
-        self._file, self._tokens = None, 0
-
-
-def _seal(temporary: Path, place: Path, tokens: int, size: int) -> Shard:
-    """Gives a shard its name, once it is on disk."""
-    fsync_file(temporary)
-    shard = Shard(place.name, tokens, size, sha256_file(temporary))
-    temporary.replace(place)
-    return shard
 
 
 def read_header(path: Path, dtype: np.dtype) -> int:
@@ -200,3 +133,79 @@ class TokenStream:
             if count == 0:
                 raise UserError("shard", self._paths[shard], f"became shorter while it was read; {AGAIN}")
             done += count
+
+
+RECORD = ".verified.jsonl"
+LARGEST = 2**26
+"""Bytes of a record, which then begins anew: 300,000 shards; or where inodes change at every start, many of these."""
+
+
+def verify_shards(
+    folder: Path, manifest: Manifest, part: int = 0, parts: int = 1, remember: bool = False, record: bool = True
+) -> None:
+    """Checks headers, sizes and SHA-256 of every `parts`-th shard from `part` on: a node's processes share the work.
+
+    Args:
+        remember: trust the record where it says that this very file was right.
+        record: add to it what is found right, if the folder can be written.
+
+    Raises:
+        UserError: naming the file and what is wrong with it.
+    """
+    folder = Path(folder)
+    known = _read(folder)
+    shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
+    for shard in shards[part::parts]:
+        check_shard(folder, shard, token_dtype(manifest.vocab_size))
+        path = folder / shard.file
+        fact = _fact(path, shard)  # of the file before it is read: one that changes meanwhile is another
+        if remember and fact in known:
+            continue
+        if sha256_file(path) != shard.sha256:
+            raise UserError("shard", path, f"is not the file that was prepared: its SHA-256 differs; {AGAIN}")
+        if record and fact not in known:
+            _add(folder, fact)
+
+
+def _fact(path: Path, shard: Shard) -> str:
+    found = path.stat()  # ctime, too: `cp -p` over a file sets the time of the copy, which may be the one before
+    return json.dumps([shard.file, shard.sha256, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino])
+
+
+def _read(folder: Path) -> set[str]:
+    with suppress(OSError):
+        if (folder / RECORD).stat().st_size > LARGEST:
+            (folder / RECORD).unlink()
+        return set(read_small(folder / RECORD, LARGEST).decode(errors="replace").splitlines())
+    return set()
+
+
+def _add(folder: Path, fact: str) -> None:
+    with suppress(OSError):  # a folder that cannot be written: these shards are hashed at every start
+        mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # the last: a pipe would wait for a reader
+        descriptor = os.open(folder / RECORD, mode, 0o666)
+        try:
+            os.write(descriptor, f"{fact}\n".encode())
+        finally:
+            os.close(descriptor)
+
+
+def count_windows(n_tokens: int, block_size: int) -> int:
+    """N: full windows of block_size inputs, each with its targets, in a stream of n_tokens."""
+    return max(n_tokens - 1, 0) // block_size
+
+
+class Windows:
+    """The windows of `stream`, read by their numbers."""
+
+    def __init__(self, stream: TokenStream, block_size: int):
+        self.stream = stream
+        self.block_size = block_size
+
+    def __len__(self) -> int:
+        return count_windows(len(self.stream), self.block_size)
+
+    def read(self, items: np.ndarray) -> tuple[Tensor]:
+        """Tokens int64 [b, T + 1] of the windows int64 [b]."""
+        tokens = self.stream.read(items * self.block_size, self.block_size + 1)
+        return (torch.from_numpy(tokens.astype(np.int64)),)

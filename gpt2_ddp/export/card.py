@@ -4,6 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -13,7 +14,6 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.reports.figure import draw
 from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
-from gpt2_ddp.run.checkpoint import Checkpoint
 
 CURVE = "loss.png"
 CARD = """---

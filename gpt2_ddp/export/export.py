@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors, still_there
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
@@ -18,7 +19,6 @@ from gpt2_ddp.export.tokenizer_files import write_tokenizer
 from gpt2_ddp.files import sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
-from gpt2_ddp.run.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors, still_there
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model
 

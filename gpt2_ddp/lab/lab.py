@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from gpt2_ddp.config.tools import LabConfig
+from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.spawn import start_ranks
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.lab.lessons import choose, explain
 from gpt2_ddp.lab.table import Row, as_json, as_markdown, as_page
-from gpt2_ddp.processes.environment import world_size
-from gpt2_ddp.processes.spawn import start_ranks
 from gpt2_ddp.project import said
 
 PROCESSES = 2
@@ -115,7 +115,7 @@ def _answer(pipe: Connection) -> None:
     """One rank: measures what it is told to, until its pipe closes."""
     import torch
 
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]

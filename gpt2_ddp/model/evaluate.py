@@ -11,8 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.data.windows import count_windows
+from gpt2_ddp.data.shards import TokenStream, count_windows
 
 IGNORED = -100
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.windows import divisors
+from gpt2_ddp.data.feed import divisors
 from gpt2_ddp.model.chunked_loss import settle_chunk
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import state_numbers

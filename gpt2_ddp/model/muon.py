@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from gpt2_ddp.processes.launch import multiplies_bf16
+from gpt2_ddp.distributed.launch import multiplies_bf16
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Of the Newton-Schulz iteration: Jordan's, whose result has singular values between about 0.7 and 1.2."""

@@ -18,18 +18,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt2_ddp.checkpoint.run_files import METRICS, read_lines
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.distributed.environment import is_main_process
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.plan.cost import Rate
-from gpt2_ddp.processes.environment import is_main_process
-from gpt2_ddp.run.layout import METRICS
-from gpt2_ddp.run.loop import train_steps
-from gpt2_ddp.run.rows import read_lines
-from gpt2_ddp.run.run import Run
-from gpt2_ddp.run.session import session
-from gpt2_ddp.run.task import Due
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.loop import train_steps
+from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.session import session
+from gpt2_ddp.training.task import Due
 
 STEPS, READING = 25, 5
 """Steps that are trained; steps of which each row gives the rate, and the first row's are warm-up."""

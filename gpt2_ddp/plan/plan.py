@@ -13,12 +13,15 @@ from typing import Any
 import psutil
 import torch
 
+from gpt2_ddp.checkpoint.checkpointer import pays
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.feed import divisors, split_batch
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.data.windows import divisors, split_batch
+from gpt2_ddp.distributed.environment import is_main_process, world_size
+from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import what_pays
 from gpt2_ddp.model.gpt import GPT, without_init
@@ -28,9 +31,6 @@ from gpt2_ddp.plan.cost import Count, Disk, Rate, assumed_rate, count, disk, div
 from gpt2_ddp.plan.machine import Machine, find_machine
 from gpt2_ddp.plan.measure import Measured, base_memory, measure
 from gpt2_ddp.plan.refusals import Seen, look
-from gpt2_ddp.processes.environment import is_main_process, world_size
-from gpt2_ddp.processes.launch import pick_precision
-from gpt2_ddp.run.background import pays
 
 GPT2_VOCABULARY = 50_257
 """Of data that are not there to ask, and whose recipe does not say."""

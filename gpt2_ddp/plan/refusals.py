@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.sources import survey
-from gpt2_ddp.data.windows import split_batch
+from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.checkpoint import Checkpoint
-from gpt2_ddp.run.run import Run
+from gpt2_ddp.preparation.sources import survey
 from gpt2_ddp.tasks.corpus import missing_data
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.run import Run
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Seen:
 
 
 def look(config: TrainingConfig, processes: int) -> Seen:
-    """Goes the way of a training up to its first step (`run.loop.train`, `Run.build`): what is refused on the way ends
-    it, as it would there.
+    """Goes the way of a training up to its first step (`training.loop.train`, `Run.build`): what is refused on the
+    way ends it, as it would there.
 
     Args:
         processes: of the planned training; this one is alone, or has as many.

@@ -18,26 +18,25 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch import Tensor
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_rollback, read_lines, standing
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import read_yaml
+from gpt2_ddp.distributed.environment import STOPPED
+from gpt2_ddp.distributed.launch import pick_device
+from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.environment import STOPPED
-from gpt2_ddp.processes.launch import pick_device
-from gpt2_ddp.processes.spawn import run_processes
-from gpt2_ddp.run.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.run.layout import CONFIG, METRICS
-from gpt2_ddp.run.lineage import check_resumable
-from gpt2_ddp.run.loop import train
-from gpt2_ddp.run.peaks import device_name
-from gpt2_ddp.run.rows import is_rollback, read_lines, standing
-from gpt2_ddp.run.session import Outcome
-from gpt2_ddp.run.task import Due, Task
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
+from gpt2_ddp.training.lineage import check_resumable
+from gpt2_ddp.training.loop import train
+from gpt2_ddp.training.peaks import device_name
+from gpt2_ddp.training.session import Outcome
+from gpt2_ddp.training.task import Due, Task
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
 """What is a sum over ranks, in some order."""

@@ -13,12 +13,12 @@ import numpy as np
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, list_checkpoints
+from gpt2_ddp.checkpoint.run_files import is_event, read_lines, standing
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 from gpt2_ddp.reports.status import health
-from gpt2_ddp.run.checkpoint import MODEL, STATE, list_checkpoints
-from gpt2_ddp.run.rows import is_event, read_lines, standing
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]

@@ -6,10 +6,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gpt2_ddp.checkpoint.run_files import STATUS, is_held
 from gpt2_ddp.config.tools import StatusConfig
+from gpt2_ddp.distributed.identity import Process
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.identity import Process
-from gpt2_ddp.run.layout import STATUS, is_held
 
 SILENT = 90.0
 """Seconds without a heartbeat after which a run on another machine counts as dead; there is one every five."""

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, guess_kind
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_event
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -14,7 +16,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
-from gpt2_ddp.data.windows import count_windows
+from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.replay import Span, plan, replay
@@ -22,9 +24,6 @@ from gpt2_ddp.reports.verify_checkpoints import check_checkpoints, read_checkpoi
 from gpt2_ddp.reports.verify_config import check_configuration, check_end, check_shards
 from gpt2_ddp.reports.verify_order import Record, Records, in_parts, replay_order
 from gpt2_ddp.reports.verify_rows import Schedule, read_metrics
-from gpt2_ddp.run.checkpoint import MANIFEST, guess_kind
-from gpt2_ddp.run.layout import CONFIG, METRICS
-from gpt2_ddp.run.rows import is_event
 
 SPACING = "; rows, evaluations and checkpoints at the steps that they were due"
 SHOWN = 5

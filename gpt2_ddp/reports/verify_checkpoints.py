@@ -6,14 +6,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, Checkpoint, Damaged, described, list_checkpoints, verify
+from gpt2_ddp.checkpoint.run_files import METRICS, SAVED, is_rollback, standing
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.reports.verify_order import Record, Records
 from gpt2_ddp.reports.verify_rows import read_metrics
-from gpt2_ddp.run.checkpoint import MODEL, STATE, Checkpoint, Damaged, described, list_checkpoints, verify
-from gpt2_ddp.run.layout import METRICS, SAVED
-from gpt2_ddp.run.rows import is_rollback, standing
 
 SHARED = ("skipped", "val_loss")
 """What a row and the state of the same step both hold, besides what the order of the data says."""

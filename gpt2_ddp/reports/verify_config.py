@@ -4,6 +4,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from gpt2_ddp.checkpoint.checkpoint import STATE, Checkpoint
+from gpt2_ddp.checkpoint.run_files import CONFIG, SAMPLES, STATUS, is_rollback, read_lines, read_status
 from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -13,10 +15,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify_checkpoints import Checkpoints
 from gpt2_ddp.reports.verify_order import Record, Records
-from gpt2_ddp.run.checkpoint import STATE, Checkpoint
-from gpt2_ddp.run.layout import CONFIG, SAMPLES, STATUS, read_status
-from gpt2_ddp.run.lineage import check_resumable
-from gpt2_ddp.run.rows import is_rollback, read_lines
+from gpt2_ddp.training.lineage import check_resumable
 
 FIXED = (
     "kind",

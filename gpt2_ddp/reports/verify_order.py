@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gpt2_ddp.checkpoint.run_files import is_event, is_rollback, standing
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, contiguous
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.data.mixture import MixedOrder, order_of
-from gpt2_ddp.data.windows import count_windows
-from gpt2_ddp.run.rows import is_event, is_rollback, standing
+from gpt2_ddp.data.shards import count_windows
 
 Record = dict[str, Any]
 Records = dict[str, Record]

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, is_event, is_rollback, next_chain, read_lines, split_chain
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -15,9 +16,8 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify_order import History, Record, Records
-from gpt2_ddp.run.rows import FIRST_CHAIN, is_event, is_rollback, next_chain, read_lines, split_chain
-from gpt2_ddp.run.task import Due
 from gpt2_ddp.tasks import pretraining, supervised
+from gpt2_ddp.training.task import Due
 
 SHAPES: dict[str, type | tuple[type, ...]] = {
     "lr": (int, float),

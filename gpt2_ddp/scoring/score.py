@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.model.evaluate import IGNORED
-from gpt2_ddp.processes.ranks import sum_over_ranks
 from gpt2_ddp.scoring.items import Request
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig
@@ -19,15 +20,13 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer
+from gpt2_ddp.distributed.launch import build_accelerator, pick_device
+from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable, read_small, writing
 from gpt2_ddp.model.evaluate import Evaluation, evaluate, mixed
 from gpt2_ddp.model.generate import TextStream, generate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.processes.launch import build_accelerator, pick_device
-from gpt2_ddp.processes.ranks import check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.run.checkpoint import CONFIG, Checkpoint, find_checkpoint
-from gpt2_ddp.run.losses import Best
 from gpt2_ddp.scoring.items import ItemSet
 from gpt2_ddp.scoring.result import Result, judge, save, table
 from gpt2_ddp.scoring.score import answer
@@ -38,6 +37,7 @@ from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
 from gpt2_ddp.tasks.samples import score_each
 from gpt2_ddp.tasks.supervised import means
+from gpt2_ddp.training.losses import Best
 
 LONGEST = 2**28
 """Bytes of a file of prompts."""

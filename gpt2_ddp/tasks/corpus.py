@@ -9,11 +9,10 @@ from accelerate import Accelerator
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST, Manifest
 from gpt2_ddp.data.mixture import read_manifests, source_weights
-from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from gpt2_ddp.data.windows import Windows
+from gpt2_ddp.distributed.child import run_script
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.processes.parent import run_script
 
 if TYPE_CHECKING:
     from gpt2_ddp.config.tools import PrepareConfig

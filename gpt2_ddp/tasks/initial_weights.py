@@ -11,14 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, LARGEST, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.files import read_small
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import EMBEDDINGS, FIXED, HEAD, MASKS, PREFIX, from_transformers
-from gpt2_ddp.run.checkpoint import MODEL, TRANSFORMERS, find_checkpoint
-from gpt2_ddp.run.snapshot import fit_weights
 
 FIELD = "train.init_from"
 HUB = "hub:"

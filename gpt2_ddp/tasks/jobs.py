@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.run.loop import Result, train
 from gpt2_ddp.tasks.images.augment import crop_and_flip, normalise
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
 from gpt2_ddp.tasks.supervised import Job, Supervised
+from gpt2_ddp.training.loop import Result, train
 
 
 def run_job(config: JobConfig) -> Result:

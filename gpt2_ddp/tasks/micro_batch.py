@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.windows import divisors
+from gpt2_ddp.data.feed import divisors
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.memory import CUDA_BASE, estimate, pick_micro_batch, setting_of
 

@@ -1,4 +1,4 @@
-"""Pretraining a GPT on token shards: what this task has of its own (see `run.task.Task`)."""
+"""Pretraining a GPT on token shards: what this task has of its own (see `training.task.Task`)."""
 
 import math
 import os
@@ -15,26 +15,24 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint, find_checkpoint, fit_weights, still_there
 from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved
-from gpt2_ddp.data.hashes import verify_shards
-from gpt2_ddp.data.mixture import check_goes_on, identity, order_of, phases_of
+from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved, split_batch
+from gpt2_ddp.data.mixture import MixedWindows, check_goes_on, identity, order_of, phases_of
+from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.data.windows import MixedWindows, split_batch
+from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
+from gpt2_ddp.distributed.watchdog import FIRST_TIME, Watch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.chunked_loss import settle_chunk
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.optim import build_optimizer, lr_at, schedule_note
-from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.processes.watch import FIRST_TIME, Watch
-from gpt2_ddp.run.checkpoint import MODEL, Checkpoint, find_checkpoint, still_there
-from gpt2_ddp.run.peaks import device_name
-from gpt2_ddp.run.snapshot import fit_weights
-from gpt2_ddp.run.task import Due, Poll, Sample, Scores
 from gpt2_ddp.tasks.corpus import open_corpus, prepare_missing_data
+from gpt2_ddp.training.peaks import device_name
+from gpt2_ddp.training.task import Due, Poll, Sample, Scores
 
 if TYPE_CHECKING:
     from gpt2_ddp.scoring.items import ItemSet

@@ -11,9 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, Dataset
 
-from gpt2_ddp.data.feed import Source
-from gpt2_ddp.data.loader import prepare_loader, raised
-from gpt2_ddp.processes.parent import helper_context
+from gpt2_ddp.data.feed import Source, prepare_loader, raised
+from gpt2_ddp.distributed.workers import helper_context
 
 
 class SampleSet(Source, Protocol):

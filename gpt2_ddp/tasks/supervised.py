@@ -1,4 +1,4 @@
-"""Supervised training on samples: what all small jobs have in common (see `run.task.Task`)."""
+"""Supervised training on samples: what all small jobs have in common (see `training.task.Task`)."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +11,16 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, share
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
+from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
+from gpt2_ddp.distributed.watchdog import Watch
 from gpt2_ddp.errors import UserError, shown
 from gpt2_ddp.model.optim import light, lr_at
-from gpt2_ddp.processes.ranks import PREPARATION, check_ranks_agree
-from gpt2_ddp.processes.watch import Watch
-from gpt2_ddp.run.checkpoint import Checkpoint
-from gpt2_ddp.run.snapshot import share
-from gpt2_ddp.run.task import Due, Poll, Scores
 from gpt2_ddp.tasks.samples import SampleSet, score_each
+from gpt2_ddp.training.task import Due, Poll, Scores
 
 
 @dataclass(frozen=True)

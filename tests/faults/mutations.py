@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from runs import training_config
 
-from gpt2_ddp.config.mistakes import MOST
-from gpt2_ddp.data.hashes import verify_shards
+from gpt2_ddp.config.base import MOST
+from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError
 
 CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]

@@ -19,9 +19,9 @@ from disk import interpose, refuse
 from ranks import in_turn, run_ranks, start_ranks
 from runs import rows, train, training_config
 
+from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, verify
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.run.checkpoint import MODEL, list_checkpoints, verify
 
 FURTHER = {"train.steps": 7, "optim.decay_steps": 10, "eval.every": 100, "tracking.sample_every": 5}
 FURTHER |= {"checkpoint.every": 3, "checkpoint.keep_last": 1}

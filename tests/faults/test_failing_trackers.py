@@ -12,7 +12,7 @@ from gpt2_ddp.config.training import TrainingConfig
 
 def train_with_a_failing(config: TrainingConfig, names: tuple[str, ...]) -> tuple[str, str]:
     """Trains while methods of the tracker raise, or samples; the outcome and what it says on stderr."""
-    from gpt2_ddp.run.trackers import TensorBoard
+    from gpt2_ddp.checkpoint.trackers import TensorBoard
     from gpt2_ddp.tasks.pretraining import Pretraining
 
     def fail(*args: object, **kwargs: object) -> None:

@@ -10,13 +10,13 @@ import torch
 from ranks import run_ranks
 from runs import job_config, newest_checkpoint, said, state_of, train, train_with_faults, training_config, untimed
 
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+from gpt2_ddp.checkpoint.run_files import standing
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.run.checkpoint import list_checkpoints
-from gpt2_ddp.run.rows import standing
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -175,9 +175,8 @@ def judgements(cut: int = 0) -> list[tuple]:
     from types import SimpleNamespace
 
     from gpt2_ddp.config.run import GuardConfig
-    from gpt2_ddp.processes.agreement import Agreement
-    from gpt2_ddp.run.guard import Guard
-    from gpt2_ddp.run.stop import CARRIED
+    from gpt2_ddp.training.guard import Guard
+    from gpt2_ddp.training.stop import CARRIED, Agreement
 
     class Stop:
         def __init__(self):
@@ -224,7 +223,7 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
     from types import SimpleNamespace
 
     from gpt2_ddp.config.run import GuardConfig
-    from gpt2_ddp.run.guard import LARGEST, Guard, _Numbers
+    from gpt2_ddp.training.guard import LARGEST, Guard, _Numbers
 
     place = {"device": torch.device("cpu"), "is_main_process": True}
     guard = Guard(GuardConfig(), SimpleNamespace(**place))

@@ -17,7 +17,7 @@ from ranks import free_port, start_ranks
 from runs import job_config, run_small_job
 
 from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.processes import watch
+from gpt2_ddp.distributed import watchdog as watch
 from gpt2_ddp.reports.status import health
 
 PATIENCE = 5.0
@@ -54,8 +54,8 @@ def fail() -> None:
 def faulty(config: JobConfig, folder: Path, stage: str, victim: int, fault: Callable[[], None]) -> str:
     """Trains; on rank `victim` the `fault` comes in the middle of `stage`, where the file `fault` is written first."""
     from gpt2_ddp.data.feed import Feed
-    from gpt2_ddp.run.run import Run
     from gpt2_ddp.tasks.supervised import Supervised
+    from gpt2_ddp.training.run import Run
 
     rank = int(os.environ.get("RANK", "0"))
     file = os.open(folder / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY)
@@ -235,7 +235,7 @@ def test_a_first_step_or_a_compilation_longer_than_the_patience_is_not_accused(t
 
 def endless_steps(config: JobConfig, folder: Path) -> str:
     """Trains in steps of a tenth of a second, until the file `enough` is there."""
-    from gpt2_ddp.run import loop
+    from gpt2_ddp.training import loop
 
     original = loop.train_step
 

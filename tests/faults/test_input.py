@@ -11,22 +11,21 @@ from commands import run_scripts, snapshot
 from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
 from ranks import run_ranks
 
+from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config import tools
-from gpt2_ddp.config.base import Command
+from gpt2_ddp.config.base import MOST, Command, leaves
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import ClassifierDataConfig
-from gpt2_ddp.config.mistakes import MOST, leaves
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.tools import GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import LARGEST, PROJECT
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.prepare import prepare
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError, shown
+from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.run.checkpoint import find_checkpoint
 from gpt2_ddp.tasks.images.load import read_images
 
 COMMANDS = (TrainingConfig, PrepareConfig, tools.EvaluateConfig, GenerateConfig, tools.ExportConfig, PlanConfig)

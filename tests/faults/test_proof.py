@@ -40,8 +40,8 @@ def test_killed_ten_times_on_changing_numbers_of_processes(corpus, tmp_path, bad
 
 def train_until(config: TrainingConfig, place: str) -> list[str]:
     """Trains, and is killed before the first operation on a file that is `place`; those that came before it."""
-    from gpt2_ddp.run import loop
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
 
     told: list[str] = []
 

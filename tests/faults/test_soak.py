@@ -38,8 +38,8 @@ BETWEEN = ("nothing", "nothing", "flip a file", "torn rows", "no status")
 
 def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: int) -> str:
     """Trains; `fault` happens on that rank when this process has taken `after` steps."""
-    from gpt2_ddp.run import loop
     from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
 
     step, taken = loop.train_step, [0]
 

@@ -41,7 +41,7 @@ class Numbers:
 
 def load_under_signals() -> int:
     """Loads with three workers that are signalled from their first moment on; returns how many signals they got."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     multiprocessing.set_start_method("fork", force=True)
     accelerator, sent, over = build_accelerator("cpu", "no"), 0, threading.Event()
@@ -71,7 +71,7 @@ def test_loader_workers_outlive_signals_to_their_group():
 
 def leave_stuck_workers() -> tuple[float, int]:
     """Seconds that it takes to leave four workers of which three never answer, and how many are there after that."""
-    from gpt2_ddp.processes.launch import build_accelerator
+    from gpt2_ddp.distributed.launch import build_accelerator
 
     multiprocessing.set_start_method("fork", force=True)
     accelerator, later = build_accelerator("cpu", "no"), Order(1, 1000).at(np.arange(5, 40)).tolist()

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
-from gpt2_ddp.data.loader import Reading, as_read, raised
+from gpt2_ddp.data.feed import Reading, as_read, raised
 from gpt2_ddp.data.order import Order
+from gpt2_ddp.distributed.ranks import PREPARATION, on_every_rank
+from gpt2_ddp.distributed.workers import helper_context
 from gpt2_ddp.errors import UserError, shown
-from gpt2_ddp.processes.parent import helper_context
-from gpt2_ddp.processes.ranks import PREPARATION, on_every_rank
 from gpt2_ddp.tasks.images.decode import pixels
 from gpt2_ddp.tasks.images.sources import Split, number_classes, read_source, some
 from gpt2_ddp.tasks.samples import Samples, SampleSet, hash_of

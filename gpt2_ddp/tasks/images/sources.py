@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
-from gpt2_ddp.data.find import find_files
 from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.preparation.find import find_files
 from gpt2_ddp.tasks.images.decode import Stored
 from gpt2_ddp.tasks.images.formats import CIFAR_FILES, read_cifar, read_idx
 from gpt2_ddp.tasks.images.tables import (

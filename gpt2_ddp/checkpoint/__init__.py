@@ -1,0 +1,1 @@
+"""Checkpoints and the run folder: writing, verifying, keeping; metrics and trackers."""

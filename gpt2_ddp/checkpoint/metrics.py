@@ -1,0 +1,168 @@
+"""Where the numbers go: metrics.jsonl, trackers, the terminal."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tqdm import tqdm
+
+from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, finite
+from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.training.task import Sample
+
+if TYPE_CHECKING:
+    from gpt2_ddp.checkpoint.trackers import Trackers
+
+SHOWN = {
+    "loss_mean": "loss_mean {:.4f}",
+    "val_loss": "val_loss {:.4f}",
+    "val_bits_per_byte": "bits/byte {:.4f}",
+    "val_accuracy": "val_accuracy {:.2%}",
+    "lr": "lr {:.3g}",
+    "grad_norm": "norm {:.3g}",
+    "mfu": "mfu {:.1%}",
+}
+
+
+def describe(row: dict[str, Any]) -> str:
+    """What a row says of losses, step and speed; what it lacks is left out."""
+    tasks = {name: f"{name} {{:.1%}}" for name in row if name.endswith("_acc")}
+    parts = [layout.format(row[name]) for name, layout in (SHOWN | tasks).items() if row.get(name) is not None]
+    unit, rate = _speed(row)
+    return "  ".join([*parts, f"{rate:,.0f} {unit}/s"] if unit else parts)
+
+
+def time_left(row: dict[str, Any], steps: int) -> float | None:
+    """Seconds to step `steps` at the row's speed, by the units that a step of the run has had on average; evaluations
+    and checkpoints, which are not in that speed, not included. None where the row has no speed."""
+    unit, rate = _speed(row)
+    return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
+
+
+def duration(seconds: float) -> str:
+    """In words, like `1 h 05 min`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = ((days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s"))
+    first = next((index for index, (count, _) in enumerate(units) if count), 3)
+    (count, unit), *rest = units[first : first + 2]
+    return " ".join([f"{count} {unit}", *(f"{count:02} {unit}" for count, unit in rest)])
+
+
+def _speed(row: dict[str, Any]) -> tuple[str, float]:
+    """What the row's speed counts, and how many of them a second; nothing, where it has none."""
+    name = next((name for name in row if name.endswith("_per_second")), "")
+    return name.removesuffix("_per_second"), row.get(name) or 0.0
+
+
+class LongStage:
+    """Prints a line when a stage of a run takes 5 s and three times longer than ever before: a compilation, a first
+    evaluation. Each further line comes after twice the time."""
+
+    def __init__(self) -> None:
+        self._stage, self._begun, self._due = ("", 0), time.monotonic(), math.inf
+        self._longest: dict[str, float] = {}
+
+    def report(self, facts: dict[str, Any]) -> None:
+        """Looks at the stage and step of `Watch.facts`; called every few seconds, from one thread."""
+        stage, now = (facts["stage"], facts["step"]), time.monotonic()
+        seconds = now - self._begun
+        if stage != self._stage:
+            self._longest[self._stage[0]] = max(seconds, self._longest.get(self._stage[0], 0.0))
+            self._stage, self._begun = stage, now
+            self._due = max(5.0, 3 * self._longest.get(stage[0], 0.0))
+        elif seconds >= self._due:
+            self._due *= 2
+            tqdm.write(f"{stage[0]} at step {stage[1]}: {duration(seconds)} so far", file=sys.stderr)
+
+
+T = TypeVar("T")
+
+
+class Metrics:
+    """On the main process: writes rows to metrics.jsonl and the trackers, and shows them. On the others: nothing.
+
+    A terminal gets a progress bar, a log file a line for each row.
+    """
+
+    def __init__(self, run: RunFolder | None, step: int, steps: int):
+        self.run = run
+        self.steps = steps
+        self._failed: set[str] = set()
+        self.trackers: Trackers | None = None
+        self._bar = tqdm(
+            total=steps, initial=step, unit="step", dynamic_ncols=True, disable=run is None or not sys.stderr.isatty()
+        )
+
+    def start_trackers(self, config: RunConfig, run_id: str) -> None:
+        """Starts the trackers of `tracking.log_with` on the main process (`Trackers.start`)."""
+        if self.run and config.tracking.log_with:
+            from gpt2_ddp.checkpoint.trackers import Trackers
+
+            self.trackers = Trackers(self.attempt)
+            self.trackers.start(config, run_id, self.run.path)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Writes one row; numbers that are not finite become null, as JSON has none."""
+        if self.run is None:
+            return
+        row = finite(row)
+        self.run.append(METRICS, row)
+        if self.trackers:
+            self.trackers.log(row)
+        said, left = describe(row), time_left(row, self.steps)
+        if self._bar.disable or "val_loss" in row:
+            self.say(f"step {row['step']:>6}/{self.steps}  {said}{f'  {duration(left)} left' if left else ''}")
+        self._bar.set_postfix_str(said, refresh=False)
+
+    def advance(self) -> None:
+        """Counts a step on the progress bar."""
+        self._bar.update()
+
+    def say(self, text: str) -> None:
+        """Prints on the main process, above the bar."""
+        if self.run is not None:
+            with suppress(OSError):  # a log file on a full disk is not worth the run
+                tqdm.write(text, file=sys.stderr)
+
+    def go_back(self, event: dict[str, Any]) -> None:
+        """Records that the run goes on behind the step that a rollback names."""
+        if self.run is not None:
+            for name in (METRICS, SAMPLES):
+                if (self.run.path / name).exists():
+                    self.run.append(name, event)
+        if self.trackers:
+            self.trackers.go_back(event["step"])
+        self._bar.update(event["step"] - self._bar.n)
+
+    def show_samples(self, step: int, samples: list[Sample] | None) -> None:
+        """Prints and keeps the samples of this step, if there are any."""
+        for sample in samples or ():
+            if self.run is not None:
+                self.run.append(SAMPLES, {"step": step, **sample._asdict()})
+            self.say(f"--- sample at step {step} ---\n{sample.text}\n---")
+
+    def attempt(self, what: str, action: Callable[[], T]) -> T | None:
+        """Calls what a training can do without. If it raises, that is one warning."""
+        try:
+            return action()
+        except Exception as error:  # whatever other people's code may raise: no curve and no sample is worth the run
+            if what not in self._failed:
+                self._failed.add(what)
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                self.say(f"warning: the {what} failed ({said}); the training goes on without it")
+            return None
+
+    def close(self) -> None:
+        """Ends the progress bar."""
+        self._bar.close()
+
+    def finish(self) -> None:
+        """Ends the trackers."""
+        if self.trackers:
+            self.trackers.finish()

@@ -1,0 +1,227 @@
+"""Trackers: what shows a run's rows elsewhere. Each gets every row of metrics.jsonl once, over kills and resumes.
+
+A kill leaves a tracker ahead of the checkpoint that the run goes on from, or without rows from before it, which some
+write late. So each says what it holds when it is started: what it lacks it gets from metrics.jsonl, and what it has is
+not given again. tensorboard alone can go back; wandb and trackio keep what they got first (docs/tracking.md).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any, TypeVar
+
+from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, standing
+from gpt2_ddp.config.base import flat
+from gpt2_ddp.config.run import RunConfig
+
+T = TypeVar("T")
+Attempt = Callable[[str, Callable[[], T]], T | None]
+"""Calls a function that may raise, of what is named; None if it does."""
+EVENTS = "events.out.tfevents.*"
+
+
+class Tracker:
+    """One tracker's run; on the main process.
+
+    Attributes:
+        held: the last step that it has a row of; -1 for none.
+    """
+
+    held: int
+    _run: Any  # wandb's and trackio's are told alike
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        """Adds a row."""
+        self._run.log(numbers, step=step)
+
+    def go_back(self, step: int) -> None:
+        """Forgets the rows after this step, if it can."""
+
+    def finish(self) -> None:
+        """Writes what it still holds back."""
+        self._run.finish()
+
+
+class Trackers:
+    """All that the user named, each apart from the others: one that fails is warned of and leaves them alone."""
+
+    def __init__(self, attempt: Attempt):
+        self._attempt = attempt
+        self._running: dict[str, Tracker] = {}
+
+    def start(self, config: RunConfig, run_id: str, folder: Path) -> None:
+        """Starts those that the user named where metrics.jsonl ends, and gives them what they lack of it; the same
+        `run_id` goes on with the same run there."""
+        if not config.tracking.log_with:
+            return
+        rows = standing(line.row for line in read_lines(folder / METRICS) if line.row)
+        last = rows[-1]["step"] if rows else -1
+        for name in config.tracking.log_with:
+            tracker = self._attempt(f"{name} tracker", lambda name=name: KINDS[name](config, run_id, folder, last))
+            if tracker:
+                self._running[name] = tracker
+        for row in rows:
+            self.log(row)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Gives the numbers of a row to each that does not have its step."""
+        numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+        for name, tracker in self._running.items():
+            if row["step"] > tracker.held:
+                tracker.held = row["step"]
+                self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.log(numbers, row["step"]))
+
+    def go_back(self, step: int) -> None:
+        """The run went back to this step."""
+        for name, tracker in self._running.items():
+            self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.go_back(step))
+
+    def finish(self) -> None:
+        """Ends them; they write what they still hold."""
+        for name, tracker in self._running.items():
+            self._attempt(f"{name} tracker", tracker.finish)
+        self._running = {}
+
+
+class TensorBoard(Tracker):
+    """Event files in the run folder, which are cut back as metrics.jsonl is."""
+
+    def __init__(self, config: RunConfig, run_id: str, folder: Path, last: int):
+        from torch.utils.tensorboard.summary import hparams
+
+        self._folder, self._writer = folder / config.tracking.project, None
+        self.go_back(last if any(self._folder.glob(EVENTS)) else -1)
+        if self.held == -1:
+            for summary in hparams(_settings(config), {}):
+                self._writer._get_file_writer().add_summary(summary)
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        """A scalar for each number, written at once."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def go_back(self, step: int) -> None:
+        """Cuts the files off behind `step`, and begins another one."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self.finish()
+        for file in self._folder.glob(EVENTS):
+            _cut_events(file, step)
+        self._writer: Any = SummaryWriter(str(self._folder))
+        # for a tensorboard that has read what was cut off
+        mark = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._writer._get_file_writer().add_event(mark)
+        self.held = step
+
+    def finish(self) -> None:
+        if self._writer:
+            self._writer.close()
+
+
+def _cut_events(file: Path, step: int) -> None:
+    """Cuts an event file off before its first event after `step`, or where a kill tore it. An event is a TFRecord: its
+    length, 4 bytes, itself, 4 bytes."""
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    end = 0
+    with file.open("rb") as stream:
+        while len(head := stream.read(12)) == 12:
+            length = int.from_bytes(head[:8], "little")
+            event = stream.read(length + 4)
+            if len(event) < length + 4 or Event.FromString(event[:-4]).step > step:
+                break
+            end = stream.tell()
+    if end:
+        os.truncate(file, end)
+    else:
+        file.unlink()
+
+
+class WandB(Tracker):
+    """A run of wandb by its id; offline, in the run folder, when nobody is logged in and WANDB_MODE does not say
+    otherwise. Offline, each start writes a file of its own, whose rows follow those of the files before."""
+
+    def __init__(self, config: RunConfig, run_id: str, folder: Path, last: int):
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
+        tracking, online = config.tracking, mode == "online"
+        self.held = -1 if online else last_step_offline(folder, run_id)
+        self._run = wandb.init(
+            entity=tracking.entity,
+            project=tracking.project,
+            group=tracking.group,
+            tags=tracking.tags,
+            name=config.run_name,
+            id=run_id,
+            resume="allow" if online else None,  # offline it would be ignored, with a warning
+            mode=mode,
+            dir=str(folder),
+        )
+        self.held = max(self.held, self._run.starting_step - 1)
+        self._run.config.update(_settings(config), allow_val_change=True)
+
+
+class Trackio(Tracker):
+    """A run of trackio, which finds its runs by their names: so the id is part of it."""
+
+    def __init__(self, config: RunConfig, run_id: str, folder: Path, last: int):
+        import trackio
+
+        name, tracking = f"{config.run_name}-{run_id}", config.tracking
+        settings = {"name": name, "group": tracking.group, "resume": "allow", "config": _settings(config)}
+        self._run = trackio.init(tracking.project, **settings)
+        self.held = self._run._next_step - 1  # of a Space, too, where no file here would say
+
+
+KINDS: dict[str, Callable[[RunConfig, str, Path, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+}
+"""(configuration, the run's id, its folder, the last step of metrics.jsonl) -> a tracker's run."""
+
+
+def _settings(config: RunConfig) -> dict[str, int | float | bool | str]:
+    """The sections' fields with dotted names; what is no single value as text."""
+    found = {name: value for name, value in flat(config.model_dump(mode="json")).items() if "." in name}
+    return {name: value if isinstance(value, int | float | str) else str(value) for name, value in found.items()}
+
+
+def _logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return netrc().authenticators("api.wandb.ai") is not None
+    except (OSError, NetrcParseError):
+        return False
+
+
+def last_step_offline(folder: Path, run_id: str) -> int:
+    """The last step that a run's offline files hold; -1 for none."""
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportAttributeAccessIssue]
+
+    last = -1
+    for file in folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"):
+        for message in _messages(file.read_bytes()):
+            record = Record.FromString(message)
+            if record.WhichOneof("record_type") == "history":
+                last = max(last, record.history.step.num)
+    return last
+
+
+def _messages(data: bytes) -> Iterator[bytes]:
+    """What a .wandb file holds: after 7 bytes LevelDB's log, records in blocks of 32 KiB. Not a torn last one."""
+    offset, message = 7, b""
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:  # the rest of a block that has no room for a header
+            offset += 32768 - offset % 32768
+            continue
+        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        message, offset = message + data[offset + 7 : offset + 7 + length], offset + 7 + length
+        if kind in (1, 4) and offset <= len(data):  # a whole record, or the last part of one
+            yield message
+            message = b""

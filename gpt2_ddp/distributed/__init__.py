@@ -1,0 +1,1 @@
+"""Processes and ranks: launch, signals, collectives, the watchdog."""

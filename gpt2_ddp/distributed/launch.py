@@ -1,0 +1,277 @@
+"""The Accelerator of every script, on the device, processes and threads that the user asked for, or else an error."""
+
+import argparse
+import os
+import socket
+import sys
+import warnings
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Timer
+
+import psutil
+import torch
+import torch.distributed as dist
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.environment import accelerate_words, is_main_process, under_launcher, world_size
+from gpt2_ddp.errors import UserError
+
+USE_TORCHRUN = (
+    "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
+)
+
+COLLECTIVE = timedelta(minutes=30)
+"""How long a collective waits for the other ranks."""
+
+CONNECTING = 300.0
+"""Seconds that a training's ranks have for connecting to each other, once all launchers have met: a firewall that drops
+packets says nothing. `train.patience_seconds` is in its place where it is set."""
+
+LEAST_CONNECTING = 30.0
+"""The same at least: one rank may load libraries for longer than another."""
+
+GRACE = 5.0
+"""Seconds more, after which a rank ends without the reason that gloo would give."""
+
+
+def start_run(config: RunConfig) -> Accelerator:
+    """The Accelerator of a training run, deterministic if asked for.
+
+    Raises:
+        UserError: as `build_accelerator` does, for a tracker that is not installed, and for ranks that cannot connect.
+    """
+    for name in config.tracking.log_with:
+        if find_spec(name) is None:
+            raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or leave it away")
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    patience = max(config.train.patience_seconds or CONNECTING, LEAST_CONNECTING)
+    timer = Timer(patience + GRACE, _give_up, [patience])
+    timer.daemon = True
+    if world_size() > 1:
+        timer.start()
+    try:
+        accelerator = build_accelerator(
+            config.train.device,
+            config.train.mixed_precision,
+            section="train.",
+            backend=config.backend,
+            timeout=timedelta(seconds=patience),
+        )
+    except RuntimeError as error:  # gloo has no class of its own
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
+            if not is_main_process():  # a command speaks for that one alone, and here no rank can for another
+                print(f"error: {mistake}", file=sys.stderr)
+            raise mistake from error
+        raise
+    finally:
+        timer.cancel()
+    if accelerator.num_processes > 1:  # from here on the watch sees who is late
+        _set_pg_timeout(COLLECTIVE)
+    if accelerator.device.type == "cuda" and not config.train.deterministic:
+        torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
+    return accelerator
+
+
+def _give_up(seconds: float) -> None:
+    """Ends a rank that still waits for another: gloo tries five times to reach one that does not answer, and takes its
+    timeout for each."""
+    print(
+        f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}", file=sys.stderr, flush=True
+    )
+    os._exit(2)
+
+
+def _not_connected(why: str) -> UserError:
+    """What to do about ranks that have met, and cannot reach each other."""
+    cure = (
+        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others ({why[-100:]}); "
+        "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
+        "NCCL_SOCKET_IFNAME for GPUs"
+    )
+    return UserError("processes", world_size(), cure)
+
+
+def build_accelerator(
+    device: str = "auto",
+    mixed_precision: str = "auto",
+    *,
+    section: str = "",
+    backend: str = "auto",
+    timeout: timedelta = COLLECTIVE,
+) -> Accelerator:
+    """The Accelerator of every script, on as many processes as were asked for.
+
+    Args:
+        device: auto, cpu, cuda or mps.
+        mixed_precision: auto (what `accelerate config` says), fast (bf16 or no), no, bf16 or fp16.
+        section: of the configuration that holds these two, for messages, like `train.`.
+        backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
+        timeout: how long a collective waits for the other ranks.
+
+    Raises:
+        UserError: fewer processes than asked for; a device, a precision or a plugin that cannot be had; a launcher's
+            variable that is no number.
+    """
+    started, asked = world_size(), processes_asked_for()
+    if started < asked:
+        cure = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
+        raise UserError("processes", asked, cure)
+    target = pick_device(device, section)
+    _check_backend(target, backend)
+    _check_plugins()
+    precision = pick_precision(mixed_precision, target, section)
+    if target.type == "cpu":
+        set_cpu_threads()
+    # torch 2.13 has a new name for this setting, 2.11 only the old one
+    warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+    accelerator = Accelerator(
+        cpu=target.type == "cpu",  # a bare Accelerator() leaves CPU ranks unconnected
+        mixed_precision=precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the environment cannot override it
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=False, even_batches=False, non_blocking=True),
+        rng_types=[],
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
+            InitProcessGroupKwargs(timeout=timeout, **({} if backend == "auto" else {"backend": backend})),
+        ],
+    )
+    if accelerator.num_processes != started:
+        cure = f"only {accelerator.num_processes} connected; " + USE_TORCHRUN.format(n=started)
+        raise UserError("processes", started, cure)
+    return accelerator
+
+
+def pick_device(name: str, section: str = "") -> torch.device:
+    """The torch device for `auto`, `cpu`, `cuda` or `mps`.
+
+    Raises:
+        UserError: when it is not there, or when `auto` finds an NVIDIA device that CUDA cannot use.
+    """
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
+        name = "cpu"
+    if name == "auto":
+        if not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")):
+            cure = f"an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --{section}device cpu"
+            raise UserError(f"{section}device", "auto", f"{cure} (torch {torch.__version__})")
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(name):
+        raise UserError(
+            f"{section}device", name, f"is not available in torch {torch.__version__} here; use auto or cpu"
+        )
+    return torch.device(name)
+
+
+def processes_asked_for() -> int:
+    """How many processes the user's launcher was told to start in all, as far as can be known; at least 1.
+
+    Raises: UserError for a launcher's variable that is no number.
+    """
+    env = os.environ
+    asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
+    per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
+    asked.append(int(env.get("PET_NNODES", "1").split(":")[0]) * (int(per_node) if per_node.isdigit() else 1))
+    launch = _accelerate_arguments()
+    if launch is not None and "WORLD_SIZE" not in env:
+        asked.append(launch.num_processes or _configured_processes(launch.config_file))
+    return max(asked)
+
+
+def _accelerate_arguments() -> argparse.Namespace | None:
+    """The arguments of the `accelerate launch` that is this process's parent, or None."""
+    words = accelerate_words()
+    if words is None:
+        return None
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser().parse_args(words)  # it alone knows where the script's own begin
+
+
+def _configured_processes(config_file: str | None) -> int:
+    from accelerate.commands.config.config_args import default_json_config_file, default_yaml_config_file
+
+    files = [config_file] if config_file else [default_yaml_config_file, default_json_config_file]
+    for file in files:
+        if Path(file).is_file():
+            values = yaml.safe_load(Path(file).read_text())  # JSON is YAML
+            count = values.get("num_processes") if isinstance(values, dict) else None
+            return count if isinstance(count, int) else 1
+    return 1
+
+
+def _check_backend(target: torch.device, backend: str) -> None:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if target.type == "cuda" and local > torch.cuda.device_count():
+        cure = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
+        raise UserError("processes", local, cure)
+    if backend == "nccl" and target.type != "cuda":
+        raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
+
+
+def pick_precision(name: str, target: torch.device, section: str) -> str:
+    """The precision for `auto`, `fast`, `no`, `bf16` or `fp16`. Raises: UserError for one that is not to be had."""
+    if name == "fast":
+        return "bf16" if multiplies_bf16(target) else "no"
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if name == "auto" else name
+    if precision == "fp16" and target.type != "cuda":
+        raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
+    if precision not in ("no", "bf16", "fp16"):
+        raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
+    return precision
+
+
+def multiplies_bf16(target: torch.device) -> bool:
+    """Whether the device has instructions for it: without, a CPU takes 3 to 17 times as long for
+    bf16 as for fp32."""
+    if target.type == "cuda":  # a plan may be for GPUs that are elsewhere
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+    return target.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def spell_precision(accelerator: Accelerator) -> str:
+    """That of a training, and what would be faster."""
+    precision, target = accelerator.mixed_precision, accelerator.device
+    if precision != "bf16" or target.type == "mps" or multiplies_bf16(target):
+        return precision
+    return f"bf16, which this {target.type} has no instructions for (train.mixed_precision: fast would take fp32)"
+
+
+def _check_plugins() -> None:
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise UserError(
+                f"ACCELERATE_USE_{name}", "true", "gpt2_ddp trains with DDP; answer no in `accelerate config`"
+            )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("no", ""):
+        cure = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
+        raise UserError("ACCELERATE_DYNAMO_BACKEND", backend, cure)
+
+
+def set_cpu_threads() -> None:
+    """Shares the cores among this machine's processes, unless the user chose: launchers set OMP_NUM_THREADS to 1."""
+    launch, parent = _accelerate_arguments(), psutil.Process().parent()
+    try:
+        chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
+    except psutil.Error:
+        chosen = False
+    if not chosen and not (launch and launch.num_cpu_threads_per_process):
+        threads = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose once more

@@ -1,0 +1,192 @@
+"""Processes from Python, for those who know mp.spawn: `--launch.processes 2` instead of a launcher. No torch here: the
+parent starts them before any thread pool exists."""
+
+import atexit
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import TypeVar
+
+from gpt2_ddp.distributed.child import LOOK_SECONDS, end_with_parent
+from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.environment import STOPPED, world_size
+from gpt2_ddp.distributed.signals import Stopped, heard_by, held_back, let_in, listening, start_resource_tracker
+from gpt2_ddp.errors import UserError
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 10
+"""How long the other ranks may go on after one has failed: they may be about to report the same mistake."""
+
+
+def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
+    """Calls `function(*args)` here, or, for two processes or more, on each rank of a new world of this machine.
+
+    The ranks get torchrun's environment. Signals to this process reach all of them; they end when this process dies.
+    Under a launcher, which has started the ranks already, `function` is called here whatever `processes` says.
+
+    Args:
+        function: a module's function; it, `args` and the result are pickled.
+        processes: how many; None: just here.
+
+    Returns:
+        What the main rank's call returned.
+
+    Raises:
+        UserError: the main rank's, when it raised one; a launcher's variable that is no number.
+        Stopped: when a rank was stopped while there was nothing to save.
+        SystemExit: 1, when a rank crashed; its traceback is on stderr. 2, when another than the main rank met a user's
+            mistake, which it has told.
+    """
+    world_size()  # unsets an empty RANK
+    if processes in (None, 1) or "RANK" in os.environ:
+        return function(*args)
+    return start_processes(function, processes, *args)
+
+
+def start_processes(function: Callable[..., T], processes: int, *args: object) -> T:
+    """Calls `function(*args)` on each rank of a new world of fresh processes, of which one alone gets no rank.
+
+    Otherwise like `run_processes`.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    ranks = list(start_ranks(_run_rank, [(sender, function, args)] * processes))
+    sender.close()
+    heard: list[str] = []
+    with _forwarded_signals(ranks, heard):
+        answer = _wait(ranks, receiver)
+    if any(rank.exitcode == STOPPED for rank in ranks):
+        raise Stopped(heard[0] if heard else "a signal to a rank")
+    if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
+        ends = ", ".join(f"{rank.name}: {rank.exitcode}" for rank in ranks)
+        print(f"a process crashed (exit codes {ends})", file=sys.stderr)
+        raise SystemExit(2 if any(rank.exitcode == 2 for rank in ranks) else 1)
+    result, error = answer
+    if error is not None:
+        raise error
+    return result  # pyright: ignore[reportReturnType]
+
+
+def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[object, ...]]) -> Iterator[BaseProcess]:
+    """Starts `function(*arguments[rank])` on each rank of a new world, in a fresh process that ends with this one.
+
+    A process that is alone gets no rank. A Ctrl-C of the terminal reaches this process only. A rank that is asked to
+    stop while there is nothing to save ends with 75.
+    """
+    context, port = multiprocessing.get_context("spawn"), _free_port()
+    start_resource_tracker()
+    for rank, own in enumerate(arguments):
+        process = context.Process(target=_call, args=(function, own), name=f"rank {rank}")
+        with _environment(rank, len(arguments), port), held_back():
+            process.start()
+        yield process
+
+
+def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
+    # as usual again: a fresh interpreter for each loader worker would import torch for seconds, in every evaluation
+    multiprocessing.set_start_method(None, force=True)
+    with listening(lambda line: None):  # the parent says it
+        let_in()
+        end_with_parent(signal.SIGTERM)
+        function(*arguments)
+
+
+def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object, ...]) -> None:
+    main = os.environ.get("RANK", "0") == "0"
+    try:
+        answer: tuple[T | None, UserError | None] = (function(*args), None)
+    except UserError as error:
+        answer = (None, error)
+    if main:
+        with suppress(BrokenPipeError):  # the parent was killed: there is nobody to tell
+            sender.send(answer)
+    sender.close()
+    if answer[1] is not None:
+        sys.stderr.flush()
+        os._exit(2)  # at once: gloo's threads abort a process that ends while other ranks are connected to it
+    atexit.register(os._exit, 0)  # they may also abort an interpreter that shuts down while it holds a process group
+
+
+def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
+    """The main rank's answer, once all ranks have ended; when one fails, the others soon have to end as well. When one
+    is stopped on its own, the others are told to stop."""
+    answer, told, deadline = None, False, math.inf
+    running = list(ranks)
+    while running:
+        if not told and any(rank.exitcode == STOPPED for rank in ranks):
+            told = True
+            _signal(running, signal.SIGTERM)
+        # a rank's end may not show in these: what it has forked holds the other ends of its pipes
+        wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), LOOK_SECONDS)
+        before, running = running, [rank for rank in running if rank.exitcode is None]
+        if answer is None and receiver.poll():
+            try:
+                answer = receiver.recv()
+            except EOFError:  # the main rank ended without one
+                receiver.close()
+                answer = (None, None)
+        if len(running) < len(before) and any(rank.exitcode for rank in ranks):
+            deadline = time.monotonic() + GRACE_SECONDS
+        if time.monotonic() > deadline:
+            for rank in running:
+                rank.kill()
+    return answer
+
+
+@contextmanager
+def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
+    """What torchrun tells a rank, for the process that is started inside."""
+    before = dict(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
+    if processes > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+@contextmanager
+def _forwarded_signals(ranks: list[BaseProcess], heard: list[str]) -> Iterator[None]:
+    """Passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, which stop with a checkpoint, and adds their names to
+    `heard`."""
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        heard.append(signal.Signals(number).name)
+        _signal(ranks, number)
+
+    give_back = heard_by(forward, last=False)
+    try:
+        yield
+    finally:
+        give_back()
+
+
+def _signal(ranks: list[BaseProcess], number: int) -> None:
+    for rank in ranks:
+        if rank.pid is not None and rank.exitcode is None:
+            os.kill(rank.pid, number)
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]

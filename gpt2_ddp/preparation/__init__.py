@@ -1,0 +1,1 @@
+"""Text to token shards: sources, tokenizers, encoding (scripts/prepare_data.py). A training loads none of it."""

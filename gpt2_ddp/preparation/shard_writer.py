@@ -1,0 +1,80 @@
+"""Writes token shards."""
+
+from concurrent.futures import Executor, Future
+from pathlib import Path
+
+import numpy as np
+
+from gpt2_ddp.data.manifest import HEADER_BYTES, Shard, token_dtype
+from gpt2_ddp.data.shards import MAGIC_AND_VERSION
+from gpt2_ddp.distributed.workers import InProcess
+from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file
+
+
+class ShardWriter:
+    """Writes the tokens of one split into shards of `shard_tokens` tokens, the last one shorter.
+
+    A shard carries a temporary name until it is whole and on disk.
+
+    Args:
+        pool: waits for the disk and hashes, meanwhile; None: this process does.
+    """
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
+        self.folder = folder
+        self.split = split
+        self.shard_tokens = shard_tokens
+        self.vocab_size = vocab_size
+        self.dtype = token_dtype(vocab_size)
+        self._pool = pool or InProcess()
+        self._shards: list[Future[Shard]] = []
+        self._file = None
+        self._tokens = 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Appends token ids [n], all below `vocab_size`."""
+        assert not len(tokens) or tokens.max() < self.vocab_size, "token id outside the vocabulary"
+        tokens = np.ascontiguousarray(tokens, self.dtype)
+        while len(tokens):
+            if self._file is None:
+                self._file = open(self._temporary(), "wb")  # noqa: SIM115 (open until the shard is full)
+                self._file.write(bytes(HEADER_BYTES))
+            part, tokens = np.split(tokens, [self.shard_tokens - self._tokens])
+            self._file.write(part.data)
+            self._tokens += len(part)
+            if self._tokens == self.shard_tokens:
+                self._finish()
+
+    def close(self) -> list[Shard]:
+        """Finishes the last shard and returns all of them."""
+        if self._file is not None:
+            self._finish()
+        shards = [shard.result() for shard in self._shards]
+        fsync_folder(self.folder)
+        return shards
+
+    def _name(self) -> str:
+        return f"{self.split}_{len(self._shards):06d}.bin"
+
+    def _temporary(self) -> Path:
+        return self.folder / f".{self._name()}.tmp"
+
+    def _finish(self) -> None:
+        assert self._file is not None
+        header = np.zeros(HEADER_BYTES // 4, "<i4")
+        header[:3] = *MAGIC_AND_VERSION[self.dtype.itemsize], self._tokens
+        with self._file as file:
+            file.seek(0)
+            file.write(header.data)
+        size = HEADER_BYTES + self._tokens * self.dtype.itemsize
+        place = self.folder / self._name()
+        self._shards.append(self._pool.submit(_seal, self._temporary(), place, self._tokens, size))
+        self._file, self._tokens = None, 0
+
+
+def _seal(temporary: Path, place: Path, tokens: int, size: int) -> Shard:
+    """Gives a shard its name, once it is on disk."""
+    fsync_file(temporary)
+    shard = Shard(place.name, tokens, size, sha256_file(temporary))
+    temporary.replace(place)
+    return shard

@@ -1,0 +1,109 @@
+"""Tokenizers made from the user's text: a byte-level BPE that is trained on it, or the characters that it has."""
+
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, CHARACTER, END_OF_TEXT
+from gpt2_ddp.distributed.workers import in_helper
+from gpt2_ddp.files import fsync_file
+from gpt2_ddp.preparation.sources import Survey, read_pieces
+
+BPE_CHARACTERS = 10**9
+"""A BPE is trained on the first so many characters of the source; more would hardly change it."""
+SAY_SECONDS = 30
+"""Between lines about the progress, where there is no terminal to draw a bar on."""
+
+
+def make_tokenizer(config: PrepareConfig, seen: Survey, path: Path) -> None:
+    """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`, durably."""
+    if config.tokenizer == "bpe":
+        print(f"training a BPE of {config.vocab_size:,} tokens", flush=True)
+        in_helper(_train_bpe, config, seen, path)  # where it merges, no signal would come through
+    else:
+        print("collecting the characters", flush=True)
+        write_characters(_told(piece.text for piece in read_pieces(config, seen)), path)
+    fsync_file(path)
+
+
+def _train_bpe(config: PrepareConfig, seen: Survey, path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield from _told(_first(BPE_CHARACTERS, (piece.text for piece in read_pieces(config, seen))))
+        print("merging", flush=True)
+
+    tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
+    assert config.vocab_size, "settled before"
+    train_bpe(texts(), config.vocab_size, path)
+
+
+def suitable_vocab_size(size: int | None) -> int:
+    """Ids of a BPE for text of so many bytes; None: of nobody knows how many. The words of a text grow about as the
+    square root of its length (Heaps, 1978), and a token's embedding wants to be seen often: three times that root, as a
+    power of two from 512 to 32,768."""
+    wanted = 3 * math.sqrt(size) if size else 2**15
+    return 2 ** min(max(round(math.log2(wanted)), 9), 15)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE with GPT-2's pre-tokenizer and saves it as a tokenizer.json.
+
+    Args:
+        texts: what to train on; read once, and only counts of words are kept.
+        vocab_size: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer merges.
+        path: the file to write.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer: Any = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    options: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "special_tokens": [END_OF_TEXT],
+        "initial_alphabet": list(BYTE_OF_CHARACTER),
+        "show_progress": False,
+    }
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**options))
+    tokenizer.save(str(path))
+
+
+def write_characters(texts: Iterable[str], path: Path) -> None:
+    """Saves a tokenizer.json that has an id for each character of the texts, in the order of their code points; the
+    last id is end-of-text's. It knows no other characters."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    characters = sorted({character for text in texts for character in set(text)})
+    tokenizer: Any = tokenizers.Tokenizer(models.WordLevel({text: rank for rank, text in enumerate(characters)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(CHARACTER), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(path))
+
+
+def _told(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, while a bar counts their characters; without a terminal, a line does now and then."""
+    read, said = 0, time.monotonic()
+    with tqdm(desc="reading", unit=" characters", unit_scale=True, disable=None) as progress:
+        for text in texts:
+            yield text
+            read += len(text)
+            progress.update(len(text))
+            if progress.disable and time.monotonic() > said + SAY_SECONDS:
+                said = time.monotonic()
+                print(f"read {read:,} characters", flush=True)
+
+
+def _first(characters: int, texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return

@@ -1,1 +1,0 @@
-"""The processes of a run: how they come up, what they do once, alike, and together."""

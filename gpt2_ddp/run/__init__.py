@@ -1,1 +1,0 @@
-"""A training run: the loop, and what is kept of it."""

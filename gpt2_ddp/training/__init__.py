@@ -1,0 +1,1 @@
+"""A training run: the loop, its state, the guard and the stop request."""

@@ -1,0 +1,80 @@
+"""How fast a training is: units per second, MFU, and a profiler's trace."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.training.peaks import peak_of_ranks
+from gpt2_ddp.training.task import Task
+
+
+class Throughput:
+    """Units (tokens, samples) per second of the training alone; evaluations, checkpoints and samples happen while it is
+    paused. Making one is collective.
+
+    Args:
+        peak_flops: FLOP/s of one device, where the user says so (`peaks.peak_of_ranks`).
+    """
+
+    def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
+        self.task, self.device = task, device
+        self.peak, self._unknown = peak_of_ranks(device, peak_flops)
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new reading now."""
+        self._start, self._units, self._waited = time.perf_counter(), 0, self.task.feed.waited
+
+    def add(self, units: int) -> None:
+        """Counts the units of a step."""
+        self._units += units
+
+    def read(self) -> dict[str, float | None]:
+        """What a row says of the steps since the last reading: units per second, MFU (None where a device's peak is
+        not known), the share of the time spent waiting for data. Call it once the device's work has been awaited."""
+        units, waited = self._units, self.task.feed.waited - self._waited
+        seconds = time.perf_counter() - self._start
+        self.restart()
+        mfu = units / seconds * self.task.flops_per_unit / self.peak if self.peak else None
+        return {
+            f"{self.task.unit}_per_second": round(units / seconds, 1),
+            **({"mfu": mfu} if self.task.flops_per_unit else {}),
+            "data_share": round(waited / seconds, 4),
+        }
+
+    def why_no_mfu(self) -> str:
+        """A line for the user; empty where there is an MFU, or where nobody asks for one: CPUs, the small jobs."""
+        names = [name for name in self._unknown if name != "cpu"]
+        if not (names and self.task.flops_per_unit):
+            return ""
+        flag = "--tracking.peak_flops sets it (dense bf16 FLOP/s of one device, like 989.5e12 for an H100 SXM)"
+        return f"no MFU is given: the peak of {', '.join(names)} is not known here; {flag}"
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens inside."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
+        start = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - start
+
+
+@contextmanager
+def profile(steps: int, run: RunFolder | None) -> Iterator[Callable[[], None]]:
+    """Records `steps` steps, after three of warm-up, into the run folder's trace.json (chrome://tracing, Perfetto).
+
+    Yields a function to call after each step; it does nothing for 0 steps and on ranks other than the main process.
+    """
+    if not steps or run is None:
+        yield lambda: None
+        return
+    trace = run.path / "trace.json"
+    with torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=0, warmup=3, active=steps, repeat=1),
+        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
+    ) as profiler:
+        yield profiler.step
