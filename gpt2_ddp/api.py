@@ -47,7 +47,7 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
             names, `**{"train.steps": 100}`.
 
     Raises:
-        UserError: with all mistakes, each naming the field, its value and the cure.
+        UserError: with all mistakes, each naming the field, its value and the hint.
     """
     given, fields = (
         {name: _plain(value) for name, value in flat(changes).items()},
@@ -127,11 +127,11 @@ def _train(config: TrainingConfig) -> "Result":
     from gpt2_ddp.training.loop import train
 
     if PartialState._shared_state:
-        cure = "by another training or a program's own Accelerator, which has one state per process; use processes=1"
-        raise UserError("train", "Accelerate is in use in this process", cure)
+        hint = "by another training or a program's own Accelerator, which has one state per process; use processes=1"
+        raise UserError("train", "Accelerate is in use in this process", hint)
     if world_size() > 1 and _trained:
-        cure = "what connected them is gone; launch once for each training"
-        raise UserError("train", "the ranks have trained already", cure)
+        hint = "what connected them is gone; launch once for each training"
+        raise UserError("train", "the ranks have trained already", hint)
     _trained.append(config.run_name)
     try:
         return train(config, Pretraining)
@@ -250,7 +250,7 @@ def export_hf(
     return folder
 
 
-class _Alone(NamedTuple):
+class SingleProcess(NamedTuple):
     """What `model.evaluate` asks an Accelerator for: Accelerate's state is left to whom it belongs."""
 
     device: Any
@@ -284,7 +284,7 @@ def evaluate(
     from gpt2_ddp.tasks.checkpoints import open_splits
 
     EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
-    stream, alone = open_splits([os.fspath(data)], split, tokenizer)[1][0], _Alone(model.wte.weight.device)
+    stream, alone = open_splits([os.fspath(data)], split, tokenizer)[1][0], SingleProcess(model.wte.weight.device)
     size, lengths = model.config.block_size, tokenizer.token_bytes()
     return evaluate(alone, model, stream, size, batch_size, tokens, lengths)  # pyright: ignore[reportArgumentType]
 

@@ -1,6 +1,6 @@
 """The user's mistakes. Everything else that goes wrong is ours and crashes with its traceback."""
 
-FIELD, VALUE, CURE = 100, 160, 320
+FIELD, VALUE, HINT = 100, 160, 320
 """Characters that a message gives its parts at most: a name may have 5,000, and a file's content any number."""
 
 
@@ -10,7 +10,7 @@ class UserError(Exception):
     Args:
         field: what is wrong, as the user wrote it (`optim.lr`, a file, a folder).
         value: the value it had.
-        cure: what is wrong with it and what to do.
+        hint: what is wrong with it and what to do.
 
     Attributes:
         on_every_rank: whether all ranks raise it, so that the main process tells it and the others need not.
@@ -18,8 +18,10 @@ class UserError(Exception):
 
     on_every_rank = False
 
-    def __init__(self, field: str, value: object, cure: str):
-        self.mistakes = [f"{shown(field, FIELD)} = {shown(value, VALUE)}: {shown(' '.join(cure.split()), CURE)}"]
+    def __init__(self, field: str, value: object, hint: str):
+        self.mistakes = [
+            f"{truncate(field, FIELD)} = {truncate(value, VALUE)}: {truncate(' '.join(hint.split()), HINT)}"
+        ]
         super().__init__(self.mistakes[0])
 
     @classmethod
@@ -34,7 +36,7 @@ class UserError(Exception):
         return UserError.join, (self.mistakes,)
 
 
-def shown(what: object, most: int = VALUE) -> str:
+def truncate(what: object, most: int = VALUE) -> str:
     """One line of at most `most` characters: what cannot be seen is escaped, the middle of more is left out."""
     escaped = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(what))
     line = "".join(escaped)

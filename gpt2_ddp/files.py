@@ -18,7 +18,7 @@ from gpt2_ddp.errors import UserError
 PIECE = 2**20
 """Bytes that are hashed and written at a time: they are still in a core's cache when they are written."""
 
-CURES = {
+HINTS = {
     errno.ENOSPC: "make room on that disk",
     errno.EDQUOT: "make room in your quota",
     errno.EFBIG: "allow larger files (`ulimit -f`)",
@@ -31,13 +31,13 @@ def writing(path: Path) -> Iterator[None]:
     """Whatever a disk refuses inside, where `path` is written, renamed or removed, is for the user to mend.
 
     Raises:
-        UserError: in the place of an OSError; it names `path` and the cure.
+        UserError: in the place of an OSError; it names `path` and the hint.
     """
     try:
         yield
     except OSError as error:
-        cure = f"{CURES.get(error.errno or 0, 'mend that disk or folder')}, and give the same command again to go on"
-        raise UserError("file", path, f"cannot be written ({error.strerror or error}); {cure}") from error
+        hint = f"{HINTS.get(error.errno or 0, 'mend that disk or folder')}, and give the same command again to go on"
+        raise UserError("file", path, f"cannot be written ({error.strerror or error}); {hint}") from error
 
 
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:

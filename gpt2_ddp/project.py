@@ -8,6 +8,6 @@ PROJECT = PACKAGE if INSTALLED else PACKAGE.parent
 """The folder that holds both."""
 
 
-def said(script: str) -> str:
+def command_for(script: str) -> str:
     """What a user types to run a script of this name, without its `.py`."""
     return f"gpt2-ddp {script}" if INSTALLED else f"python scripts/{script}.py"

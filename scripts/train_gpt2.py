@@ -17,7 +17,7 @@ from gpt2_ddp.distributed.child import run_script
 from gpt2_ddp.distributed.environment import exit_code, is_main_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import is_newer
-from gpt2_ddp.project import said
+from gpt2_ddp.project import command_for
 
 NEXT = """what next:
   {generate} {best} --prompts_file -  # it continues what you type
@@ -42,7 +42,7 @@ def main(config: TrainingConfig) -> int:
             except (UserError, CalledProcessError) as error:
                 report = f"none, since {error}"
         print(f"report: {report}")
-        names = {name: said(name) for name in ("generate", "evaluate", "prepare_data")}
+        names = {name: command_for(name) for name in ("generate", "evaluate", "prepare_data")}
         print(NEXT.format(best=result.best or result.run, **names))
     return exit_code(result.outcome)
 

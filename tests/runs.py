@@ -130,7 +130,7 @@ def train_with_faults(
             return step(run)
         if len(taken) == dies_at:
             os.kill(os.getpid(), sent)
-        if not bad[0] <= int(run.task.feed.take(run.task.feed.position)[0]) < bad[1]:
+        if not bad[0] <= int(run.task.feed.positions_from(run.task.feed.position)[0]) < bad[1]:
             return step(run)
         handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
         try:

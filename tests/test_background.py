@@ -15,7 +15,7 @@ from ranks import run_ranks, start_ranks
 from runs import same, training_config, weights
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, steps_of, verify
-from gpt2_ddp.checkpoint.checkpointer import Background, pays
+from gpt2_ddp.checkpoint.checkpointer import Background, should_save_async
 from gpt2_ddp.checkpoint.run_files import read_lines
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -23,7 +23,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.cores import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.training.recovery import look_behind
+from gpt2_ddp.training.recovery import poll_background_save
 
 STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
 
@@ -52,20 +52,20 @@ def test_after_each_step_a_late_writer_is_waited_for_and_a_failed_one_stops_the_
     """Under the eyes of the watch, which ends a run whose writer hangs; and the last save counts twice."""
     behind, gate, said = Background(), threading.Event(), []
     run: Any = SimpleNamespace(
-        background=behind, watch=SimpleNamespace(at=lambda stage: (said.append(stage), gate.set()))
+        background=behind, watchdog=SimpleNamespace(heartbeat=lambda stage: (said.append(stage), gate.set()))
     )
-    stop: Any = SimpleNamespace(request=said.append, took=lambda what, seconds: said.append((what, seconds)))
+    stop: Any = SimpleNamespace(request=said.append, record_duration=lambda what, seconds: said.append((what, seconds)))
     behind.start(gate.wait, limit=60.0)
-    look_behind(run, stop)
+    poll_background_save(run, stop)
     assert [what for what, _ in said] == ["save"]
     behind.limit = 0.0
-    look_behind(run, stop)
+    poll_background_save(run, stop)
     assert said[1] == "save"
     assert not behind.is_working
     assert said[2] == ("save", 2 * behind.seconds)
     behind.start(refuse, limit=60.0)
     behind.join()
-    look_behind(run, stop)
+    poll_background_save(run, stop)
     assert said[3] == "a checkpoint could not be written"
 
 
@@ -78,10 +78,10 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
     assert not spare_core("cpu", 1, 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr("gpt2_ddp.checkpoint.checkpointer.spare_core", lambda *given: True)
-    assert pays("auto", 1000, "cuda", 0)
-    assert not pays("auto", 2**60, "cuda", 0)
-    assert pays(True, 2**60, "cuda", 0)
-    assert not pays(False, 0, "cuda", 0)
+    assert should_save_async("auto", 1000, "cuda", 0)
+    assert not should_save_async("auto", 2**60, "cuda", 0)
+    assert should_save_async(True, 2**60, "cuda", 0)
+    assert not should_save_async(False, 0, "cuda", 0)
 
 
 def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> Any:

@@ -15,9 +15,9 @@ from ranks import forked_ranks, run_ranks
 
 from gpt2_ddp.benchmark import benchmark, ceiling, checkpoint, gpu, sides, step
 from gpt2_ddp.benchmark.peers import definitions
-from gpt2_ddp.benchmark.sides import NotHere, Turns
-from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
-from gpt2_ddp.compare.run import Share
+from gpt2_ddp.benchmark.sides import StepTimer, Unavailable
+from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
+from gpt2_ddp.compare.run import CommFraction
 from gpt2_ddp.compare.table import share_words
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
@@ -49,7 +49,7 @@ def test_sides_take_turns_and_warm_up_does_not_count():
     def side(name: str):
         return lambda: seen.append(name) or float(len(seen))
 
-    assert in_turn({"a": side("a"), "b": side("b")}, repeats=2) == {"a": [3, 5], "b": [4, 6]}
+    assert interleave({"a": side("a"), "b": side("b")}, repeats=2) == {"a": [3, 5], "b": [4, 6]}
     assert seen == ["a", "b"] * 3
 
 
@@ -58,7 +58,7 @@ def test_a_turn_has_steps_for_its_seconds_and_a_side_ends_with_the_pipe():
     steps: list[int] = []
 
     def side() -> None:
-        turns = Turns(theirs, torch.device("cpu"), 0.05)
+        turns = StepTimer(theirs, torch.device("cpu"), 0.05)
         with suppress(SystemExit):
             while True:
                 time.sleep(0.01)
@@ -89,8 +89,8 @@ def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch)
 
 
 def test_communication_that_noise_could_be_is_no_figure():
-    assert share_words(Share(0.03, 0.01)) == "3.0% ± 1.0%"
-    assert share_words(Share(0.01, 0.02)) == share_words(Share(-0.5, 0.02)) == "below the noise of ± 2.0%"
+    assert share_words(CommFraction(0.03, 0.01)) == "3.0% ± 1.0%"
+    assert share_words(CommFraction(0.01, 0.02)) == share_words(CommFraction(-0.5, 0.02)) == "below the noise of ± 2.0%"
 
 
 def test_mistakes_come_before_any_work(tmp_path, monkeypatch):
@@ -109,7 +109,7 @@ def test_mistakes_come_before_any_work(tmp_path, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_what_cannot_be_measured_here_says_so(tmp_path, monkeypatch, capsys):
     config = BenchmarkConfig(only=("ceiling",), output=str(tmp_path))
-    with pytest.raises(NotHere):
+    with pytest.raises(Unavailable):
         ceiling.check(config)
     with pytest.raises(UserError, match="only = ceiling: needs a GPU"):
         benchmark.run_benchmarks(config)

@@ -19,7 +19,7 @@ IDS, CPU = 257, torch.device("cpu")
 
 
 class OneStep:
-    """As `Turns`, for one step."""
+    """As `StepTimer`, for one step."""
 
     def done(self) -> None:
         raise SystemExit

@@ -23,17 +23,17 @@ from gpt2_ddp.checkpoint import checkpointer as checkpoint
 from gpt2_ddp.checkpoint.checkpoint import (
     DTYPES,
     Checkpoint,
-    Damaged,
+    CorruptCheckpoint,
     Snapshot,
     as_safetensors,
     find_checkpoint,
     list_checkpoints,
-    moments_of,
-    put_moments,
-    put_weights,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
     set_aside,
     verify,
-    weights_of,
 )
 from gpt2_ddp.checkpoint.checkpointer import Background, CheckpointFolder
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
@@ -57,7 +57,7 @@ def trained_model() -> tuple[GPT, torch.optim.Optimizer]:
 
 def snapshot(state: dict, config: str = "seed: 1\n") -> Snapshot:
     model, optimizer = trained_model()
-    return Snapshot(state, config, weights_of(model), moments_of(model, optimizer))
+    return Snapshot(state, config, model_state(model), optimizer_state(model, optimizer))
 
 
 def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None, **state: object) -> Path:
@@ -95,9 +95,9 @@ def put_back(folder: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays] 
         return [tensor.data_ptr() for tensor in (*model.parameters(), *moments)]
 
     before = places()
-    put_weights(accelerator, read.model if read else {}, model)
-    put_moments(accelerator, read.optimizer if read else {}, model, optimizer)
-    found = as_arrays(weights_of(model)), as_arrays(moments_of(model, optimizer))
+    load_model_state(accelerator, read.model if read else {}, model)
+    load_optimizer_state(accelerator, read.optimizer if read else {}, model, optimizer)
+    found = as_arrays(model_state(model)), as_arrays(optimizer_state(model, optimizer))
     return *found, places() == before, wrote
 
 
@@ -134,7 +134,7 @@ def test_files_of_tensors_are_those_of_the_library(tmp_path, metadata):
 def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     model, optimizer = trained_model()
     memory: dict[str, torch.Tensor] = {}
-    live = Snapshot({"step": 1, "metrics": {}}, "", weights_of(model), moments_of(model, optimizer))
+    live = Snapshot({"step": 1, "metrics": {}}, "", model_state(model), optimizer_state(model, optimizer))
     copy = live.copied(memory)
     before = {name: tensor.clone() for name, tensor in (copy.model | copy.optimizer).items()}
     optimizer.step()
@@ -179,8 +179,8 @@ def put_back_to_the_start() -> int:
     from gpt2_ddp.distributed.launch import build_accelerator
 
     model, optimizer = trained_model()
-    put_moments(build_accelerator("cpu", "no"), {}, model, optimizer)
-    return len(moments_of(model, optimizer))
+    load_optimizer_state(build_accelerator("cpu", "no"), {}, model, optimizer)
+    return len(optimizer_state(model, optimizer))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
@@ -189,7 +189,7 @@ def test_every_damage_is_found_and_named(tmp_path, name):
     data = file.read_bytes()
     for damaged in (data[:-1] + bytes([data[-1] ^ 1]), data[:-1], None):
         file.write_bytes(damaged) if damaged else file.unlink()
-        with pytest.raises(Damaged, match=name):
+        with pytest.raises(CorruptCheckpoint, match=name):
             verify(file.parent)
 
 
@@ -197,7 +197,7 @@ def test_every_damage_is_found_and_named(tmp_path, name):
 def test_a_broken_manifest_is_damage(tmp_path, text):
     place = save(tmp_path, 1)
     (place / "manifest.json").write_text(text)
-    with pytest.raises(Damaged, match=r"manifest\.json"):
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
         verify(place)
 
 
@@ -353,11 +353,11 @@ def test_peeking_reads_the_small_files_alone(tmp_path):
     save(tmp_path, 1), save(tmp_path, 2)
     weights = tmp_path / "step-00000002/model.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
-    assert CheckpointFolder(tmp_path).peek().state["step"] == 2
+    assert CheckpointFolder(tmp_path).latest_metadata().state["step"] == 2
     (tmp_path / "step-00000002/state.json").write_text("{}")
-    assert CheckpointFolder(tmp_path).peek().state["step"] == 1
+    assert CheckpointFolder(tmp_path).latest_metadata().state["step"] == 1
     assert steps(tmp_path) == [1, 2]
-    assert CheckpointFolder(tmp_path / "none").peek() is None
+    assert CheckpointFolder(tmp_path / "none").latest_metadata() is None
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_every_flipped_bit_is_found(tmp_path, count):
         bit = int(random.integers(8 * len(data)))
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
-        with pytest.raises(Damaged, match=re.escape(file.name)):
+        with pytest.raises(CorruptCheckpoint, match=re.escape(file.name)):
             verify(place)
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
@@ -477,7 +477,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
         file.write_bytes(flipped)
-        with pytest.raises(Damaged, match=r"manifest\.json"):
+        with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
             verify(place, weights=False)
 
 
@@ -511,7 +511,7 @@ def test_room_is_made_only_once_that_is_recorded(tmp_path, monkeypatch):
 
 
 def test_a_damaged_one_is_worded_by_its_file_and_reason():
-    assert str(Damaged(Path("a/b"), "is missing")) == "a/b: is missing"
+    assert str(CorruptCheckpoint(Path("a/b"), "is missing")) == "a/b: is missing"
 
 
 def test_a_manifest_has_a_version_and_a_size_that_are_kept(tmp_path):
@@ -519,7 +519,7 @@ def test_a_manifest_has_a_version_and_a_size_that_are_kept(tmp_path):
     text = (place / "manifest.json").read_text()
     assert json.loads(text)["version"] == 2
     (place / "manifest.json").write_text(text + " " * 2**20)
-    with pytest.raises(Damaged, match=r"manifest\.json"):
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
         verify(place)
 
 

@@ -16,8 +16,8 @@ from runs import job_config, training_config
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.bars import draw
 from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_notes, read_job, read_jobs
-from gpt2_ddp.compare.run import WARM_UP, Reading, Share, communication_share, measure, peak_memory
-from gpt2_ddp.compare.table import HEADER, Difference, Row, Way, as_markdown
+from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
+from gpt2_ddp.compare.table import HEADER, Difference, Row, Strategy, as_markdown
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
@@ -60,7 +60,7 @@ def test_only_the_timed_steps_count(tmp_path, corpus):
     assert run.seconds == pytest.approx(4 * 0.05)  # the clock stands still but in steps: 1 s in those of the warm-up
 
 
-def timed_by_hand(config, weights) -> Reading:
+def timed_by_hand(config, weights) -> RunResult:
     from types import SimpleNamespace
 
     from gpt2_ddp.compare import run as module
@@ -146,18 +146,20 @@ def share_with(config, all_reduce: float, last_rank: float) -> float | None:
     return share and share.share
 
 
-def runs(*seconds: float, communication: Share | None = None) -> list[Reading]:
-    return [Reading(10, 320, s, (300_000_000, 200_000_000), communication, {"val_loss": 1.5}, 7, 1, 5) for s in seconds]
+def runs(*seconds: float, communication: CommFraction | None = None) -> list[RunResult]:
+    return [
+        RunResult(10, 320, s, (300_000_000, 200_000_000), communication, {"val_loss": 1.5}, 7, 1, 5) for s in seconds
+    ]
 
 
 @pytest.fixture
 def rows() -> list[Row]:
-    single, double = runs(2.0, 2.2, 3.0), runs(1.0, 1.3, 1.25, communication=Share(0.2, 0.01))
+    single, double = runs(2.0, 2.2, 3.0), runs(1.0, 1.3, 1.25, communication=CommFraction(0.2, 0.01))
     zero, small = [Difference(0.0, 0.0)] * 3, [Difference(1e-7, 1e-8), Difference(3e-7, 2e-8), Difference(0.0, 0.0)]
     return [
-        Row("gpt2", Way("single", 1, 1), "", single, single, zero),
-        Row("gpt2", Way("DataParallel", 1, 2), "needs 2 GPUs, this machine has 0", [], single, []),
-        Row("gpt2", Way("DDP-2", 2, 2), "", double, single, small),
+        Row("gpt2", Strategy("single", 1, 1), "", single, single, zero),
+        Row("gpt2", Strategy("DataParallel", 1, 2), "needs 2 GPUs, this machine has 0", [], single, []),
+        Row("gpt2", Strategy("DDP-2", 2, 2), "", double, single, small),
     ]
 
 
@@ -186,16 +188,20 @@ def test_the_table(rows):
 
 
 def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
-    def row(*shares: Share) -> Row:
+    def row(*shares: CommFraction) -> Row:
         repeats = [runs(1.0, communication=share)[0] for share in shares]
         n = len(shares)
-        return Row("line", Way("DDP-2", 2, 2), "", repeats, runs(*[1.0] * n), [Difference(0, 0)] * n)
+        return Row("line", Strategy("DDP-2", 2, 2), "", repeats, runs(*[1.0] * n), [Difference(0, 0)] * n)
 
-    assert row(Share(0.1, 0.03)).communication == Share(0.1, 0.03)
-    assert row(Share(0.1, 0.03), Share(0.1, 0.05), Share(0.1, 0.01)).communication == Share(0.1, 0.03)
-    assert row(Share(0.0, 0.01), Share(0.1, 0.01), Share(0.2, 0.01)).communication == pytest.approx((0.1, 0.1))
-    assert row(Share(-0.02, 0.12)).cells()[7] == "below the noise of ± 12.0%"
-    assert row(Share(-0.02, 0.12)).cells()[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
+    assert row(CommFraction(0.1, 0.03)).communication == CommFraction(0.1, 0.03)
+    assert row(CommFraction(0.1, 0.03), CommFraction(0.1, 0.05), CommFraction(0.1, 0.01)).communication == CommFraction(
+        0.1, 0.03
+    )
+    assert row(
+        CommFraction(0.0, 0.01), CommFraction(0.1, 0.01), CommFraction(0.2, 0.01)
+    ).communication == pytest.approx((0.1, 0.1))
+    assert row(CommFraction(-0.02, 0.12)).cells()[7] == "below the noise of ± 12.0%"
+    assert row(CommFraction(-0.02, 0.12)).cells()[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
 
 
 @pytest.fixture
@@ -271,7 +277,7 @@ def test_ways_say_why_they_are_missing(monkeypatch):
     assert missing == [("DataParallel", "needs 2 GPUs, this machine has 0")]
     assert [way.name for way, _ in CPU.ways((2, 4))] == ["single", "DataParallel", "DDP-2", "DDP-4"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert dict(CPU.ways((2,)))[Way("DataParallel", 1, 2)] == "needs GPUs, and device is cpu"
+    assert dict(CPU.ways((2,)))[Strategy("DataParallel", 1, 2)] == "needs GPUs, and device is cpu"
     reasons = {way.name: reason for way, reason in Machine(2, 8, "cuda").ways((2, 4))}
     assert reasons["DataParallel"] == reasons["DDP-2"] == ""
     assert reasons["DDP-4"] == "needs 4 GPUs, this machine has 2"

@@ -39,11 +39,11 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
         return found
     with closing(Run(config, Pretraining)) as run:
         run.build()
-        run.settle()
+        run.warm_up()
         for _ in range(2):
             train_step(run)
-            snapshot = run.capture()
-            run.restore(snapshot.copied({}) if snapshot else None)
+            snapshot = run.state_dict()
+            run.load_state_dict(snapshot.copied({}) if snapshot else None)
         train_step(run)
     return found
 

@@ -330,10 +330,10 @@ MISTAKES = """
 
 @pytest.mark.parametrize("case", MISTAKES.strip().splitlines())
 def test_a_mistake_names_field_value_and_cure(case):
-    flags, field, cure = case.split(" | ")
+    flags, field, hint = case.split(" | ")
     (message,) = mistakes(*STEPS, *shlex.split(flags))
     assert message.startswith(field)
-    assert cure in message
+    assert hint in message
 
 
 @pytest.mark.parametrize("text", [
@@ -354,7 +354,7 @@ def test_the_nearest_key_of_a_file_is_named(write):
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
 
 
-@pytest.mark.parametrize(("text", "cure"), [
+@pytest.mark.parametrize(("text", "hint"), [
     ("train: 3", "train = 3: should be a section of keys"), ("- a\n- b", "sections and keys"),
     ("a: [", "not valid YAML"), ("data: {path: 5}", "data.path = 5: should be a valid string"),
     ("optim: {weight_decay: .nan}", "optim.weight_decay = nan"), (BOMB, "repeated with *"),
@@ -370,9 +370,9 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
     ("model: !!map [1]", "expected a mapping node"), ("1: 2", "1: there is no such key"),
     ("model: {2: 3}", "model.2: there is no such key"), ("optim.lr: 0.1", "write `optim: {lr: ...}`"),
 ], ids=range(23))  # fmt: skip
-def test_files_that_no_one_should_write(write, text, cure):
+def test_files_that_no_one_should_write(write, text, hint):
     (message,) = mistakes(*STEPS, "--config", write(text))
-    assert cure in message
+    assert hint in message
 
 
 def test_a_single_value_can_be_repeated_in_a_file(write):

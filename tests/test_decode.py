@@ -10,8 +10,8 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.preparation import decode
-from gpt2_ddp.preparation.decode import look
-from gpt2_ddp.preparation.sources import read_pieces, survey
+from gpt2_ddp.preparation.decode import detect_encoding
+from gpt2_ddp.preparation.sources import read_pieces, scan
 
 
 def config(source: Path, **changes) -> PrepareConfig:
@@ -33,34 +33,34 @@ def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):
         assert texts(tmp_path / name) == [text], name
         assert tokenizer.decode(tokenizer.encode(text)) == text, name
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
-    assert survey(config(tmp_path)).account.encodings == {"utf-8": 9, "utf-16": 2, "utf-16-le": 1, "utf-32": 1}
+    assert scan(config(tmp_path)).account.encodings == {"utf-8": 9, "utf-16": 2, "utf-16-le": 1, "utf-32": 1}
 
 
 def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
     write_decodable(tmp_path)
     for name, data in NOT_TEXT.items():
         (tmp_path / name).write_bytes(data)
-    seen = survey(config(tmp_path))
+    seen = scan(config(tmp_path))
     assert {Path(name).name for name, encoding in seen.unusual.items() if encoding is None} == {*NOT_TEXT}
     assert seen.account.left_out.count == len(NOT_TEXT)
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
     for name in NOT_TEXT:
         # there is nothing else
-        expect_error(rf"source = .*{name}: (is not text|cannot be read)", survey, config(tmp_path / name))
-    expect_error(r"source = .*archive\.txt: is not text", survey, config(tmp_path, on_bad_file="stop"))
+        expect_error(rf"source = .*{name}: (is not text|cannot be read)", scan, config(tmp_path / name))
+    expect_error(r"source = .*archive\.txt: is not text", scan, config(tmp_path, on_bad_file="stop"))
 
 
 def test_text_in_another_encoding_is_asked_for(tmp_path):
     write_nasty(tmp_path)
     where = r"\(.*cp1252\.txt, line 1; .*latin\.txt, line 1\)"
-    expect_error(f"encoding = auto: cannot decode 2 files {where} as UTF-8;", survey, config(tmp_path))
-    account = survey(config(tmp_path, encoding="cp1252")).account
+    expect_error(f"encoding = auto: cannot decode 2 files {where} as UTF-8;", scan, config(tmp_path))
+    account = scan(config(tmp_path, encoding="cp1252")).account
     assert (account.encodings["cp1252"], account.encodings["utf-16"], account.undecodable.count) == (2, 2, 0)
     read = texts(tmp_path, encoding="cp1252")
     assert {PROSE, RUSSIAN, "“Où ?” – 5 €\n" * 50} <= {*read}  # what is UTF-8 or marked as UTF-16 stays that
     assert read.count(PROSE) == 6  # latin.txt like the others
     message = "encoding = shift_jis: cannot decode 2 files .* as UTF-8 or shift_jis"
-    expect_error(message, survey, config(tmp_path, encoding="shift_jis"))
+    expect_error(message, scan, config(tmp_path, encoding="shift_jis"))
 
 
 def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, monkeypatch):
@@ -68,9 +68,9 @@ def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, mon
     for size, garbled in ((20_000, False), (19_999, True)):
         path = tmp_path / f"{size}.txt"
         path.write_bytes(b"word\n" * 300 + b"\xe9\xe8" + b"x" * (size - 1502))
-        found = look(path, "auto")
+        found = detect_encoding(path, "auto")
         assert (found.undecodable, found.line, found.size, found.garbled) == (2, 301, size, garbled)
-    account = survey(config(tmp_path / "20000.txt")).account
+    account = scan(config(tmp_path / "20000.txt")).account
     assert (account.undecodable.count, account.undecodable.where) == (2, [f"{tmp_path}/20000.txt, line 301"])
     assert texts(tmp_path / "20000.txt")[0].count("\ufffd") == 2
 
@@ -80,24 +80,24 @@ def test_a_character_that_straddles_two_blocks_is_one(tmp_path, monkeypatch):
     for encoding in ("utf-8", "utf-16", "utf-32", "shift_jis", "gb18030", "iso2022_jp"):
         (tmp_path / "text").write_bytes(("仮名と漢字、" * 9).encode(encoding))
         named = encoding if encoding[:3] != "utf" else "auto"
-        assert survey(config(tmp_path / "text", encoding=named)).account.undecodable.count == 0, encoding
+        assert scan(config(tmp_path / "text", encoding=named)).account.undecodable.count == 0, encoding
         assert texts(tmp_path / "text", encoding=named) == ["仮名と漢字、" * 9], encoding
 
 
 def test_control_characters_make_a_file_binary_but_a_trace_of_them_does_not(tmp_path):
     for count, encoding in ((1, "utf-8"), (2, None)):
         (tmp_path / "text").write_bytes(b"x" * (10_000 - count) + b"\0" * count)
-        assert look(tmp_path / "text", "auto").encoding == encoding
+        assert detect_encoding(tmp_path / "text", "auto").encoding == encoding
         (tmp_path / "text.gz").write_bytes(gzip.compress((tmp_path / "text").read_bytes()))
-        assert look(tmp_path / "text.gz", "auto").encoding == encoding
+        assert detect_encoding(tmp_path / "text.gz", "auto").encoding == encoding
     (tmp_path / "text").write_bytes(b"\x1b[1mbold\x1b[0m\x0c\r\n\t" * 100)  # a terminal's log
-    assert look(tmp_path / "text", "auto").encoding == "utf-8"
+    assert detect_encoding(tmp_path / "text", "auto").encoding == "utf-8"
     (tmp_path / "text").write_bytes(bytes([5, 0, 200, 0, 7, 0] * 1000))  # small numbers of 16 bits
-    assert look(tmp_path / "text", "auto").encoding is None
+    assert detect_encoding(tmp_path / "text", "auto").encoding is None
 
 
 def test_an_encoding_is_one_of_pythons():
-    for name, cure in (("latin1x", "did you mean latin1"), ("base64", "no such codec for text"), ("", "no such codec")):
-        expect_error(f"encoding = {name}: Python has .*{cure}", load, PrepareConfig, ["--encoding", name])
+    for name, hint in (("latin1x", "did you mean latin1"), ("base64", "no such codec for text"), ("", "no such codec")):
+        expect_error(f"encoding = {name}: Python has .*{hint}", load, PrepareConfig, ["--encoding", name])
     for name in ("auto", "Latin-1", "cp1252", "utf-8", "GB18030"):
         assert load(PrepareConfig, ["--encoding", name]).encoding == name

@@ -14,7 +14,7 @@ from nasty import write_nested
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.preparation import decode, documents
 from gpt2_ddp.preparation.documents import split, without_line_breaks
-from gpt2_ddp.preparation.sources import read_pieces, survey
+from gpt2_ddp.preparation.sources import read_pieces, scan
 
 
 def config(source: Path, **changes) -> PrepareConfig:
@@ -55,7 +55,7 @@ def test_a_separator_divides_files_lines_and_columns(tmp_path, monkeypatch):
     for name in ("stories.txt", "stories.jsonl", "stories.parquet"):
         stories = texts(tmp_path / name, document_separator="<|endoftext|>")
         assert stories == ["Once upon a time.", "One day,\n\na dog."], name
-        seen = survey(config(tmp_path / name))
+        seen = scan(config(tmp_path / name))
         assert [piece.text for piece in read_pieces(config(tmp_path / name), seen)] == [text]
         assert seen.account.end_of_text == 2
 
@@ -69,7 +69,7 @@ def test_lines_end_where_python_ends_them(tmp_path, monkeypatch):
 def test_a_column_may_be_inside_another(tmp_path):
     write_nested(tmp_path)
     for name in ("a.jsonl", "b.parquet"):
-        seen = survey(config(tmp_path))
+        seen = scan(config(tmp_path))
         of_file = config(tmp_path / name, column="meta.text")
         assert [piece.text for piece in read_pieces(of_file, seen)] == ["inside one", "inside"]
         assert (seen.account.rows, seen.account.without_text.count) == (3, 1)

@@ -67,7 +67,7 @@ def exported(checkpoint: Path, output: Path, *flags: str) -> int:
 
 
 def expect_rejected(checkpoint: Path, message: str) -> None:
-    with pytest.raises(check.Rejected, match=message):
+    with pytest.raises(check.ExportMismatch, match=message):
         export.export(find_checkpoint(checkpoint), checkpoint.with_name("made"))
 
 

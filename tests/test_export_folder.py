@@ -8,13 +8,13 @@ from disk import interpose, refuse
 from ranks import run_ranks
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.folder import LOCK, Rejected, made_whole
+from gpt2_ddp.export.folder import LOCK, ExportMismatch, atomic_directory
 
 FILES = {"a": "one", "b": "two"}
 
 
 def make(output: Path) -> None:
-    with made_whole(output) as folder:
+    with atomic_directory(output) as folder:
         for name, content in FILES.items():
             with open(folder / name, "w") as file:
                 file.write(content)
@@ -48,7 +48,7 @@ def test_an_empty_folder_is_filled_and_what_a_killed_process_left_is_not_taken(t
 
 def test_two_at_once(tmp_path):
     """The second is refused, and the first is not disturbed; nor by one who comes when it has just ended."""
-    with made_whole(tmp_path / "made") as folder:
+    with atomic_directory(tmp_path / "made") as folder:
         (folder / "a").write_text("first")
         with pytest.raises(UserError, match="another process makes it"):
             make(tmp_path / "made")
@@ -58,14 +58,14 @@ def test_two_at_once(tmp_path):
 
 
 def reject(output: Path, content: str) -> None:
-    with made_whole(output) as folder:
+    with atomic_directory(output) as folder:
         (folder / "a").write_text(content)
-        raise Rejected("it is wrong")
+        raise ExportMismatch("it is wrong")
 
 
 def test_rejected_ones_are_numbered(tmp_path):
     for number in "12":
-        with pytest.raises(Rejected) as caught:
+        with pytest.raises(ExportMismatch) as caught:
             reject(tmp_path / "made", number)
     assert caught.value.left == tmp_path / "made.rejected-2"
     assert [content(path) for path in sorted(tmp_path.iterdir())] == [{"a": "1"}, {"a": "2"}]

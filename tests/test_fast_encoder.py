@@ -13,12 +13,12 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.distributed.workers import InProcess
+from gpt2_ddp.distributed.workers import InlineExecutor
 from gpt2_ddp.preparation import documents, encode
-from gpt2_ddp.preparation.account import Account
+from gpt2_ddp.preparation.account import CorpusStats
 from gpt2_ddp.preparation.fast_encoder import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
 from gpt2_ddp.preparation.prepare import prepare
-from gpt2_ddp.preparation.sources import read_pieces, survey
+from gpt2_ddp.preparation.sources import read_pieces, scan
 from gpt2_ddp.preparation.vocabulary import train_bpe
 
 LIE = "xylophone"
@@ -178,13 +178,13 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
 def test_only_a_few_chunks_are_under_way(workers):
     given, taken, most = 0, 0, 0
 
-    def chunks() -> Iterator[encode.Chunk]:
+    def chunks() -> Iterator[encode.WorkItem]:
         nonlocal given, most
         for given in range(1, 51):
             most = max(most, given - taken)
-            yield encode.Chunk([], [], Account())
+            yield encode.WorkItem([], [], CorpusStats())
 
-    pool = InProcess()
+    pool = InlineExecutor()
     for number, _, _ in encode._in_order(lambda number, chunk: (number, 0, chunk.account), chunks(), pool, workers):  # pyright: ignore[reportArgumentType]
         assert number == taken
         taken += 1
@@ -232,7 +232,7 @@ def test_formats_side_by_side_are_one_order_whoever_reads(tmp_path, monkeypatch)
     values = {"source": str(folder), "output": str(tmp_path / "of 1"), "tokenizer": "gpt2", "val_fraction": 0.2}
     read = PrepareConfig.model_validate(values)
     tokenizer, joined = load_tokenizer("gpt2"), {"train": [], "val": []}
-    for split, piece in encode._with_splits(read_pieces(read, survey(read)), 0.2):
+    for split, piece in encode._with_splits(read_pieces(read, scan(read)), 0.2):
         joined[split] += [[tokenizer.eot] * piece.first, tokenizer.encode(piece.text)]
     for split, parts in joined.items():
         stream = TokenStream(tmp_path / "of 1", read_manifest(tmp_path / "of 1"), split)

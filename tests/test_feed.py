@@ -21,7 +21,7 @@ from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data import feed as loader
 from gpt2_ddp.data.feed import Feed, contiguous, interleaved, split_batch
 from gpt2_ddp.data.manifest import Manifest, Shard, read_manifest, write_manifest
-from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
+from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
@@ -36,7 +36,7 @@ def replay(n: int, step_size: int, by_epoch: bool = False, seed: int = 1) -> Fee
 
 def state(feed: Feed) -> tuple[int, str, list[tuple[int, int]]]:
     """What a checkpoint keeps, and `seek` takes."""
-    return feed.position, feed.order_digest, list(feed.passed)
+    return feed.position, feed.order_digest, list(feed.skipped_ranges)
 
 
 # Shares
@@ -132,7 +132,7 @@ def test_random_step_sizes_shares_and_restarts_consume_every_item_once(by_epoch)
         else:
             assert {len(items) for items in consumed} == {size}
         flat = np.concatenate(consumed)
-        assert np.array_equal(flat, Order(seed, n).at(np.arange(len(flat))))
+        assert np.array_equal(flat, Order(seed, n).items_at(np.arange(len(flat))))
         for epoch in range(2):
             assert np.array_equal(np.sort(flat[epoch * n : (epoch + 1) * n]), np.arange(n))
 
@@ -169,13 +169,13 @@ def test_the_smallest_micro_batch_of_an_epoch(n, world, size, largest):
 
 def test_a_far_position_is_reached_without_visiting_others(monkeypatch):
     """Counted: the items of the one step are looked up, and no others."""
-    counted, at = [], Order.at
+    counted, at = [], Order.items_at
 
     def counting(self, positions):
         counted.append(len(positions))
         return at(self, positions)
 
-    monkeypatch.setattr(Order, "at", counting)
+    monkeypatch.setattr(Order, "items_at", counting)
     feed = replay(10**9 + 7, 512)
     feed.seek(10**15, FIRST_DIGEST, [(10**14, 10**14 + 10**12)])
     feed.next_step()
@@ -211,22 +211,22 @@ def test_passed_positions_are_never_delivered(by_epoch):
             if rng.random() < 0.3:
                 start = max(end, feed.position) + rng.choice([0, 0, rng.randint(1, 2 * size)])
                 end = start + rng.choice([1, rng.randint(1, 3 * size), n, 2 * n + 1])
-                feed.pass_over(start, end)
-                digest = passed_digest(digest, start, end)
+                feed.skip_range(start, end)
+                digest = skipped_digest(digest, start, end)
                 assert feed.order_digest == digest
             if rng.random() < 0.3:
                 again = replay(n, size, by_epoch)
                 again.seek(*state(feed))
                 feed = again
-            positions = next(expected_steps(n, size, by_epoch, feed.passed, feed.position))
+            positions = next(expected_steps(n, size, by_epoch, feed.skipped_ranges, feed.position))
             items = feed.next_step().items
-            assert items.tolist() == Order(1, n).at(np.array(positions)).tolist()
+            assert items.tolist() == Order(1, n).items_at(np.array(positions)).tolist()
             digest = next_digest(digest, items)
             taken += positions
             assert feed.order_digest == digest
             assert feed.position == taken[-1] + 1
             assert feed.consumed == len(taken)
-            left = next(expected_steps(n, 1, by_epoch, feed.passed, feed.position))[0]
+            left = next(expected_steps(n, 1, by_epoch, feed.skipped_ranges, feed.position))[0]
             assert feed.epochs == left // n
             assert feed.ended_epoch == (left // n > positions[0] // n)
         assert len(set(taken)) == len(taken)
@@ -238,9 +238,9 @@ def test_what_was_trained_on_cannot_be_passed_over():
     before = state(feed)
     for start, stop in ((5, 9), (0, 3), (7, 7), (9, 8)):
         with pytest.raises(AssertionError):
-            feed.pass_over(start, stop)
+            feed.skip_range(start, stop)
     assert state(feed) == before
-    feed.pass_over(6, 7)
+    feed.skip_range(6, 7)
 
 
 # Micro-batches
@@ -299,7 +299,7 @@ def go(ways: list[Way], accelerator: Any = None) -> list[list[tuple[Any, ...]]]:
             elif action == "first":
                 given.append((_plain(feed.first_micro_batch()), list(source.read_items)))
             else:
-                {"seek": feed.seek, "pass": feed.pass_over}[action](*arguments)
+                {"seek": feed.seek, "pass": feed.skip_range}[action](*arguments)
             assert len(multiprocessing.active_children()) <= workers, "a seek ends the loader's workers"
         assert torch.equal(torch.get_rng_state(), random_state), "loading must not draw from the global generator"
         feed.seek(0, FIRST_DIGEST, [])
@@ -311,7 +311,7 @@ def _plain(batch) -> tuple[list[int], int, bool]:
     numbers, negated = batch.rows
     assert numbers.dtype == torch.int64
     assert torch.equal(numbers, -negated)
-    return numbers.tolist(), batch.own, batch.last
+    return numbers.tolist(), batch.n_valid, batch.last
 
 
 def check_shares(way: Way, ranks: list[list[tuple[Any, ...]]]) -> None:
@@ -332,7 +332,7 @@ def check_shares(way: Way, ranks: list[list[tuple[Any, ...]]]) -> None:
                     for m, part in enumerate(parts, 1)
                 ]
         elif action != "first":
-            {"seek": feed.seek, "pass": feed.pass_over}[action](*arguments)
+            {"seek": feed.seek, "pass": feed.skip_range}[action](*arguments)
         number += action in ("step", "first")
 
 
@@ -515,10 +515,10 @@ def check_windows(folder: Path, accelerator: Any, workers: int) -> None:
         for m, batch in enumerate(feed.next_step().micro_batches):
             (tokens,) = batch.rows
             start = 10**9 + (len(found) * world + accelerator.process_index) * 3
-            items = Order(1, len(windows)).at(np.arange(start, start + 3)).astype(np.int64)
+            items = Order(1, len(windows)).items_at(np.arange(start, start + 3)).astype(np.int64)
             assert tokens.dtype == torch.int64
             assert np.array_equal(tokens.numpy(), stream.read(items * 32, 33))
-            assert (batch.own, batch.last) == (3, m == 1)
+            assert (batch.n_valid, batch.last) == (3, m == 1)
             found.append(items)
     assert len(found) == 6
 

@@ -44,11 +44,11 @@ def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("number", "cure"),
+    ("number", "hint"),
     [(errno.EDQUOT, "quota"), (errno.EIO, "mend"), (errno.EROFS, "writable"), (errno.EFBIG, "ulimit -f")],
 )
-def test_every_refusal_names_its_cure(number, cure):
-    with pytest.raises(UserError, match=f"file = place: cannot be written .*{cure}"), writing(Path("place")):
+def test_every_refusal_names_its_cure(number, hint):
+    with pytest.raises(UserError, match=f"file = place: cannot be written .*{hint}"), writing(Path("place")):
         raise OSError(number, os.strerror(number))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import expect_error
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, moments_of, weights_of
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, model_state, optimizer_state
 from gpt2_ddp.checkpoint.checkpointer import CheckpointFolder
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
@@ -273,9 +273,9 @@ def checkpoint(tmp_path_factory):
     model = GPT(config.model, vocab_size)
     state = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "best_evaluation": [1, 2.5, 100, 1]}
     optimizer = torch.optim.AdamW(model.parameters())
-    moments = moments_of(model, optimizer)
+    moments = optimizer_state(model, optimizer)
     for step in (1, 2):
-        snapshot = Snapshot({"step": step} | state, dump(config), weights_of(model), moments, (file,))
+        snapshot = Snapshot({"step": step} | state, dump(config), model_state(model), moments, (file,))
         CheckpointFolder(folder / "checkpoints").save(snapshot)
     return folder
 

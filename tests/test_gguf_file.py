@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.export import write_model
-from gpt2_ddp.export.folder import Rejected
+from gpt2_ddp.export.folder import ExportMismatch
 from gpt2_ddp.export.gguf_file import write_gguf
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
 from gpt2_ddp.model.gpt import GPT
@@ -117,7 +117,7 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
 def test_what_was_not_written_as_it_is_is_rejected(tmp_path, monkeypatch, method, damaged, message):
     right = getattr(gguf.GGUFWriter, method)
     monkeypatch.setattr(gguf.GGUFWriter, method, lambda self, name, value: right(self, *damaged(name, value)))
-    with pytest.raises(Rejected, match=message):
+    with pytest.raises(ExportMismatch, match=message):
         write_gguf(made(), TOKENIZER, tmp_path / "model.gguf")
 
 

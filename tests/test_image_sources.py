@@ -21,7 +21,7 @@ from runs import evaluate_checkpoint, job_config, run_small_job, same, weights
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images.decode import pixels
+from gpt2_ddp.tasks.images.decode import decode_image
 from gpt2_ddp.tasks.images.load import StoredImages, read_images
 from gpt2_ddp.tasks.images.sources import image_files
 from gpt2_ddp.tasks.images.tables import ParquetTable, split_files
@@ -60,7 +60,7 @@ def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
     assert told in capsys.readouterr().err
     assert [a + b for a, b in zip(counts(found.train), counts(found.test), strict=True)] == [10] * len(WORDS)
     files = sorted(tmp_path.rglob("*.png"), key=str)
-    for number, item in enumerate(sorted(Order(0, 90).at(np.arange(90))[:18])):
+    for number, item in enumerate(sorted(Order(0, 90).items_at(np.arange(90))[:18])):
         with Image.open(files[int(item)]) as image:
             assert np.array_equal(found.test.inputs[number].permute(1, 2, 0), np.asarray(image))
     assert read_images(ClassifierDataConfig(name="images", path=str(tmp_path)), 1).test.sha256() != found.test.sha256()
@@ -407,7 +407,7 @@ def test_what_may_not_be_read_is_named(tmp_path, place, mode, message):
     with denied(folder / place, mode):
         expect_error(f"data.path = .*{message}", read, folder)
         with pytest.raises(UserError, match=f"images = .*{message}"):
-            [pixels(file, str(file), None, field="images") for file in image_files([str(folder)], "images")]
+            [decode_image(file, str(file), None, field="images") for file in image_files([str(folder)], "images")]
 
 
 def test_scaled_to_one_size(tmp_path):

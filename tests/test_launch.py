@@ -18,7 +18,7 @@ from runs import rows, train, training_config
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.cores import usable_cores
-from gpt2_ddp.distributed.launch import COLLECTIVE, pick_precision, spell_precision, start_run
+from gpt2_ddp.distributed.launch import COLLECTIVE, describe_precision, pick_precision, start_run
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
@@ -199,7 +199,7 @@ def test_fast_is_bf16_where_the_device_has_instructions_for_it(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
         assert pick_precision("fast", torch.device("cpu"), "train.") == precision
         on = SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu"))
-        assert ("has no instructions for" in spell_precision(on)) != has  # pyright: ignore[reportArgumentType]
+        assert ("has no instructions for" in describe_precision(on)) != has  # pyright: ignore[reportArgumentType]
     assert pick_precision("fast", torch.device("mps"), "train.") == "no"
 
 

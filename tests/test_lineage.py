@@ -32,7 +32,7 @@ from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_order import Records, replay_order
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.lineage import BRANCHES, branch_off, check_resumable, find_parent, tell_parent
+from gpt2_ddp.training.lineage import BRANCHES, branch_off, check_resumable, find_parent, register_branch
 
 ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""
@@ -163,7 +163,7 @@ def test_a_forged_beginning_is_a_defect(corpus, tmp_path):
     feed, passed = Feed(range((read_manifest(corpus).tokens("train") - 1) // 32), 1337, 24, contiguous(1, 1)), []
     for step in range(6):
         for gap in {2: [(48, 96)], 4: [(144, 150), (150, 200)]}.get(step, []):
-            feed.pass_over(*gap)
+            feed.skip_range(*gap)
             passed.append(list(gap))
         feed.next_step()
     event = {"event": "branch", "step": 6, "position": feed.position, "passed": passed}
@@ -235,11 +235,11 @@ def test_mistakes(branching, case):
 def test_a_parent_that_cannot_be_written_is_told_by_a_warning(tmp_path, branching, capsys):
     (tmp_path / "long" / BRANCHES).mkdir()
     config = branching()
-    tell_parent(find_parent(config)[0], tmp_path / "branch", "abc")
+    register_branch(find_parent(config)[0], tmp_path / "branch", "abc")
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/long/{BRANCHES} cannot be written (Is a directory)")
     copy = tmp_path / "step-00000005"
     shutil.copytree(checkpoint(tmp_path / "long", 5), copy)
-    tell_parent(find_parent(branching({"train.branch_from": str(copy)}))[0], tmp_path / "branch", "abc")
+    register_branch(find_parent(branching({"train.branch_from": str(copy)}))[0], tmp_path / "branch", "abc")
     assert not (tmp_path / BRANCHES).exists()
 
 
@@ -323,5 +323,5 @@ def test_the_beginning_of_a_branch_can_be_gone_back_to():
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
     guard = Guard(GuardConfig(), accelerator)
     for begins, good in ((0, 8), (10, 10)):
-        guard.load_state({"judged": 11, "first_bad": 9}, begins)
-        assert guard.good == good
+        guard.load_state_dict({"judged": 11, "first_bad": 9}, begins)
+        assert guard.last_good == good

@@ -50,7 +50,7 @@ def test_equal_to_a_hand_written_loop(corpus, tmp_path, name, tolerance):
         for micro in range(4):
             start = (step - 1) * 12 + micro * 3
             tokens = np.stack(
-                [stream.read(np.array([int(w) * 32]), 33)[0] for w in order.at(np.arange(start, start + 3))]
+                [stream.read(np.array([int(w) * 32]), 33)[0] for w in order.items_at(np.arange(start, start + 3))]
             )
             tokens = torch.from_numpy(tokens.astype(np.int64))
             logits = model(tokens[:, :-1])
@@ -90,7 +90,7 @@ def counted(config: TrainingConfig) -> tuple[list[int], list[int]]:
     from gpt2_ddp.training import loop
     from gpt2_ddp.training import run as module
 
-    step, settle, syncs, reduced, first = loop.train_step, module.settle_buckets, [], [], []
+    step, settle, syncs, reduced, first = loop.train_step, module.warm_up_ddp, [], [], []
 
     def hook(state, bucket):
         reduced.append(bucket.buffer().numel() * bucket.buffer().element_size())
@@ -108,7 +108,7 @@ def counted(config: TrainingConfig) -> tuple[list[int], list[int]]:
         syncs.append(found.count)
         return result
 
-    loop.train_step, module.settle_buckets = train_step, settle_and_count
+    loop.train_step, module.warm_up_ddp = train_step, settle_and_count
     train(config)
     return syncs, [first[0], sum(reduced) - first[0]]
 
@@ -277,13 +277,15 @@ def test_the_newest_checkpoint_of_a_result(tmp_path):
 def test_a_run_begins_with_a_row_only_where_there_are_scores():
     from types import SimpleNamespace
 
-    from gpt2_ddp.training.loop import follow
+    from gpt2_ddp.training.loop import finish_pending
 
     logged = []
-    stop = SimpleNamespace(poll=None, is_agreed=False, agreed_now=lambda: False)
+    stop = SimpleNamespace(poll=None, is_agreed=False, sync=lambda: False)
     running = SimpleNamespace(metrics=SimpleNamespace(log=logged.append), stop=stop)
     for step, scores in ((0, {}), (0, {"val_loss": 1.0}), (5, {})):
-        run = SimpleNamespace(owed={"row": {"step": step}}, step=step, first_step=0, evaluate=lambda poll, s=scores: s)
-        assert follow(run, running)  # pyright: ignore
-        assert run.owed is None
+        run = SimpleNamespace(
+            pending={"row": {"step": step}}, step=step, first_step=0, evaluate=lambda poll, s=scores: s
+        )
+        assert finish_pending(run, running)  # pyright: ignore
+        assert run.pending is None
     assert logged == [{"step": 0, "val_loss": 1.0}, {"step": 5}]

@@ -13,7 +13,7 @@ from ranks import RankError, in_turn, run_ranks
 from runs import edit_manifest, rows, said, state_of, training_config, untimed
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
-from gpt2_ddp.checkpoint.run_files import standing
+from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.training.losses import Best, LossSum
 
@@ -33,9 +33,9 @@ def test_a_sum_is_exact_in_any_order_and_wherever_it_was_saved():
         for number, loss in enumerate(losses):
             sums.add(loss, 3)
             if number == rng.randrange(1000):
-                state, sums = sums.state(), LossSum(ALONE)
-                sums.load_state(state)
-        found.add(sums.take())
+                state, sums = sums.state_dict(), LossSum(ALONE)
+                sums.load_state_dict(state)
+        found.add(sums.pop_mean())
     assert found == {(math.fsum(loss.item() for loss in losses) / 3000, 0)}
 
 
@@ -43,8 +43,8 @@ def test_what_does_not_count_is_counted_and_not_summed():
     sums = LossSum(ALONE)
     for loss in (6.0, math.nan, math.inf, 3.0):
         sums.add(torch.tensor(loss), 2, torch.tensor(float(not math.isfinite(loss))))
-    assert sums.take() == (9 / 4, 4)
-    mean, left_out = sums.take()
+    assert sums.pop_mean() == (9 / 4, 4)
+    mean, left_out = sums.pop_mean()
     assert math.isnan(mean)
     assert left_out == 0
 
@@ -87,7 +87,7 @@ def test_the_mean_loss_of_the_steps_since_the_last_row(corpus, tmp_path):
     for rank in range(2):
         for line in (tmp_path / f"{rank}.txt").read_text().splitlines():
             shares[rank, int(line.split()[0])] = float(line.split()[1])
-    own, before, found = 12 * 32 // 2, 0, standing(untimed(tmp_path / "run"))[1:]
+    own, before, found = 12 * 32 // 2, 0, valid_rows(untimed(tmp_path / "run"))[1:]
     assert [row["step"] for row in found] == [4, 7, 8, 12, 14, 16]
     for row in found:
         since = [shares[rank, step] for rank in range(2) for step in range(before + 1, row["step"] + 1)]

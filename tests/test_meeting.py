@@ -8,7 +8,7 @@ import pytest
 from ranks import free_port
 
 from gpt2_ddp.cluster import estimate, meeting
-from gpt2_ddp.cluster.roll_call import Facts
+from gpt2_ddp.cluster.roll_call import NodeInfo
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -17,8 +17,8 @@ from gpt2_ddp.errors import UserError
 HOST = socket.gethostname()
 
 
-def place(rank: int, address: str = "127.0.0.1", port: int = 0) -> meeting.Place:
-    return meeting.Place(rank, 0, 2, address, port or free_port())
+def place(rank: int, address: str = "127.0.0.1", port: int = 0) -> meeting.RankEnv:
+    return meeting.RankEnv(rank, 0, 2, address, port or free_port())
 
 
 class Clock:
@@ -68,9 +68,9 @@ def test_a_port_that_another_program_has():
         meeting.connect(place(0, port=other.getsockname()[1]), 5)
 
 
-def facts(host: str, link: float) -> Facts:
-    values = dict.fromkeys((field.name for field in fields(Facts)), "")
-    return Facts(**values | {"host": host, "device_type": "cpu", "link_gb_per_s": link})  # pyright: ignore
+def facts(host: str, link: float) -> NodeInfo:
+    values = dict.fromkeys((field.name for field in fields(NodeInfo)), "")
+    return NodeInfo(**values | {"host": host, "device_type": "cpu", "link_gb_per_s": link})  # pyright: ignore
 
 
 ROWS = [
@@ -83,10 +83,10 @@ def test_what_the_gradients_of_a_training_take():
     training = load(TrainingConfig, ["--config", "configs/gpt2_124m.yaml"])
     config = CheckClusterConfig(training="gpt2_124m.yaml", step_seconds=3)
     assert estimate.gradient_bytes(training) == 4 * 124_475_904
-    (line,) = estimate.say(config, training, [facts("a", 0), facts("b", 0)], ROWS)
+    (line,) = estimate.network_notes(config, training, [facts("a", 0), facts("b", 0)], ROWS)
     assert line.startswith("gpt2_124m.yaml: 498 MB of gradients take 1.99 s of each step on this network: 0% of it")
     assert "40% at most" in line
-    (line,) = estimate.say(CheckClusterConfig(training="x"), training, [facts("a", 0)], ROWS)
+    (line,) = estimate.network_notes(CheckClusterConfig(training="x"), training, [facts("a", 0)], ROWS)
     assert line.endswith("on this network")
 
 
@@ -100,7 +100,7 @@ def test_communication_hides_behind_the_backward_pass_at_best():
     ("hosts", "link", "times"), [("ab", 1.25, 10), ("ab", 0.4, None), ("aa", 1.25, None), ("ab", 0, None)]
 )
 def test_a_network_slower_than_its_interface(hosts, link, times):
-    said = list(estimate.say(CheckClusterConfig(), None, [facts(host, link) for host in hosts], ROWS))
+    said = list(estimate.network_notes(CheckClusterConfig(), None, [facts(host, link) for host in hosts], ROWS))
     assert [line[:35] for line in said] == ([f"the network is {times} times slower than"[:35]] if times else [])
 
 

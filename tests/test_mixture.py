@@ -77,7 +77,7 @@ def test_the_order_follows_its_definition():
         order, first = mixture(windows, phases, seed := rng.randrange(2**63)), rng.choice([*begins, 10**12])
         positions = sorted({first + rng.randrange(1500) for _ in range(3)})
         expected = [mixed_by_definition(seed, windows, phases, position) for position in positions]
-        assert order.at(np.array(positions)).tolist() == expected, (seed, windows, phases, positions)
+        assert order.items_at(np.array(positions)).tolist() == expected, (seed, windows, phases, positions)
 
 
 GOLDEN = {
@@ -89,7 +89,7 @@ GOLDEN = {
 
 def test_the_order_is_what_it_always_was():
     for start, items in GOLDEN.items():
-        assert mixture().at(np.arange(start, start + 8)).tolist() == items, start
+        assert mixture().items_at(np.arange(start, start + 8)).tolist() == items, start
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
     for world in (1, 2, 3, 4):
         feed = Feed(range(10), 1337, 72, interleaved(world, 72 // world // 2), order=mixture())
         for start, stop in passed:
-            feed.pass_over(start, stop)
+            feed.skip_range(start, stop)
         for _ in range(100):
             feed.next_step()
         assert feed.order_digest == digest
@@ -124,7 +124,7 @@ def test_counts_are_never_negative():
 
 def test_each_window_once_per_epoch_of_its_source_in_order_of_time():
     """However its epochs lie to blocks and phases; counted without the order's own sums."""
-    items = mixture().at(np.arange(12_000))
+    items = mixture().items_at(np.arange(12_000))
     sources, windows = (items >> np.uint64(48)).astype(int), items & np.uint64(2**48 - 1)
     for source, n in enumerate(WINDOWS):
         own = windows[sources == source]
@@ -140,10 +140,10 @@ def test_source_0_alone_is_the_order_that_it_always_was():
     alone, positions = Order(7, 997), np.arange(10**6, 10**6 + 3000)
     phases = [Phase(0, normal([1, 0])), Phase(10**7, normal([0.5, 0.5]))]
     order = mixture([997, 300], phases, 7)
-    assert np.array_equal(order.at(positions), alone.at(positions))
+    assert np.array_equal(order.items_at(positions), alone.items_at(positions))
     assert len(order) == len(alone)
     first, second = (mixture([50, 50], [Phase(0, normal(weights))]) for weights in ([1, 0], [0, 1]))
-    assert not np.array_equal(first.at(np.arange(50)), second.at(np.arange(50)) & np.uint64(2**48 - 1))
+    assert not np.array_equal(first.items_at(np.arange(50)), second.items_at(np.arange(50)) & np.uint64(2**48 - 1))
 
 
 def test_a_far_position_costs_what_the_first_one_costs(monkeypatch):
@@ -159,12 +159,12 @@ def test_a_far_position_costs_what_the_first_one_costs(monkeypatch):
     for start in (0, 10**12 + 600, 10**15):
         order = mixture([10**9 + 7, 10**6 + 3, 10**5])
         counted.clear()
-        order.at(np.arange(start, start + 512))
+        order.items_at(np.arange(start, start + 512))
         assert sum(counted) <= 2 * 1030 + 3 * (AHEAD + 50)
         order.uses(start + 100)
-        order.at(np.arange(start, start + 64))
+        order.items_at(np.arange(start, start + 64))
         counted.clear()
-        order.at(np.arange(start + 64, start + 128))
+        order.items_at(np.arange(start + 64, start + 128))
         assert not counted
 
 
@@ -223,7 +223,7 @@ def config_of(sources: list[str], output: Path, **changes: Any) -> TrainingConfi
 
 def test_windows_are_read_from_the_source_that_they_are_of(sources):
     windows = [Windows(TokenStream(Path(path), read_manifest(Path(path)), "train"), 8) for path in sources]
-    items = mixture([len(one) for one in windows]).at(np.arange(40)).astype(np.int64)
+    items = mixture([len(one) for one in windows]).items_at(np.arange(40)).astype(np.int64)
     (rows,) = MixedWindows(windows).read(items)
     for row, item in zip(rows, items.tolist(), strict=True):
         (alone,) = windows[item >> 48].read(np.array([item & (2**48 - 1)]))
@@ -328,7 +328,7 @@ def test_rows_say_what_each_source_had(whole, sources):
     order = MixedOrder(config.seed, sizes, phases_of(config, sizes), config.data.names)
     assert phases_of(config, sizes)[1].begins == 1000
     for row in rows(whole)[1:]:
-        taken = np.bincount((order.at(np.arange(row["step"] * 240)) >> np.uint64(48)).astype(int), minlength=3)
+        taken = np.bincount((order.items_at(np.arange(row["step"] * 240)) >> np.uint64(48)).astype(int), minlength=3)
         assert [row[f"tokens/{name}"] for name in ("web", "code", "poems")] == (taken * 8).tolist()
         assert sum(taken) * 8 == row["tokens"]
         assert row["epoch/poems"] == round(taken[2] / sizes[2], 4)
@@ -535,7 +535,7 @@ def test_a_range_that_is_passed_over_counts_as_far_as_the_data_stand():
 def test_only_the_last_few_blocks_are_kept():
     order = mixture()
     for block in range(40):
-        order.at(np.arange(1000 * block, 1000 * block + 4))
+        order.items_at(np.arange(1000 * block, 1000 * block + 4))
         assert len(order._blocks) <= 8
 
 

@@ -12,7 +12,7 @@ from gpt2_ddp.distributed.launch import multiplies_bf16
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
-from gpt2_ddp.model.optim import NormStatistics, StepGuard, build_optimizer, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.model.optim import NormStatistics, UpdateSkipper, build_optimizer, lr_at, muon_matrices, schedule_note
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
@@ -88,7 +88,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
     ours, plain = GPT(TINY, 100), GPT(TINY, 100)
     plain.load_state_dict(ours.state_dict())
     optimizer = build_optimizer(ours, config)
-    guard = StepGuard(optimizer)
+    guard = UpdateSkipper(optimizer)
     names = [f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
     matrices = [plain.get_parameter(name) for name in names]
     embeddings = [plain.wte.weight, plain.wpe.weight]
@@ -200,7 +200,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
     layers = [torch.nn.Linear(6, 8), torch.nn.Linear(6, 8)]
     layers[1].load_state_dict(layers[0].state_dict())
     made = [optimizers()[name](list(layer.parameters())) for layer in layers]
-    guards = [StepGuard(optimizer) for optimizer in made]
+    guards = [UpdateSkipper(optimizer) for optimizer in made]
 
     def step(which: int, number: int, poison: bool = False) -> float:
         layer, optimizer = layers[which], made[which]
@@ -232,7 +232,7 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     """Each gradient is finite, so the scaler finds nothing; the norm of all of them is not."""
     layer = torch.nn.Linear(6, 8)
     optimizer = optimizers()[name](list(layer.parameters()))
-    guard, scaler = StepGuard(optimizer), torch.amp.GradScaler("cpu", init_scale=1.0)
+    guard, scaler = UpdateSkipper(optimizer), torch.amp.GradScaler("cpu", init_scale=1.0)
 
     def step(size: float) -> float:
         scaler.scale((layer(torch.ones(4, 6)) * size).sum()).backward()
@@ -256,7 +256,7 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
 def test_the_search_for_a_scale_is_not_bad():
     """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm always is."""
     layer = torch.nn.Linear(2, 2)
-    guard = StepGuard(torch.optim.AdamW(layer.parameters(), fused=True), norm_sigmas=3.0)
+    guard = UpdateSkipper(torch.optim.AdamW(layer.parameters(), fused=True), norm_sigmas=3.0)
     norms = NormStatistics(torch.device("cpu"), [50.0, 1.0, 0.01])
     for norm, scale, skipped, bad in (
         (math.inf, 2.0**16, 1, 0),
@@ -300,7 +300,7 @@ def test_statistics_are_empty_at_first_and_set_a_limit_from_the_20th_value_on():
 
 
 def test_norms_are_kept_only_where_they_have_a_limit():
-    guard, norms = StepGuard(build_optimizer(GPT(TINY, 100), OptimConfig())), NormStatistics(torch.device("cpu"))
+    guard, norms = UpdateSkipper(build_optimizer(GPT(TINY, 100), OptimConfig())), NormStatistics(torch.device("cpu"))
     assert guard.judge(torch.tensor(1.0), norms).item() == 0
     assert norms.read() == [0.0, 0.0, 0.0]
 

@@ -8,20 +8,20 @@ import pytest
 from runs import by_definition
 
 from gpt2_ddp.data.feed import Feed, interleaved
-from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
+from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
 
 
 @pytest.mark.parametrize("n_items", [1, 2, 3, 4, 5, 10, 97, 100, 1000, 65_536, 65_537])
 def test_every_epoch_is_a_permutation(n_items):
     order = Order(7, n_items)
     assert len(order) == n_items
-    epochs = [order.at(np.arange(e * n_items, (e + 1) * n_items)) for e in range(3)]
+    epochs = [order.items_at(np.arange(e * n_items, (e + 1) * n_items)) for e in range(3)]
     for epoch in epochs:
         assert epoch.dtype == np.uint64
         assert np.array_equal(np.sort(epoch), np.arange(n_items))
     if n_items >= 10:
         assert not np.array_equal(epochs[0], epochs[1])
-        assert not np.array_equal(epochs[0], Order(8, n_items).at(np.arange(n_items)))
+        assert not np.array_equal(epochs[0], Order(8, n_items).items_at(np.arange(n_items)))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_every_epoch_is_a_permutation(n_items):
     ],
 )
 def test_the_order_is_what_it_always_was(seed, n_items, start, items):
-    assert Order(seed, n_items).at(np.arange(start, start + len(items))).tolist() == items
+    assert Order(seed, n_items).items_at(np.arange(start, start + len(items))).tolist() == items
 
 
 def test_the_order_follows_its_definition():
@@ -49,7 +49,7 @@ def test_the_order_follows_its_definition():
         first = rng.randrange(10**12)
         positions = sorted({first + rng.randrange(3 * n) for _ in range(12)})
         expected = [by_definition(seed, n, position) for position in positions]
-        assert Order(seed, n).at(np.array(positions)).tolist() == expected, (seed, n, first)
+        assert Order(seed, n).items_at(np.array(positions)).tolist() == expected, (seed, n, first)
 
 
 def test_a_far_position_costs_what_the_first_one_costs(monkeypatch):
@@ -63,7 +63,7 @@ def test_a_far_position_costs_what_the_first_one_costs(monkeypatch):
     monkeypatch.setattr(Order, "_feistel", counting)
     for start in (0, 10**15):
         counted.clear()
-        Order(3, 10**9 + 7).at(np.arange(start, start + 512))
+        Order(3, 10**9 + 7).items_at(np.arange(start, start + 512))
         assert 512 <= sum(counted) <= 520
 
 
@@ -103,9 +103,9 @@ def test_the_digest_of_passed_positions_follows_its_definition():
     before = next_digest(FIRST_DIGEST, np.arange(3))
     for start, stop in ((5, 9), (0, 1), (10**12, 10**12 + 2**33)):
         content = bytes.fromhex(before) + b"pass" + start.to_bytes(8, "little") + stop.to_bytes(8, "little")
-        assert passed_digest(before, start, stop) == hashlib.sha256(content).hexdigest()
-    assert passed_digest(before, 5, 9) != passed_digest(FIRST_DIGEST, 5, 9)
-    assert passed_digest(before, 5, 9) != passed_digest(passed_digest(before, 5, 7), 7, 9)
+        assert skipped_digest(before, start, stop) == hashlib.sha256(content).hexdigest()
+    assert skipped_digest(before, 5, 9) != skipped_digest(FIRST_DIGEST, 5, 9)
+    assert skipped_digest(before, 5, 9) != skipped_digest(skipped_digest(before, 5, 7), 7, 9)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
     """24 items a step: not quite half an epoch of 5,000."""
     feed = Feed(range(5000), 1337, 24, interleaved(1, 4))
     for start, stop in passed:
-        feed.pass_over(start, stop)
+        feed.skip_range(start, stop)
     for _ in range(100):
         feed.next_step()
     assert feed.order_digest == digest
@@ -129,12 +129,12 @@ def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
 def test_a_few_positions_are_those_of_all_at_once(n_items):
     """Whatever was asked for before, within an epoch and over its end."""
     total = 3 * n_items + 600
-    expected = Order(1, n_items).at(np.arange(total))  # in one piece
+    expected = Order(1, n_items).items_at(np.arange(total))  # in one piece
     order, rng = Order(1, n_items), np.random.default_rng(0)
-    assert len(order.at(np.arange(0))) == 0
+    assert len(order.items_at(np.arange(0))) == 0
     for start in [*range(0, 64, 4), *rng.integers(0, total - 64, 60), n_items - 2, 2 * n_items - 1]:
         positions = start + np.sort(rng.choice(64, 8, replace=False))
-        assert order.at(positions).tolist() == expected[positions].tolist()
+        assert order.items_at(positions).tolist() == expected[positions].tolist()
 
 
 def test_positions_of_steps_in_turn_are_evaluated_once(monkeypatch):
@@ -143,7 +143,7 @@ def test_positions_of_steps_in_turn_are_evaluated_once(monkeypatch):
     order = Order(1, 10**6)
     for start in range(0, 2048, 4):
         for _ in ("of the feed", "of the loader"):
-            order.at(np.arange(start, start + 4))
+            order.items_at(np.arange(start, start + 4))
     assert len(calls) <= 4  # with those that fell outside and went through again
 
 
@@ -152,5 +152,5 @@ def test_positions_of_a_later_epoch_are_evaluated_once_too(monkeypatch):
     monkeypatch.setattr(Order, "_feistel", lambda self, *rest: calls.append(1) or feistel(self, *rest))
     order = Order(1, 10**6)
     for start in range(5 * 10**6, 5 * 10**6 + 2048, 16):
-        order.at(np.arange(start, start + 16))
+        order.items_at(np.arange(start, start + 16))
     assert len(calls) <= 4

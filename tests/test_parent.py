@@ -14,7 +14,7 @@ from commands import environment
 from ranks import start_ranks
 
 from gpt2_ddp.distributed import child as parent
-from gpt2_ddp.distributed.signals import Stopped, listening
+from gpt2_ddp.distributed.signals import Stopped, exit_on_signal
 from gpt2_ddp.errors import UserError
 
 CHILD = """
@@ -104,12 +104,12 @@ HELP = """
 """
 HELPER = """
     import os, signal, sys, time
-    from gpt2_ddp.distributed.workers import helper_context
+    from gpt2_ddp.distributed.workers import worker_context
     from helper import help
 
     if __name__ == "__main__":
         method, end = sys.argv[1:]
-        helpers = [helper_context(method).Process(target=help, daemon=True) for _ in range(2)]
+        helpers = [worker_context(method).Process(target=help, daemon=True) for _ in range(2)]
         for helper in helpers:
             helper.start()
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -148,7 +148,7 @@ def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, method, end):
 HALF_SENT = """
     import os, struct, sys, time
     from pathlib import Path
-    from gpt2_ddp.distributed.workers import helper_pool
+    from gpt2_ddp.distributed.workers import worker_pool
 
     def send_half_a_result(mark):
         queue = sys._getframe(1).f_locals["result_queue"]  # of the pool's worker
@@ -157,7 +157,7 @@ HALF_SENT = """
         time.sleep(60)
 
     def leave_pool(mark):
-        with helper_pool(1) as pool:
+        with worker_pool(1) as pool:
             pool.submit(half_sent.send_half_a_result, mark)
             while not mark.exists():
                 time.sleep(0.02)
@@ -210,7 +210,7 @@ def prepare_for_long(folder: Path) -> None:
         "run_command(Command, main)\n"
     )
     parent.PROJECT = folder
-    with listening(lambda line: None):
+    with exit_on_signal(lambda line: None):
         parent.run_script("other")
 
 

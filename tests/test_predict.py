@@ -16,12 +16,12 @@ from runs import job_config, train, weights
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ReportConfig
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.reports.figure import Picture
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint, generate_text
-from gpt2_ddp.tasks.confusion import confusion, save, told
+from gpt2_ddp.tasks.confusion import confusion, format_confusion, save
 from gpt2_ddp.tasks.predict import facts_of, predict
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
@@ -69,7 +69,7 @@ def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
         assert [line["probabilities"][name] for name in ("cat", "dog", "owl")] == pytest.approx(right, abs=1e-5)
         likeliest = max(line["probabilities"], key=line["probabilities"].get)
         assert line["class"] == likeliest
-        assert printed.startswith(f"{shown(file, 4096)}: {likeliest} {max(right):.2%}, ")
+        assert printed.startswith(f"{truncate(file, 4096)}: {likeliest} {max(right):.2%}, ")
 
 
 @pytest.mark.parametrize(("run", "image", "message"), [
@@ -156,8 +156,11 @@ def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     found[1, 4500:] = found[1, 9] = 7
     counts = confusion(found, len(names))
     assert sum(map(len, counts)) == 5000
-    assert told(counts, names).splitlines()[0] == "  class 9: 0 of 1 right, 0.00%; mostly taken for class 7 (1)"
-    assert told(counts, names).endswith("  and 491 more classes that are not all right")
+    assert (
+        format_confusion(counts, names).splitlines()[0]
+        == "  class 9: 0 of 1 right, 0.00%; mostly taken for class 7 (1)"
+    )
+    assert format_confusion(counts, names).endswith("  and 491 more classes that are not all right")
     folder = runs / "kept/run/evaluations/step-00000003"
     save(folder, 3, found, counts, names, Samples(torch.zeros(5000, 3, 4, 4, dtype=torch.uint8), torch.zeros(5000)))
     assert (folder / "classes.json").stat().st_size < 400_000

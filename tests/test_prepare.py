@@ -29,7 +29,7 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import documents, encode, find, vocabulary
 from gpt2_ddp.preparation import prepare as prepare_module
-from gpt2_ddp.preparation.building import alone_in
+from gpt2_ddp.preparation.building import locked_output
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.vocabulary import suitable_vocab_size
 
@@ -40,7 +40,7 @@ SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]
 @pytest.fixture
 def helperless(monkeypatch) -> None:
     """A BPE is trained in this process: a fresh interpreter takes a second."""
-    monkeypatch.setattr(vocabulary, "in_helper", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(vocabulary, "run_in_worker", lambda function, *arguments: function(*arguments))
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
     folder, entered, inside = tmp_path / "new/out", [], threading.Semaphore(0)
 
     def fail(number: int) -> None:
-        with suppress(ZeroDivisionError), alone_in(folder):
+        with suppress(ZeroDivisionError), locked_output(folder):
             assert [path.name for path in folder.iterdir()] == [".prepare.lock"]
             (folder / "train_000000.bin").touch()
             inside.release()
@@ -287,7 +287,7 @@ def test_many_who_fail_at_once_leave_nothing(tmp_path):
     folder, inside = tmp_path / "out", []
 
     def fail(_: int) -> None:
-        with suppress(ZeroDivisionError), alone_in(folder):
+        with suppress(ZeroDivisionError), locked_output(folder):
             inside.append(1)
             assert inside == [1]
             assert [path.name for path in folder.iterdir()] == [".prepare.lock"]

@@ -3,7 +3,7 @@
 import json
 import math
 
-from gpt2_ddp.checkpoint.run_files import Line, finite, read_lines, sound_lines, standing, until
+from gpt2_ddp.checkpoint.run_files import Line, finite, read_lines, sound_lines, until, valid_rows
 
 ROWS = [
     {"step": 1},
@@ -19,9 +19,9 @@ ROWS = [
 
 
 def test_rows_that_a_rollback_undid_and_events_do_not_stand():
-    assert standing(ROWS[:4]) == [{"step": 1}, {"step": 2}, {"step": 3}]
-    assert standing(ROWS[:5]) == [{"step": 1}]
-    assert standing(ROWS) == [{"step": step} for step in (1, 2, 3, 4)]
+    assert valid_rows(ROWS[:4]) == [{"step": 1}, {"step": 2}, {"step": 3}]
+    assert valid_rows(ROWS[:5]) == [{"step": 1}]
+    assert valid_rows(ROWS) == [{"step": step} for step in (1, 2, 3, 4)]
 
 
 def test_numbers_that_json_has_not_become_null():

@@ -110,22 +110,22 @@ def there_and_back(config: RunConfig) -> list[Any]:
     found = []
     with closing(Run(config, make_task)) as run:
         run.build()
-        run.settle()
+        run.warm_up()
         for _ in range(4):
             train_step(run)
-        present = run.capture()
+        present = run.state_dict()
         snapshot = present.copied({}) if present else None
         for _ in range(3):
             losses = [train_step(run) for _ in range(4)]
             norms = torch.stack([torch.stack([step.loss_sum, step.grad_norm]) for step in losses]).tolist()
-            after = run.capture()
+            after = run.state_dict()
             moments = (
                 {} if after is None else {name: value.numpy().tobytes() for name, value in after.optimizer.items()}
             )
             weights = {name: value.detach().numpy().tobytes() for name, value in run.task.model.state_dict().items()}
             state = after.state if after else {}
             found.append((norms, run.step, run.task.feed.order_digest, weights, moments, state))
-            run.restore(snapshot)
+            run.load_state_dict(snapshot)
             assert run.step == 4
         run.accelerator.end_training()
     return found

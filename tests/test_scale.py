@@ -17,7 +17,7 @@ from gpt2_ddp.data.mixture import MixedOrder, Phase
 from gpt2_ddp.data.order import FIRST_DIGEST, Order
 from gpt2_ddp.distributed import watchdog as watching
 from gpt2_ddp.distributed.identity import this_process
-from gpt2_ddp.distributed.watchdog import Sign, Watch
+from gpt2_ddp.distributed.watchdog import Heartbeat, Watchdog
 
 WORLD, WINDOWS, STEP, BATCH = 1024, 10**12 // 1024, 4096, 4
 LATE = 10**6
@@ -127,8 +127,8 @@ def test_signs_of_life_are_two_requests_a_turn(number, most, monkeypatch):
     monkeypatch.setattr(watching.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(watching, "PrefixStore", lambda _, store: store)
     store = CountingStore()
-    watch = Watch(number, WORLD, None, store=store)  # pyright: ignore[reportArgumentType]
-    sign = json.dumps(Sign(this_process(), 10**6, "forward/backward", LATE, 9, 9 * LATE, 0.5, 1800.0))
+    watch = Watchdog(number, WORLD, None, store=store)  # pyright: ignore[reportArgumentType]
+    sign = json.dumps(Heartbeat(this_process(), 10**6, "forward/backward", LATE, 9, 9 * LATE, 0.5, 1800.0))
     store.values = {f"signs/{other}": sign for other in range(WORLD)}
     watch._exchange()
     assert store.requests == 2

@@ -12,7 +12,7 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.scoring.items import Request
 from gpt2_ddp.scoring.score import answer
-from gpt2_ddp.training.stop import GivenUp
+from gpt2_ddp.training.stop import Interrupted
 
 ALONE: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
 """An accelerator."""
@@ -100,9 +100,9 @@ def test_a_stop_ends_it_and_the_model_is_left_as_it_was():
 
     def poll() -> None:
         if next(polls, "stop") == "stop":
-            raise GivenUp
+            raise Interrupted
 
     scorer = model().train()
-    with pytest.raises(GivenUp):
+    with pytest.raises(Interrupted):
         answer(ALONE, scorer, made_requests(37), 4, poll=poll)
     assert scorer.training

@@ -43,7 +43,7 @@ def trained(config: RunConfig, steps: int):
 
     run = Run(config, Pretraining if config.kind == "gpt2" else partial(Supervised, make_job))  # pyright: ignore
     run.build()
-    run.settle()
+    run.warm_up()
     for _ in range(steps):
         train_step(run)
     tensors = dict(run.task.model.named_parameters())

@@ -23,7 +23,7 @@ SCRIPT = """
     def run():
     {body}
 
-    with signals.listening(lambda line: print(line, file=sys.stderr, flush=True)):
+    with signals.exit_on_signal(lambda line: print(line, file=sys.stderr, flush=True)):
         run()
     print("done", flush=True)
 """
@@ -58,7 +58,7 @@ FAILS_OVER_IT = """
 """
 TRAINS = """
     heard = []
-    give_back = signals.heard_by(lambda number, frame: heard.append(signal.Signals(number).name))
+    give_back = signals.install_handlers(lambda number, frame: heard.append(signal.Signals(number).name))
     ready()
     while len(heard) < 2:
         time.sleep(0.01)
@@ -67,7 +67,7 @@ TRAINS = """
     sys.stdin.readline()  # a signal comes here as well
 """
 ENDS = """
-    signals.heard_by(lambda number, frame: None)()
+    signals.install_handlers(lambda number, frame: None)()
     ready()
     sys.stdin.readline()
 """
@@ -193,10 +193,10 @@ def test_a_rank_that_lost_a_stopped_one_is_stopped_too(tmp_path):
 
 
 def test_it_leaves_the_process_as_it_was():
-    from gpt2_ddp.distributed.signals import SIGNALS, listening
+    from gpt2_ddp.distributed.signals import SIGNALS, exit_on_signal
 
     before = [signal.getsignal(number) for number in SIGNALS]
-    with listening(print):
+    with exit_on_signal(print):
         assert [signal.getsignal(number) for number in SIGNALS] != before
     assert [signal.getsignal(number) for number in SIGNALS] == before
     assert signal.set_wakeup_fd(-1) == -1

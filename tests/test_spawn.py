@@ -30,7 +30,7 @@ def fail(rank: str, how: str) -> str:
         if how == "stop":
             os.kill(os.getpid(), signal.SIGUSR1)
         if how == "mistake":
-            raise UserError("field", "value", "cure")
+            raise UserError("field", "value", "hint")
         if how == "crash":
             raise RuntimeError("a bug")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_one_fresh_process_has_no_rank_starts_others_as_usual_and_is_alone_waite
 
 
 def test_a_mistake_comes_back_as_one():
-    with pytest.raises(UserError, match="field = value: cure"):
+    with pytest.raises(UserError, match="field = value: hint"):
         run_processes(fail, 2, "0", "mistake")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpt2_ddp.benchmark import step
-from gpt2_ddp.benchmark.sides import Reading
+from gpt2_ddp.benchmark.sides import StepTiming
 from gpt2_ddp.benchmark.table import OURS
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.distributed.launch import multiplies_bf16
@@ -21,7 +21,7 @@ IN_HARDWARE = pytest.mark.skipif(
 )
 
 
-def measured(tmp_path: Path, **changes: object) -> dict[str, list[Reading]]:
+def measured(tmp_path: Path, **changes: object) -> dict[str, list[StepTiming]]:
     """Readings of ours and of the bare loop, of a tiny model or of the preset, in turn."""
     config = BenchmarkConfig(device="cpu", **({"repeats": 5} | changes))  # pyright: ignore[reportArgumentType]
     tiny = changes.get("preset") is None

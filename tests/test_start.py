@@ -18,7 +18,7 @@ from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.files import is_newer
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.optim import build_optimizer, light
+from gpt2_ddp.model.optim import build_optimizer, without_dynamo
 from gpt2_ddp.tasks.jobs import run_job
 
 ROOT = Path(__file__).parents[1]
@@ -147,7 +147,7 @@ def test_a_light_optimizer_computes_the_same():
         again.load_state_dict(optimizer.state_dict() | {"param_groups": again.state_dict()["param_groups"]})
         results.append([layer.weight.detach().clone(), *(value["exp_avg"] for value in again.state.values())])
     assert all(map(torch.equal, *results))
-    assert light(torch.optim.SGD).__name__ == "SGD"
+    assert without_dynamo(torch.optim.SGD).__name__ == "SGD"
 
 
 @pytest.mark.slow

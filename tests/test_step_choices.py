@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import compiled as compiling
-from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, missing_compiler, settle_compile
+from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.memory import pick_micro_batch
 from gpt2_ddp.tasks import micro_batch as trying
@@ -106,11 +106,11 @@ def test_what_is_compiled(monkeypatch):
         ("blocks", gpt(), on(CPU), 1.0, "blocks"),
         ("off", gpt(), on(CUDA), 1.0, "off"),
     ]:
-        assert settle_compile(how, None, model, place, flops) == (found, None)
-    assert settle_compile("auto", "blocks", gpt(), on(CPU), 1.0) == ("blocks", None), "a run keeps what it had"
+        assert resolve_compile(how, None, model, place, flops) == (found, None)
+    assert resolve_compile("auto", "blocks", gpt(), on(CPU), 1.0) == ("blocks", None), "a run keeps what it had"
     monkeypatch.setattr(compiling, "missing_compiler", lambda device: "Triton")
-    assert settle_compile("auto", None, gpt(), on(CUDA), 1.0) == ("off", "Triton")
-    assert settle_compile("auto", None, gpt(), on(CPU), 1.0) == ("off", None)
+    assert resolve_compile("auto", None, gpt(), on(CUDA), 1.0) == ("off", "Triton")
+    assert resolve_compile("auto", None, gpt(), on(CPU), 1.0) == ("off", None)
 
 
 def test_without_a_compiler(monkeypatch):

@@ -11,7 +11,7 @@ from runs import job_config, same, state_of, train, training_config, untimed, we
 
 from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed.launch import build_accelerator
-from gpt2_ddp.training.stop import GivenUp, StopRequest
+from gpt2_ddp.training.stop import Interrupted, StopRequest
 
 
 def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]:
@@ -103,10 +103,10 @@ def test_the_deadline_counts_in_what_a_save_takes(monkeypatch):
     stop = StopRequest(build_accelerator("cpu"), time.monotonic(), max_minutes=1)
     try:
         assert not stop.agreed()
-        stop.took("step", 5)
-        stop.took("save", 30)
+        stop.record_duration("step", 5)
+        stop.record_duration("save", 30)
         assert not stop.agreed()  # 55 of the 60 seconds
-        stop.took("save", 34)
+        stop.record_duration("save", 34)
         assert stop.agreed()
         assert stop.reason == "train.max_minutes = 1"
     finally:
@@ -115,8 +115,8 @@ def test_the_deadline_counts_in_what_a_save_takes(monkeypatch):
     stop = StopRequest(build_accelerator("cpu"), time.monotonic())
     try:
         stop.poll()
-        stop.took("step", 5)
-        with pytest.raises(GivenUp):
+        stop.record_duration("step", 5)
+        with pytest.raises(Interrupted):
             stop.poll()
         assert stop.reason == "the Slurm job's time limit"
     finally:

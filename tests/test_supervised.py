@@ -19,7 +19,7 @@ from runs import evaluate_checkpoint, job_config, newest_checkpoint, rows, said,
 from runs import run_small_job as train
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, clear_moments
+from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, reset_optimizer_state
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Order
@@ -47,7 +47,7 @@ def by_hand(config) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     losses = []
     for epoch in range(config.train.epochs):
         positions = np.arange(epoch * len(x), (epoch + 1) * len(x))
-        order = Order(config.seed, len(x)).at(positions).astype("int64")
+        order = Order(config.seed, len(x)).items_at(positions).astype("int64")
         for batch in torch.from_numpy(order).split(config.train.global_batch_size):
             loss = torch.nn.functional.mse_loss(line(x[batch, None])[:, 0], y[batch])
             optimizer.zero_grad()
@@ -148,7 +148,7 @@ def resnet18_by_hand(config, images: np.ndarray, labels: np.ndarray) -> list[flo
     share = warm_up_and_cosine(round(optim.warmup_epochs * steps), epochs * steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     inputs = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous() / 127.5 - 1
-    order = Order(config.seed, len(images)).at(np.arange(epochs * len(images))).astype("int64")
+    order = Order(config.seed, len(images)).items_at(np.arange(epochs * len(images))).astype("int64")
     losses = []
     for batch in torch.from_numpy(order).split(size):
         loss = torch.nn.functional.cross_entropy(model(inputs[batch]), torch.from_numpy(labels)[batch])
@@ -315,7 +315,7 @@ def test_moments_begin_at_zero_again_in_place():
     optimizer.step()
     buffer = optimizer.state[parameter]["momentum_buffer"]
     assert buffer.tolist() == [1, 1, 1]
-    clear_moments(optimizer)
+    reset_optimizer_state(optimizer)
     assert optimizer.state[parameter]["momentum_buffer"] is buffer
     assert buffer.tolist() == [0, 0, 0]
 

@@ -66,7 +66,7 @@ class Letters:
         return 0.03 / math.sqrt(step)
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        letters, following = (row[: batch.own] for row in batch.rows)
+        letters, following = (row[: batch.n_valid] for row in batch.rows)
         return nn.functional.cross_entropy(model(letters), following, reduction="sum")
 
     def due(self, step: int, last: bool) -> Due:
@@ -82,10 +82,10 @@ class Letters:
 
     def sample(self, poll: Poll) -> None: ...
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.best = state.get("best", math.inf)
 
 

@@ -13,7 +13,7 @@ import pytest
 from ranks import RankError, run_ranks
 from runs import TIMINGS, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import METRICS, standing
+from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.checkpoint.trackers import Trackers, WandB, last_step_offline
 from gpt2_ddp.config.training import TrainingConfig
@@ -48,7 +48,7 @@ def train_with_kills(config: TrainingConfig, home: Path, kills: list[int]) -> No
 
 def in_metrics(run: Path) -> Points:
     points: Points = {}
-    for row in standing(json.loads(line) for line in (run / METRICS).read_text().splitlines()):
+    for row in valid_rows(json.loads(line) for line in (run / METRICS).read_text().splitlines()):
         for name, value in row.items():
             if isinstance(value, int | float) and name != "step":
                 points.setdefault(name, []).append((row["step"], value))

@@ -22,7 +22,7 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
 from gpt2_ddp.reports.verify_config import check_end
-from gpt2_ddp.reports.verify_order import History, Records, in_parts, replay_order
+from gpt2_ddp.reports.verify_order import OrderReplay, Records, in_parts, replay_order
 from gpt2_ddp.reports.verify_rows import read_metrics
 
 
@@ -426,7 +426,7 @@ def went_back(corpus: Path) -> dict[str, dict]:
         if step > 0:
             feed.next_step()
             records[place] = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest}
-            stood[step] = {"position": feed.position, "passed": list(feed.passed), "rollbacks": rollbacks}
+            stood[step] = {"position": feed.position, "passed": list(feed.skipped_ranges), "rollbacks": rollbacks}
             newest = records[place] | stood[step]
             if step == 3:
                 records["state of step 3"] = newest
@@ -435,7 +435,7 @@ def went_back(corpus: Path) -> dict[str, dict]:
             position, passed = stood[-step]["position"], stood[-step]["passed"]
             digest = next(r["order_digest"] for r in records.values() if r["step"] == -step)
             feed.seek(position, digest, passed)
-            feed.pass_over(position, end)
+            feed.skip_range(position, end)
             event = {"event": "rollback", "step": -step, "from": begun, "passed": [position, end]}
             records[place] = event | {"order_digest": feed.order_digest}
     return records | {"state of step 3": records.pop("state of step 3"), "state of step 8": newest}
@@ -480,21 +480,21 @@ def test_a_run_may_go_back_to_the_same_checkpoint_twice():
                 records[f"row {len(records)}"] = {"step": step, "tokens": step * 10, "order_digest": feed.order_digest}
 
         train((1, 2))
-        saved = feed.position, feed.order_digest, list(feed.passed)
+        saved = feed.position, feed.order_digest, list(feed.skipped_ranges)
         for begun in (5, 4):
             train(range(3, begun + 1))
             end = feed.position
             feed.seek(*saved)
-            start = int(feed.take(feed.position)[0])
-            feed.pass_over(start, end)
+            start = int(feed.positions_from(feed.position)[0])
+            feed.skip_range(start, end)
             went_back = {"event": "rollback", "step": 2, "from": begun, "passed": [start, end]}
             records[f"row {len(records)}"] = went_back | {"order_digest": feed.order_digest}
             if anew:
-                saved = feed.position, feed.order_digest, list(feed.passed)
+                saved = feed.position, feed.order_digest, list(feed.skipped_ranges)
         train((3, 4, 5))
 
         def defects(records):
-            history = History(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
+            history = OrderReplay(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
             return [defect for record in records.values() for defect in history.check(record)]
 
         assert defects(records) == []
@@ -518,7 +518,7 @@ def missed(config: TrainingConfig, *records: dict) -> list[str]:
     """What a schedule finds wrong with these rows of a run of 8 steps without a validation split."""
     from gpt2_ddp.reports.verify_rows import Schedule
 
-    history = History(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
+    history = OrderReplay(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
     schedule = Schedule(config, history, validates=False, begun=False)
     return [defect for record in records for defect in schedule.check(record)]
 

@@ -14,14 +14,14 @@ from gpt2_ddp.distributed import watchdog as watching
 from gpt2_ddp.distributed.identity import Process, this_process
 from gpt2_ddp.distributed.watchdog import (
     AFTERMATH,
-    BEAT,
-    FIRST_TIME,
+    FIRST_TIMEOUT,
     GRACE,
-    PATIENCE,
+    HEARTBEAT_INTERVAL,
     SILENCE,
-    Seen,
-    Sign,
-    Watch,
+    TIMEOUT,
+    Heartbeat,
+    Observed,
+    Watchdog,
     judge,
     judge_silence,
 )
@@ -30,15 +30,18 @@ from gpt2_ddp.errors import UserError
 HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
 
 
-def seen(*signs: dict, silent: float | dict[int, float] = 0.3) -> dict[int, Seen]:
+def seen(*signs: dict, silent: float | dict[int, float] = 0.3) -> dict[int, Observed]:
     """Ranks that wait in the backward pass of step 7, but for what `signs` says of the first ones."""
-    usual = {"stage": "forward/backward", "step": 7, "marks": 2, "collectives": 50, "limit": 120.0}
+    usual = {"stage": "forward/backward", "step": 7, "progress_count": 2, "collectives": 50, "limit": 120.0}
     quiet = silent if isinstance(silent, dict) else {}
     given = [*signs, *({} for _ in range(len(signs), 4))]
-    return {rank: Seen(Sign(HOSTS[rank], **(usual | sign)), quiet.get(rank, 0.3)) for rank, sign in enumerate(given)}
+    return {
+        rank: Observed(Heartbeat(HOSTS[rank], **(usual | sign)), quiet.get(rank, 0.3))
+        for rank, sign in enumerate(given)
+    }
 
 
-def reason(ranks: dict[int, Seen], patience: float = 120) -> str | None:
+def reason(ranks: dict[int, Observed], patience: float = 120) -> str | None:
     verdict = judge(ranks, patience)
     return verdict and verdict.reason
 
@@ -74,11 +77,14 @@ def test_not_accused(ranks):
     ("ranks", "said"),
     [
         (
-            seen(WAITING, WAITING, {"stage": "data", "marks": 1, "idle": 121.0, "stack": "  File x"}, WAITING),
+            seen(WAITING, WAITING, {"stage": "data", "progress_count": 1, "idle": 121.0, "stack": "  File x"}, WAITING),
             "rank 2 on host1: no progress for 121 s at data, step 7\n  File x",
         ),
         (  # still in the step before
-            seen({"stage": "sample", "marks": 9, "idle": 121.0}, *[{"step": 8, "marks": 1, "idle": 125.0}] * 3),
+            seen(
+                {"stage": "sample", "progress_count": 9, "idle": 121.0},
+                *[{"step": 8, "progress_count": 1, "idle": 125.0}] * 3,
+            ),
             "rank 0 on host0: no progress for 121 s at sample, step 7",
         ),
         (  # in the same stage, the one that started fewer collectives
@@ -86,7 +92,7 @@ def test_not_accused(ranks):
             "rank 2 on host1: no progress for 124 s at forward/backward, step 7",
         ),
         (  # in the same stage, the one that came less far
-            seen(*[{"stage": "evaluate", "marks": number, "idle": 122.0} for number in (30, 30, 30, 29)]),
+            seen(*[{"stage": "evaluate", "progress_count": number, "idle": 122.0} for number in (30, 30, 30, 29)]),
             "rank 3 on host1: no progress for 122 s at evaluate, step 7",
         ),
     ],
@@ -129,7 +135,7 @@ def test_what_a_rank_raised_is_the_reason():
 
 
 def test_a_rank_whose_process_is_gone():
-    gone = {**seen(), 1: Seen(Sign(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)}
+    gone = {**seen(), 1: Observed(Heartbeat(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)}
     assert reason(gone) == "rank 1 on host0: ended without a word, last seen at data, step 7; was it killed?"
 
 
@@ -162,14 +168,14 @@ def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
 class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: Watchdog):
         self.now, self.watch = 0.0, watch
         watch._woke = 0.0
 
-    def pass_by(self, seconds: float, asleep: bool = False) -> Sign:
-        for _ in range(1 if asleep else round(seconds / BEAT)):
-            self.now += seconds if asleep else BEAT
-            self.watch._look()
+    def pass_by(self, seconds: float, asleep: bool = False) -> Heartbeat:
+        for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
+            self.now += seconds if asleep else HEARTBEAT_INTERVAL
+            self.watch._observe()
         return self.watch._sign
 
 
@@ -179,11 +185,11 @@ def clock(monkeypatch):
     made = []
 
     def make(patience: float | None = None, compiles: bool = False) -> Clock:
-        monkeypatch.setattr(watching, "BEAT", 1000.0)
-        monkeypatch.setattr(watching, "HEARTBEAT", 1000.0)
-        watch = Watch(0, 1, patience)
+        monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 1000.0)
+        monkeypatch.setattr(watching, "REPORT_INTERVAL", 1000.0)
+        watch = Watchdog(0, 1, patience)
         watch.compiles = compiles
-        monkeypatch.setattr(watching, "BEAT", BEAT)
+        monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", HEARTBEAT_INTERVAL)
         made.append(Clock(watch))
         monkeypatch.setattr(watching.time, "monotonic", lambda: made[-1].now)
         return made[-1]
@@ -197,34 +203,34 @@ def clock(monkeypatch):
 def test_patience_follows_the_slowest_stage_of_this_run(clock):
     time = clock()
     watch = time.watch
-    watch.at("step", 1)
-    assert time.pass_by(173).limit == FIRST_TIME, "nothing is known of a step's length yet"
-    watch.at("step", 2)
+    watch.heartbeat("step", 1)
+    assert time.pass_by(173).limit == FIRST_TIMEOUT, "nothing is known of a step's length yet"
+    watch.heartbeat("step", 2)
     assert time.pass_by(1).limit == pytest.approx(1730, abs=10)
-    watch.at("save", 2, allowance=500)
-    assert time.pass_by(400).limit == pytest.approx(FIRST_TIME + 500)
-    watch.at("step", 3)
+    watch.heartbeat("save", 2, timeout=500)
+    assert time.pass_by(400).limit == pytest.approx(FIRST_TIMEOUT + 500)
+    watch.heartbeat("step", 3)
     assert time.pass_by(1).limit == pytest.approx(1730, abs=10), "what was announced says nothing of other stages"
 
 
 def test_a_quick_run_has_two_minutes(clock):
     time = clock()
     for step in range(1, 9):
-        time.watch.at("step", step)
+        time.watch.heartbeat("step", step)
         time.pass_by(2)
-    assert time.pass_by(1).limit == PATIENCE
+    assert time.pass_by(1).limit == TIMEOUT
 
 
 def test_patience_as_configured_holds_from_the_first_step_on_unless_graphs_are_compiled(clock):
-    for compiles, limit in (False, 7 + SILENCE), (True, FIRST_TIME):
+    for compiles, limit in (False, 7 + SILENCE), (True, FIRST_TIMEOUT):
         time = clock(patience=7, compiles=compiles)
-        time.watch.at("step", 1)
+        time.watch.heartbeat("step", 1)
         assert time.pass_by(1).limit == limit
-        time.watch.at("step", 2)
+        time.watch.heartbeat("step", 2)
         time.pass_by(30)
-        time.watch.at("step", 3)
+        time.watch.heartbeat("step", 3)
         assert time.pass_by(1).limit == 7
-        time.watch.at("save", allowance=100)
+        time.watch.heartbeat("save", timeout=100)
         assert time.pass_by(1).limit == limit + 100
         time.watch.progress()
         assert time.pass_by(1).limit == limit
@@ -232,35 +238,35 @@ def test_patience_as_configured_holds_from_the_first_step_on_unless_graphs_are_c
 
 def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
     time = clock()
-    time.watch.at("data", 2)
-    time.watch.at("data", 3)
-    time.pass_by(BEAT)
+    time.watch.heartbeat("data", 2)
+    time.watch.heartbeat("data", 3)
+    time.pass_by(HEARTBEAT_INTERVAL)
     sign = time.pass_by(6)
     assert (sign.stage, sign.step, sign.marks, sign.idle) == ("data", 3, 1, 6)
     assert "test_idleness_is_counted" in sign.stack
     time.watch.progress()
-    sign = time.pass_by(BEAT)
+    sign = time.pass_by(HEARTBEAT_INTERVAL)
     assert (sign.marks, sign.idle, sign.stack) == (2, 0, "")
 
 
 def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time = clock()
-    time.watch._signs = {1: Sign(HOSTS[1], turn=5)}
+    time.watch._signs = {1: Heartbeat(HOSTS[1], turn=5)}
     time.watch._silent = {1: (5, 0.0)}
-    time.watch.at("data", 3)
-    time.pass_by(BEAT)
+    time.watch.heartbeat("data", 3)
+    time.pass_by(HEARTBEAT_INTERVAL)
     time.pass_by(100)
     assert time.watch._silent[1] == (5, 100.5)
     sign = time.pass_by(10_000, asleep=True)
     assert (sign.idle, time.watch._silent[1]) == (0, (5, 0.0))
     time.pass_by(4.0, asleep=True)
-    assert time.watch._silent[1] == (5, 2 * BEAT), "a short sleep is not counted either"
+    assert time.watch._silent[1] == (5, 2 * HEARTBEAT_INTERVAL), "a short sleep is not counted either"
 
 
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
     """The launcher alone may have ended, or its machine."""
     time = clock()
-    time.watch._signs, time.watch._silent = {0: Sign(HOSTS[0], turn=5)}, {0: (5, 0.0)}
+    time.watch._signs, time.watch._silent = {0: Heartbeat(HOSTS[0], turn=5)}, {0: (5, 0.0)}
     time.watch._is_cut_off = True
     time.pass_by(100)
     assert time.watch._silent[0] == (5, 0.0)
@@ -271,7 +277,7 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):
     time = clock()
-    time.watch._signs, time.watch._silent = {0: Sign(HOSTS[0])}, {0: (0, 0.0)}
+    time.watch._signs, time.watch._silent = {0: Heartbeat(HOSTS[0])}, {0: (0, 0.0)}
     time.watch._failed, time.watch._rank = "ValueError: x", 1
     verdicts = []
     for late in (0.1, GRACE + 0.1):
@@ -285,19 +291,19 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
 
 def test_somebody_in_a_debugger_may_stand_still(clock):
     time = clock()
-    time.watch.at("data", 3)
+    time.watch.heartbeat("data", 3)
     source = "def trace_dispatch(look):\n    look()"
     scope: dict = {}
     exec(compile(source, "/usr/lib/python3/bdb.py", "exec"), scope)
     scope["trace_dispatch"](lambda: time.pass_by(1000))
-    assert time.watch._sign.idle < 2 * BEAT
+    assert time.watch._sign.idle < 2 * HEARTBEAT_INTERVAL
 
 
 def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     """Or the others would not be left the time to raise the same."""
     time = clock()
     time.watch._world, time.watch._deliver = 2, lambda: True
-    time.watch.at("preparing data", 0, allowance=10_000)
+    time.watch.heartbeat("preparing data", 0, timeout=10_000)
     time.pass_by(1000)
     time.now += 0.1
     time.watch.failed(UserError("data.path", "x", "is empty"))
@@ -314,8 +320,8 @@ def two_watches(_: int) -> list:
     accelerator = build_accelerator("cpu", "no")
     found = []
     for number in range(2):
-        watch = Watch(accelerator.process_index, 2, None)
-        watch.at(f"stage {number}", 5 + number)
+        watch = Watchdog(accelerator.process_index, 2, None)
+        watch.heartbeat(f"stage {number}", 5 + number)
         before = dist.group.WORLD._get_sequence_number_for_group()
         accelerator.wait_for_everyone()
         assert dist.group.WORLD._get_sequence_number_for_group() > before

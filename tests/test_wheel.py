@@ -31,10 +31,10 @@ def test_a_script_has_its_own_flags(tmp_path):
     assert "\n  lr: 1.0\n" in found.stdout
 
 
-@pytest.mark.parametrize(("name", "cure"), [("trian_gpt2", "did you mean train_gpt2?"), ("--x", "--help lists all")])
-def test_a_name_that_is_none(name, cure):
+@pytest.mark.parametrize(("name", "hint"), [("trian_gpt2", "did you mean train_gpt2?"), ("--x", "--help lists all")])
+def test_a_name_that_is_none(name, hint):
     found = run(sys.executable, "-m", "gpt2_ddp", name)
-    assert (found.returncode, found.stderr) == (2, f"error: script = {name}: there is none; {cure}\n")
+    assert (found.returncode, found.stderr) == (2, f"error: script = {name}: there is none; {hint}\n")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The user's mistakes: exit code 2, one `error:` line that names the field and the cure, no traceback, nothing changed.
+"""The user's mistakes: exit code 2, one `error:` line that names the field and the hint, no traceback, nothing changed.
 
 Mistakes that the configuration finds are in test_config.py. Here one process runs the real scripts in turn.
 """

@@ -3,7 +3,7 @@
 from importlib import import_module
 from pathlib import Path
 
-from gpt2_ddp.benchmark.sides import NotHere
+from gpt2_ddp.benchmark.sides import Unavailable
 from gpt2_ddp.benchmark.table import Table
 from gpt2_ddp.config.benchmark import BENCHMARKS, BenchmarkConfig
 from gpt2_ddp.errors import UserError
@@ -12,8 +12,8 @@ from gpt2_ddp.files import write_atomically
 
 def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
     """The command. Each benchmark is the module of its name here, whose `measure(config)` gives its `Table`. What a
-    module's `check(config)` raises, if it has one, is told before any of them begins: a `UserError`; or `NotHere`, with
-    which it is left out, unless it was asked for by name.
+    module's `check(config)` raises, if it has one, is told before any of them begins: a `UserError`; or `Unavailable`,
+    with which it is left out, unless it was asked for by name.
 
     Raises:
         UserError: for whatever the user has to mend.
@@ -22,7 +22,7 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
     for name, module in list(chosen.items()):
         try:
             getattr(module, "check", lambda config: None)(config)
-        except NotHere as reason:
+        except Unavailable as reason:
             if config.only:
                 raise UserError("only", name, f"{reason}; leave it out here") from reason
             print(f"{name}: not measured, as it {reason}\n", flush=True)

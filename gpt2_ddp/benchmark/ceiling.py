@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gpt2_ddp.benchmark.sides import NotHere
+from gpt2_ddp.benchmark.sides import Unavailable
 from gpt2_ddp.benchmark.step import block_size, micro_batches, precisions, preset
-from gpt2_ddp.benchmark.table import Case, Table, in_turn
+from gpt2_ddp.benchmark.table import Case, Table, interleave
 from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 
@@ -26,9 +26,9 @@ DTYPES = {"no": torch.float32, "bf16": torch.bfloat16}
 
 
 def check(config: BenchmarkConfig) -> None:
-    """Raises: NotHere on a CPU, unless that is asked for."""
+    """Raises: Unavailable on a CPU, unless that is asked for."""
     if find_machine(config.device).device == "cpu" and config.device != "cpu":
-        raise NotHere("needs a GPU (--device cpu shows how it goes)")
+        raise Unavailable("needs a GPU (--device cpu shows how it goes)")
 
 
 def measure(config: BenchmarkConfig) -> Table:
@@ -95,7 +95,7 @@ def rates(
         return work / seconds(side, times, device)
 
     named = {name or device.type: (lambda side=side: turn(side)) for name, side in sides.items()}
-    return in_turn(named, config.repeats)
+    return interleave(named, config.repeats)
 
 
 def seconds(work: Callable[[], object], times: int, device: torch.device) -> float:

@@ -18,8 +18,15 @@ from typing import NamedTuple
 import torch
 
 from gpt2_ddp.benchmark.step import GPT2_IDS, PRESET, preset
-from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, fit_weights, moments_of, put_moments, verify, weights_of
+from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
+from gpt2_ddp.checkpoint.checkpoint import (
+    Snapshot,
+    fit_weights,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    verify,
+)
 from gpt2_ddp.checkpoint.checkpointer import Background, CheckpointFolder
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.distributed.launch import build_accelerator
@@ -59,7 +66,7 @@ def measure(config: BenchmarkConfig) -> Table:
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=config.output) as folder:
         training.place = Path(folder) / "save"
         training.step()
-        in_turn({side: partial(turn, side) for side in sides}, config.repeats)
+        interleave({side: partial(turn, side) for side in sides}, config.repeats)
     cases = [
         Case(what, "s", {side: [figures[n] for figures in all[1:]] for side, all in took.items()}, more_is_better=False)
         for n, what in enumerate(FIGURES)
@@ -121,7 +128,7 @@ class Training:
 
     def snapshot(self) -> Snapshot:
         """Of the model and its moments, as a run takes it."""
-        return Snapshot({"step": 1}, "seed: 1\n", weights_of(self.model), moments_of(self.model, self.optimizer))
+        return Snapshot({"step": 1}, "seed: 1\n", model_state(self.model), optimizer_state(self.model, self.optimizer))
 
     def save_ours(self) -> None:
         """Standing still, as `checkpoint.background no` does."""
@@ -136,7 +143,7 @@ class Training:
         """Verifies what it reads."""
         read = verify(self.place / "step-00000001").read()
         fit_weights(read.model, self.model, self.place)
-        put_moments(self.accelerator, read.optimizer, self.model, self.optimizer)
+        load_optimizer_state(self.accelerator, read.optimizer, self.model, self.optimizer)
 
     def save_torch(self) -> None:
         """One pickle of both state dicts, on disk."""

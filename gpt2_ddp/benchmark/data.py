@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from gpt2_ddp.benchmark.sides import Side, Turns, started
+from gpt2_ddp.benchmark.sides import Side, StepTimer, started
 from gpt2_ddp.benchmark.step import GPT2_IDS, random_tokens
-from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.data.feed import Feed, interleaved
 from gpt2_ddp.data.manifest import HEADER_BYTES, read_manifest
@@ -35,7 +35,7 @@ def measure(config: BenchmarkConfig) -> Table:
             if not workers:
                 sides["memmap at random"] = (memory_map, (data,))
             with started(sides, torch.device("cpu"), 1, config.seconds) as (turns, reasons):
-                found = in_turn(turns, config.repeats, warm_up=0)
+                found = interleave(turns, config.repeats, warm_up=0)
             notes += reasons
             what = "main process, 1 loader process" if workers else "main process, no loader process"
             times = {side: [1e6 * one.seconds for one in of] for side, of in found.items()}
@@ -46,7 +46,7 @@ def measure(config: BenchmarkConfig) -> Table:
     return Table("data", cases, config.model_dump(mode="json"), notes)
 
 
-def ours(turns: Turns, data: Path, workers: int) -> None:
+def ours(turns: StepTimer, data: Path, workers: int) -> None:
     """The training's feed: a step of one micro-batch."""
     source = Windows(TokenStream(data, read_manifest(data), "train"), BLOCK_SIZE)
     feed = Feed(source, 1, BATCH, interleaved(1, BATCH), build_accelerator("cpu", "no"), workers=workers)
@@ -56,7 +56,7 @@ def ours(turns: Turns, data: Path, workers: int) -> None:
         turns.done()
 
 
-def memory_map(turns: Turns, data: Path) -> None:
+def memory_map(turns: StepTimer, data: Path) -> None:
     """nanoGPT's get_batch, which opens the map for each batch, or its memory would grow."""
     generator, dtype = torch.Generator().manual_seed(1), TokenStream(data, read_manifest(data), "train").dtype
     while True:
@@ -68,7 +68,7 @@ def memory_map(turns: Turns, data: Path) -> None:
         turns.done()
 
 
-def with_datasets(turns: Turns, data: Path, workers: int) -> None:
+def with_datasets(turns: StepTimer, data: Path, workers: int) -> None:
     """Rows of an Arrow file in torch's format, shuffled by a DataLoader."""
     import datasets
     import pyarrow as pa

@@ -27,14 +27,14 @@ def observe(file: str, begun: str, command: list[str]) -> None:
         marks.append((stage, time.time() - float(begun), time.process_time()))
         stage = following
 
-    def at(watch: Any, name: str, step: int | None = None, allowance: float = 0.0) -> None:
+    def heartbeat(watchdog: Any, name: str, step: int | None = None, timeout: float = 0.0) -> None:
         was_step = stage == "step"
         prepares = name == "building" and any(done == "model" for done, *_ in marks)  # it is said of both
         mark("prepare" if prepares else STAGES.get(name, name))
         if was_step:
             Path(file).write_text(json.dumps(marks))
             os._exit(0)
-        tell(watch, name, step, allowance)
+        tell(watchdog, name, step, timeout)
 
     mark("import torch")
     import torch  # noqa: F401
@@ -43,12 +43,12 @@ def observe(file: str, begun: str, command: list[str]) -> None:
     import accelerate  # noqa: F401
 
     mark("import ours")
-    from gpt2_ddp.distributed.watchdog import Watch
+    from gpt2_ddp.distributed.watchdog import Watchdog
     from gpt2_ddp.tasks import pretraining  # noqa: F401
     from gpt2_ddp.training import loop  # noqa: F401
 
     mark("opening")
-    tell, Watch.at = Watch.at, at  # pyright: ignore[reportAttributeAccessIssue]
+    tell, Watchdog.heartbeat = Watchdog.heartbeat, heartbeat  # pyright: ignore[reportAttributeAccessIssue]
     sys.argv = command
     try:
         runpy.run_path(command[0], run_name="__main__")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt2_ddp.benchmark.sides import NotHere, Turns
+from gpt2_ddp.benchmark.sides import StepTimer, Unavailable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, token_dtype
 from gpt2_ddp.model.compiled import compiled
@@ -25,13 +25,13 @@ from gpt2_ddp.model.transformers_layout import transformers_config
 GRAD_CLIP = 1.0
 
 
-def bare(turns: Turns, config: TrainingConfig, vocab_size: int, device: torch.device) -> None:
+def bare(turns: StepTimer, config: TrainingConfig, vocab_size: int, device: torch.device) -> None:
     """Our model and optimizer, in a loop without Accelerate and without all that ours keeps account of."""
     model = GPT(config.model, vocab_size).to(device)
     loop(turns, config, vocab_size, device, model, build_optimizer(model, config.optim), lambda loss: loss)
 
 
-def nanogpt(turns: Turns, config: TrainingConfig, vocab_size: int, device: torch.device, file: Path) -> None:
+def nanogpt(turns: StepTimer, config: TrainingConfig, vocab_size: int, device: torch.device, file: Path) -> None:
     """The model and the optimizer that a file of nanoGPT's kind defines, in the loop of its train.py."""
     shape, optim = config.model, config.optim
     theirs = definitions(file)
@@ -48,7 +48,7 @@ def nanogpt(turns: Turns, config: TrainingConfig, vocab_size: int, device: torch
 
 
 def loop(
-    turns: Turns,
+    turns: StepTimer,
     config: TrainingConfig,
     vocab_size: int,
     device: torch.device,
@@ -76,12 +76,12 @@ def loop(
         turns.done()
 
 
-def transformers(turns: Turns, config: TrainingConfig, vocab_size: int, device: torch.device) -> None:
+def transformers(turns: StepTimer, config: TrainingConfig, vocab_size: int, device: torch.device) -> None:
     """GPT2LMHeadModel in the loop that Accelerate's documentation teaches."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError as error:
-        raise NotHere("needs transformers, which is not installed") from error
+        raise Unavailable("needs transformers, which is not installed") from error
     train, size = config.train, config.model.block_size
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=train.mixed_precision)
     if device.type == "cuda":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -58,7 +58,7 @@ def measure(config: BenchmarkConfig) -> Table:
                 sides["ours, tiktoken"] = partial(ours, text, workers, False)
             sides["pool, tiktoken"] = partial(pool_and_tiktoken, text, workers)
             sides["datasets.map, tiktoken"] = partial(datasets_map, text, workers)
-            found = in_turn({side: partial(timed, run) for side, run in sides.items()}, config.repeats, warm_up=0)
+            found = interleave({side: partial(timed, run) for side, run in sides.items()}, config.repeats, warm_up=0)
             what = f"{workers} worker{'s' * (workers > 1)}"
             rates = {side: [one.tokens / one.wall / 1e6 for one in of] for side, of in found.items()}
             cases.append(Case(what, "M tokens/s", rates))

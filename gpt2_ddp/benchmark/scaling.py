@@ -6,12 +6,12 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from gpt2_ddp.benchmark.sides import NotHere
+from gpt2_ddp.benchmark.sides import Unavailable
 from gpt2_ddp.benchmark.step import GPT2_IDS, precisions, random_tokens
-from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
 from gpt2_ddp.compare.compare import find_machine, read_job, run_way, steps_for
-from gpt2_ddp.compare.run import Reading, Share
-from gpt2_ddp.compare.table import Way, share_words
+from gpt2_ddp.compare.run import CommFraction, RunResult
+from gpt2_ddp.compare.table import Strategy, share_words
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.compare import CompareConfig
@@ -22,9 +22,9 @@ PRESET = "configs/gpt2_30m.yaml"
 
 
 def check(config: BenchmarkConfig) -> None:
-    """Raises: NotHere where there is but one core or GPU; UserError where the batch cannot be shared out."""
+    """Raises: Unavailable where there is but one core or GPU; UserError where the batch cannot be shared out."""
     if not _processes(config):
-        raise NotHere("needs two GPUs, or two cores and --device cpu")
+        raise Unavailable("needs two GPUs, or two cores and --device cpu")
     _job(config, Path("/"))
 
 
@@ -35,16 +35,18 @@ def measure(config: BenchmarkConfig) -> Table:
         name, job, chosen = _job(config, Path(folder))
         random_tokens(Path(job.data.paths[0]), _ids(config))
         os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
-        steps = steps_for(name, job, chosen, Way("single", 1, 1), Path(folder))
+        steps = steps_for(name, job, chosen, Strategy("single", 1, 1), Path(folder))
         for n in _processes(config):
             tokens = job.train.global_batch_tokens * n
             more = job.model_copy(update={"train": job.train.model_copy(update={"global_batch_tokens": tokens})})
             kinds = {"one process": (job, 1), "strong": (job, n), "weak": (more, n)}
             sides = {
-                kind: partial(run_way, f"{kind[:4]}-{n}", of, chosen, Way(kind, k, k), steps, Path(folder, "weights"))
+                kind: partial(
+                    run_way, f"{kind[:4]}-{n}", of, chosen, Strategy(kind, k, k), steps, Path(folder, "weights")
+                )
                 for kind, (of, k) in kinds.items()
             }
-            found = in_turn(sides, config.repeats, warm_up=0)
+            found = interleave(sides, config.repeats, warm_up=0)
             rates = {kind: [reading.samples / reading.seconds for reading in of] for kind, of in found.items()}
             for kind in ("strong", "weak"):
                 figures = {OURS: rates[kind], "one process": rates["one process"]}
@@ -54,11 +56,11 @@ def measure(config: BenchmarkConfig) -> Table:
     return Table("scaling", cases, config.model_dump(mode="json"), notes)
 
 
-def _note(case: Case, n: int, readings: list[Reading]) -> str:
+def _note(case: Case, n: int, readings: list[RunResult]) -> str:
     efficiency = median(case.ratios("one process")) / n
     shares = [reading.communication for reading in readings if reading.communication]
     noise = max(share.noise for share in shares)
-    words = share_words(Share(median(share.share for share in shares), noise))
+    words = share_words(CommFraction(median(share.share for share in shares), noise))
     return f"{case.what}: efficiency {efficiency:.1%}; exposed communication {words} of a step"
 
 

@@ -19,18 +19,18 @@ MOST = 1000
 """Steps of a turn, at most."""
 
 
-class NotHere(Exception):
+class Unavailable(Exception):
     """What cannot be measured on this machine; the message goes on after "it"."""
 
 
-class Reading(NamedTuple):
+class StepTiming(NamedTuple):
     """One turn of a side: seconds per step, and the most memory of its process so far, in bytes (`peak_memory`)."""
 
     seconds: float
     memory: int
 
 
-class Turns:
+class StepTimer:
     """Told of every step that a side has done, it times those of a turn, and waits between turns.
 
     On a GPU, seconds are those between two CUDA events; the memory is given back between turns, and each begins with a
@@ -55,7 +55,7 @@ class Turns:
             return
         seconds = self._since_mark()
         if self._steps:
-            self._pipe.send(Reading(seconds / self._steps, peak_memory(self._device)))
+            self._pipe.send(StepTiming(seconds / self._steps, peak_memory(self._device)))
         else:
             self._steps = min(max(round(self._seconds / max(time.perf_counter() - self._begun, 1e-9)), 1), MOST)
             self._pipe.send(None)
@@ -85,20 +85,20 @@ class Turns:
 
 
 Side = tuple[Callable[..., object], Sequence[Any]]
-"""A module's function, which is given `Turns` and these arguments, and takes steps for ever."""
+"""A module's function, which is given `StepTimer` and these arguments, and takes steps for ever."""
 
 
 @contextmanager
 def started(
     sides: dict[str, Side], device: torch.device, threads: int, seconds: float
-) -> Iterator[tuple[dict[str, Callable[[], Reading]], list[str]]]:
+) -> Iterator[tuple[dict[str, Callable[[], StepTiming]], list[str]]]:
     """Starts each side, one after the other, with so many threads; they end with the block.
 
     Yields:
         For each side that could be started a function that has it take a turn; and a sentence for each that could not,
-        as it raised `NotHere`, or had too little memory on the GPU.
+        as it raised `Unavailable`, or had too little memory on the GPU.
     """
-    turns: dict[str, Callable[[], Reading]] = {}
+    turns: dict[str, Callable[[], StepTiming]] = {}
     reasons, pipes, processes = [], [], []
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # the processes inherit it
@@ -127,7 +127,7 @@ class _Turn(NamedTuple):
     pipe: Connection
     name: str
 
-    def __call__(self) -> Reading:
+    def __call__(self) -> StepTiming:
         self.pipe.send(None)
         return _answer(self.pipe, self.name)
 
@@ -143,8 +143,8 @@ def _take_turns(pipe: Connection, side: Side, device: torch.device, threads: int
     torch.set_num_threads(threads)
     function, arguments = side
     try:
-        function(Turns(pipe, device, seconds), *arguments)
-    except NotHere as error:
+        function(StepTimer(pipe, device, seconds), *arguments)
+    except Unavailable as error:
         pipe.send(str(error))
     except torch.OutOfMemoryError:
         pipe.send("out of memory")

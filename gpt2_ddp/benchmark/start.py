@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
@@ -50,7 +50,7 @@ def measure(config: BenchmarkConfig) -> Table:
             "resumed": lambda: start(2, "begun"),
             "complete": lambda: start(1, "complete"),
         }
-        readings = in_turn({BARE: _import, **sides}, config.repeats)
+        readings = interleave({BARE: _import, **sides}, config.repeats)
     bare = readings.pop(BARE)
     cases = [case for name, marks in readings.items() for case in _cases(name, marks, bare)]
     note = f"over `{BARE}`, in CPU seconds, and the same without evaluation and step: "

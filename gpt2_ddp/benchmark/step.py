@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from gpt2_ddp.benchmark import peers
-from gpt2_ddp.benchmark.sides import Reading, Side, Turns, started
-from gpt2_ddp.benchmark.table import OURS, Case, Table, in_turn
+from gpt2_ddp.benchmark.sides import Side, StepTimer, StepTiming, started
+from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
 from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
@@ -25,7 +25,7 @@ from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, TOKENIZER_FI
 from gpt2_ddp.distributed.launch import multiplies_bf16, pick_device
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.preparation.building import alone_in
+from gpt2_ddp.preparation.building import locked_output
 from gpt2_ddp.preparation.shard_writer import ShardWriter
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_steps
@@ -81,7 +81,7 @@ def measure(config: BenchmarkConfig) -> Table:
 
 def compare(
     config: BenchmarkConfig, run: TrainingConfig, ids: int, device: torch.device, only: tuple[str, ...] = ()
-) -> tuple[dict[str, list[Reading]], list[str]]:
+) -> tuple[dict[str, list[StepTiming]], list[str]]:
     """All sides' readings of `config.repeats` turns; and why others have none."""
     random_tokens(Path(run.data.paths[0]), ids)
     common = (run, ids, device)
@@ -95,10 +95,10 @@ def compare(
             sides[name] = (peers.nanogpt, (*common, Path(folder) / file))
     sides = {name: side for name, side in sides.items() if not only or name in only}
     with started(sides, device, config.threads, config.seconds) as (turns, reasons):
-        return in_turn(turns, config.repeats, warm_up=0), reasons
+        return interleave(turns, config.repeats, warm_up=0), reasons
 
 
-def ours(turns: Turns, config: TrainingConfig) -> None:
+def ours(turns: StepTimer, config: TrainingConfig) -> None:
     """The training as it is, order, digest, guard, rows and all; but no evaluation and no checkpoint is ever due."""
 
     class Timed(Pretraining):
@@ -180,7 +180,7 @@ def random_tokens(folder: Path, ids: int, count: int = 1_000_000) -> None:
         "normalizer": None,
         "added_tokens": [{"id": ids - 1, "content": END_OF_TEXT}],
     }
-    with alone_in(folder):
+    with locked_output(folder):
         (folder / TOKENIZER_FILE).write_text(json.dumps(definition))
         tokenizer, writer = load_tokenizer(str(folder)), ShardWriter(folder, "train", count, ids)
         writer.add(np.random.default_rng(0).integers(0, ids, count))
@@ -189,7 +189,7 @@ def random_tokens(folder: Path, ids: int, count: int = 1_000_000) -> None:
 
 
 def as_cases(
-    what: str, readings: dict[str, list[Reading]], run: TrainingConfig, device: torch.device
+    what: str, readings: dict[str, list[StepTiming]], run: TrainingConfig, device: torch.device
 ) -> Iterator[Case]:
     """Rows of the table."""
     tokens = run.train.global_batch_tokens
@@ -203,7 +203,7 @@ def as_cases(
     yield Case(what, "peak MiB", memory, more_is_better=False)
 
 
-def bookkeeping(readings: dict[str, list[Reading]]) -> str:
+def bookkeeping(readings: dict[str, list[StepTiming]]) -> str:
     """What ours takes longer than the bare loop, where the arithmetic is next to nothing."""
     pairs = zip(readings[OURS], readings[BARE], strict=True)
     more = [1e3 * (own.seconds - other.seconds) for own, other in pairs]

@@ -85,11 +85,11 @@ class Table:
             {**vars(case), "ratios": {side: case.ratios(side) for side in case.figures if side != OURS}}
             for case in self.cases
         ]
-        found = {"benchmark": self.name, **circumstances(), "settings": self.settings, "notes": list(self.notes)}
+        found = {"benchmark": self.name, **environment_info(), "settings": self.settings, "notes": list(self.notes)}
         return json.dumps({**found, "cases": cases}, indent=1) + "\n"
 
 
-def in_turn(sides: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -> dict[str, list[T]]:
+def interleave(sides: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -> dict[str, list[T]]:
     """The figures of each side, `repeats` turns in which each has its own, after `warm_up` that do not count."""
     figures: dict[str, list[T]] = {side: [] for side in sides}
     for turn in range(-warm_up, repeats):
@@ -100,7 +100,7 @@ def in_turn(sides: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -
     return figures
 
 
-def circumstances() -> dict[str, Any]:
+def environment_info() -> dict[str, Any]:
     """The machine, the versions, the commit, if git is here and says it, and the command."""
     git = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"]
     told = not INSTALLED and which("git")  # an installed one lies in some other project

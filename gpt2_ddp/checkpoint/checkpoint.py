@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import free_name, read_small, sha256_file, write_atomically, write_hashed, writing
-from gpt2_ddp.project import said
+from gpt2_ddp.project import command_for
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Snapshot:
     """Everything that a checkpoint holds; on the main process.
 
     Args:
-        state: what state.json holds; plain JSON values. `moments` is False where the optimizer's were left out.
+        state: what state.json holds; plain JSON values. `optimizer_state` is False where the optimizer's were left out.
         config: the run's configuration as YAML.
         model: parameters and buffers by their plain names.
         optimizer: `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`.
@@ -56,7 +56,7 @@ class Snapshot:
         """Of its tensors: nearly all that it takes on a disk."""
         return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
 
-    def without_moments(self) -> "Snapshot":
+    def without_optimizer(self) -> "Snapshot":
         """Weights alone, for who does not go on from them as if nothing had been; `state` says what is missing."""
         return replace(self, state=self.state | {"moments": False}, optimizer={}) if self.optimizer else self
 
@@ -75,12 +75,12 @@ class Snapshot:
         return replace(self, state=deepcopy(self.state), model=copies[0], optimizer=copies[1])
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of the plain module: themselves, which training changes."""
     return dict(model.state_dict())
 
 
-def moments_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """The state of the raw optimizer over the plain module's parameters: itself, which training changes."""
     return {
         f"{kind}.{name}": value.detach()
@@ -89,14 +89,14 @@ def moments_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def put_weights(accelerator: Accelerator, weights: dict[str, Tensor], model: nn.Module) -> None:
+def load_model_state(accelerator: Accelerator, weights: dict[str, Tensor], model: nn.Module) -> None:
     """Gives all ranks the weights that the main process holds; collective, in place.
 
     Raises:
         UserError: on every rank, as `fit_weights`.
     """
     on_main(accelerator, lambda: fit_weights(weights, model, "of this run"))
-    share(accelerator, model.state_dict())
+    broadcast_tensors(accelerator, model.state_dict())
 
 
 def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) -> None:
@@ -109,7 +109,9 @@ def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) ->
 
 
 @torch.no_grad()
-def put_moments(accelerator: Accelerator, moments: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+def load_optimizer_state(
+    accelerator: Accelerator, moments: dict[str, Tensor], model: nn.Module, optimizer: Optimizer
+) -> None:
     """Gives all ranks' optimizers the state that the main process holds, over the wire: nodes need not share a disk.
     Collective; in place where there is state already, and nothing else stays."""
     layout = on_main(accelerator, lambda: [(key, value.shape, value.dtype) for key, value in moments.items()])
@@ -125,11 +127,11 @@ def put_moments(accelerator: Accelerator, moments: dict[str, Tensor], model: nn.
         optimizer.state[parameter][kind] = placed[key]
         if accelerator.is_main_process:
             placed[key].copy_(moments[key])
-    share(accelerator, placed)
+    broadcast_tensors(accelerator, placed)
 
 
 @torch.no_grad()
-def clear_moments(optimizer: Optimizer) -> None:
+def reset_optimizer_state(optimizer: Optimizer) -> None:
     """Gives the optimizer the state of zeros that it began with; in place where there is state already."""
     for state in optimizer.state.values():
         for value in state.values():
@@ -137,7 +139,7 @@ def clear_moments(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def share(accelerator: Accelerator, tensors: dict[str, Tensor]) -> None:
+def broadcast_tensors(accelerator: Accelerator, tensors: dict[str, Tensor]) -> None:
     """Gives every rank the main process's values of these tensors, in place; collective."""
     if accelerator.num_processes > 1:
         for tensor in tensors.values():
@@ -183,7 +185,7 @@ DTYPES = {
 """Names of numbers in a safetensors file, in the order in which its tensors stand."""
 
 
-class Damaged(Exception):
+class CorruptCheckpoint(Exception):
     """A checkpoint that is not what was written.
 
     Args:
@@ -236,7 +238,7 @@ def steps_of(checkpoints: list[Path]) -> list[int]:
     return [int(place.name[5:]) for place in checkpoints]
 
 
-def described(checkpoint: Path) -> dict[str, Any]:
+def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
     """What rows say of a checkpoint: its step, and the SHA-256 of its manifest, which holds those of all files."""
     return {"step": int(checkpoint.name[5:]), "sha256": sha256_file(checkpoint / MANIFEST)}
 
@@ -247,8 +249,8 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        cure = "is gone; a run that goes on removes old checkpoints: give the same command again"
-        raise UserError("checkpoint", checkpoint.path, cure) from error
+        hint = "is gone; a run that goes on removes old checkpoints: give the same command again"
+        raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
 def newest_intact(
@@ -263,7 +265,7 @@ def newest_intact(
     for place in reversed(list_checkpoints(folder)):
         try:
             return verify(place, weights)
-        except Damaged as damage:
+        except CorruptCheckpoint as damage:
             if not place.is_dir():  # removed meanwhile by a run that goes on, which has a newer one
                 return newest_intact(folder, weights, put_aside, quiet)
             then = "trying the one before it"
@@ -281,33 +283,33 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     """Checks every file of a checkpoint against its manifest, the sizes alone of weights and moments if so told.
 
     Raises:
-        Damaged: naming the first file that is missing, cut short or changed.
+        CorruptCheckpoint: naming the first file that is missing, cut short or changed.
     """
     try:
         manifest = json.loads(read_small(checkpoint / MANIFEST, 2**20))
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
         sealed = manifest["version"] == 1 or manifest["sha256"] == seal(manifest)  # the first releases did not seal it
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(checkpoint / MANIFEST, f"cannot be read ({error})") from error
+        raise CorruptCheckpoint(checkpoint / MANIFEST, f"cannot be read ({error})") from error
     if not sealed:
-        raise Damaged(checkpoint / MANIFEST, "its SHA-256 is not the one that was written")
+        raise CorruptCheckpoint(checkpoint / MANIFEST, "its SHA-256 is not the one that was written")
     for name in (MODEL, OPTIMIZER, STATE, CONFIG):
         if name not in files:
-            raise Damaged(checkpoint / MANIFEST, f"does not list {name}")
+            raise CorruptCheckpoint(checkpoint / MANIFEST, f"does not list {name}")
     for name, (size, sha256) in files.items():
         file = checkpoint / name
         try:
             if not file.is_file():
-                raise Damaged(file, "is missing")
+                raise CorruptCheckpoint(file, "is missing")
             if file.stat().st_size != size:
-                raise Damaged(file, f"has {file.stat().st_size} bytes instead of {size}")
+                raise CorruptCheckpoint(file, f"has {file.stat().st_size} bytes instead of {size}")
             if (weights or name not in (MODEL, OPTIMIZER)) and sha256_file(file) != sha256:
-                raise Damaged(file, "its SHA-256 is not the one that was written")
+                raise CorruptCheckpoint(file, "its SHA-256 is not the one that was written")
         except OSError as error:
-            raise Damaged(file, f"cannot be read ({error.strerror})") from error
+            raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
     state, config = _read_fields(checkpoint / STATE, json.loads), _read_fields(checkpoint / CONFIG, yaml.safe_load)
     if type(state.get("step")) is not int:
-        raise Damaged(checkpoint / STATE, "does not say its step")
+        raise CorruptCheckpoint(checkpoint / STATE, "does not say its step")
     return Checkpoint(checkpoint, state, config)
 
 
@@ -315,9 +317,9 @@ def _read_fields(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         fields = parse(file.read_text(encoding="utf-8")) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise Damaged(file, f"cannot be read ({' '.join(str(error).split())})") from error
+        raise CorruptCheckpoint(file, f"cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
-        raise Damaged(file, "holds no fields")
+        raise CorruptCheckpoint(file, "holds no fields")
     return fields
 
 
@@ -334,8 +336,8 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     """
     found = _find(path, field, weights)
     if kind and found.kind != kind:
-        cure = f"is of a {found.kind} run, and one of {kind} is wanted; `{said('evaluate')}` gives such a run's scores"
-        raise UserError(field, path, cure)
+        hint = f"is of a {found.kind} run, and one of {kind} is wanted; `{command_for('evaluate')}` scores it"
+        raise UserError(field, path, hint)
     return found
 
 
@@ -345,7 +347,7 @@ def _find(path: Path, field: str, weights: bool) -> Checkpoint:
     if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):
         try:
             return verify(path, weights)
-        except Damaged as damage:
+        except CorruptCheckpoint as damage:
             raise UserError(field, damage.file, f"{damage.reason}; name another checkpoint") from damage
     if os.path.isdir(path / "checkpoints") and (found := newest_intact(path / "checkpoints", weights)):
         return found

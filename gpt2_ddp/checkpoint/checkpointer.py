@@ -18,9 +18,9 @@ import torch
 
 from gpt2_ddp.checkpoint.checkpoint import (
     Checkpoint,
-    Damaged,
+    CorruptCheckpoint,
     Snapshot,
-    described,
+    checkpoint_ref,
     list_checkpoints,
     newest_intact,
     steps_of,
@@ -32,7 +32,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_folder, writing
 
 
-def pays(wish: bool | str, size: int, device: str, workers: int) -> bool:
+def should_save_async(wish: bool | str, size: int, device: str, workers: int) -> bool:
     """Whether checkpoints are written behind the training.
 
     Args:
@@ -122,8 +122,8 @@ class CheckpointFolder:
         kept; before, where the disk has no room for it otherwise. See `prune`.
 
         Args:
-            record: is told in between which one is there (`described`), and the steps of those that are kept; and of
-                these before some are removed to make room.
+            record: is told in between which one is there (`checkpoint_ref`), and the steps of those that are kept; and
+                of these before some are removed to make room.
 
         Raises:
             UserError: the disk refuses; the checkpoints are as they were, and nothing half made is left.
@@ -133,7 +133,7 @@ class CheckpointFolder:
         if _free_bytes(self.folder) < snapshot.bytes:
             keep = self._to_keep(good, snapshot.state)
             record({"event": "room", "step": snapshot.state["step"], "kept": steps_of(keep)})
-            self._leave(keep)
+            self._delete_except(keep)
         try:
             write(snapshot, temporary)
             with writing(place):
@@ -149,8 +149,8 @@ class CheckpointFolder:
             raise
         self._verified[place] = snapshot.state
         keep = self._to_keep(good)
-        record({"event": "checkpoint", **described(place), "kept": steps_of(keep)})
-        self._leave(keep)
+        record({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
+        self._delete_except(keep)
         return place
 
     def recover(self) -> None:
@@ -165,7 +165,7 @@ class CheckpointFolder:
             for leftover in self.folder.glob(".step-*"):
                 shutil.rmtree(leftover)
 
-    def peek(self) -> Checkpoint | None:
+    def latest_metadata(self) -> Checkpoint | None:
         """The newest checkpoint whose small files are right, without looking at its weights: what a run may decide by
         before it does anything long."""
         return newest_intact(self.folder, weights=False, quiet=True)
@@ -183,8 +183,8 @@ class CheckpointFolder:
             self.recover()
         found = newest_intact(self.folder, put_aside=self._hold)
         if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
-            cure = "holds checkpoints, but none is intact; restore one from a copy, or choose another run_name"
-            raise UserError("run folder", self.folder, cure)
+            hint = "holds checkpoints, but none is intact; restore one from a copy, or choose another run_name"
+            raise UserError("run folder", self.folder, hint)
         if found:
             self._verified[found.path] = found.state
         return found
@@ -199,7 +199,7 @@ class CheckpointFolder:
 
     def remove_after(self, step: int) -> None:
         """Removes the checkpoints of steps after `step`, which the run has gone back to."""
-        self._leave([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
+        self._delete_except([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
 
     def prune(self, good: int | None = None) -> None:
         """Removes verified checkpoints but the newest `keep_last` and the best; a damaged one is left as it is.
@@ -208,7 +208,7 @@ class CheckpointFolder:
             good: the last step that is known to be good: the newest checkpoint until there is kept as well, to go back
                 to, and those after it, of which nothing is known yet.
         """
-        self._leave(self._to_keep(good))
+        self._delete_except(self._to_keep(good))
 
     def _to_keep(self, good: int | None = None, coming: dict[str, Any] | None = None) -> list[Path]:
         """Of the checkpoints that are there, those that `prune` leaves.
@@ -234,7 +234,7 @@ class CheckpointFolder:
             keep |= {*until[-1:], *(after if coming is None else [])}
         return [place for place in there if place in keep or place not in intact]
 
-    def _leave(self, keep: list[Path]) -> None:
+    def _delete_except(self, keep: list[Path]) -> None:
         for place in list_checkpoints(self.folder):
             if place not in keep:
                 hidden = place.with_name(f".{place.name}.removed")
@@ -249,7 +249,7 @@ class CheckpointFolder:
         for place in list_checkpoints(self.folder):
             try:
                 found[place] = self._verified.get(place) or verify(place).state
-            except Damaged as damage:
+            except CorruptCheckpoint as damage:
                 if warn:
                     print(f"warning: {damage}; not counted, not removed", file=sys.stderr)
         self._verified |= found

@@ -69,7 +69,7 @@ class LongStage:
         self._longest: dict[str, float] = {}
 
     def report(self, facts: dict[str, Any]) -> None:
-        """Looks at the stage and step of `Watch.facts`; called every few seconds, from one thread."""
+        """Looks at the stage and step of `Watch.status`; called every few seconds, from one thread."""
         stage, now = (facts["stage"], facts["step"]), time.monotonic()
         seconds = now - self._begun
         if stage != self._stage:
@@ -117,14 +117,14 @@ class Metrics:
             self.trackers.log(row)
         said, left = describe(row), time_left(row, self.steps)
         if self._bar.disable or "val_loss" in row:
-            self.say(f"step {row['step']:>6}/{self.steps}  {said}{f'  {duration(left)} left' if left else ''}")
+            self.print(f"step {row['step']:>6}/{self.steps}  {said}{f'  {duration(left)} left' if left else ''}")
         self._bar.set_postfix_str(said, refresh=False)
 
     def advance(self) -> None:
         """Counts a step on the progress bar."""
         self._bar.update()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Prints on the main process, above the bar."""
         if self.run is not None:
             with suppress(OSError):  # a log file on a full disk is not worth the run
@@ -145,7 +145,7 @@ class Metrics:
         for sample in samples or ():
             if self.run is not None:
                 self.run.append(SAMPLES, {"step": step, **sample._asdict()})
-            self.say(f"--- sample at step {step} ---\n{sample.text}\n---")
+            self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:
         """Calls what a training can do without. If it raises, that is one warning."""
@@ -155,7 +155,7 @@ class Metrics:
             if what not in self._failed:
                 self._failed.add(what)
                 said = " ".join(f"{type(error).__name__}: {error}".split())
-                self.say(f"warning: the {what} failed ({said}); the training goes on without it")
+                self.print(f"warning: the {what} failed ({said}); the training goes on without it")
             return None
 
     def close(self) -> None:

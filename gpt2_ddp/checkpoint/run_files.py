@@ -70,7 +70,7 @@ def is_rollback(row: dict[str, Any]) -> bool:
     return row.get("event") == "rollback"
 
 
-def standing(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of steps that still hold: without those that a rollback has undone, and without events."""
     found: list[dict[str, Any]] = []
     for row in rows:

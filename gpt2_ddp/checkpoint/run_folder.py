@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, described, list_checkpoints, steps_of
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, checkpoint_ref, list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.checkpointer import CheckpointFolder
 from gpt2_ddp.checkpoint.run_files import (
     CONFIG,
@@ -64,8 +64,8 @@ class RunFolder:
             else:
                 check_can_make(self.checkpoints.folder)
         except OSError as error:
-            cure = f"cannot be written ({error.strerror}); choose another output_dir"
-            raise UserError("output_dir", self.path, cure) from error
+            hint = f"cannot be written ({error.strerror}); choose another output_dir"
+            raise UserError("output_dir", self.path, hint) from error
         try:
             # of the process alone: the kernel lets go of it however we die, and forked loader workers never had it
             if self._lock is not None:
@@ -74,8 +74,8 @@ class RunFolder:
                 raise BlockingIOError  # another's; or its holder gave the folder up at this moment, and removed it
         except OSError as error:
             self._let_go()
-            cure = "another trainer is running in this folder; stop it or choose another run_name"
-            raise UserError("run_name", config.run_name, cure) from error
+            hint = "another trainer is running in this folder; stop it or choose another run_name"
+            raise UserError("run_name", config.run_name, hint) from error
         try:
             if hold:
                 self.checkpoints.recover()
@@ -87,13 +87,13 @@ class RunFolder:
     def _check_content(self, config: RunConfig) -> None:
         begun = (self.path / METRICS).exists()
         if config.fresh and (any(self.checkpoints.folder.glob("*")) or begun):
-            cure = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
-            raise UserError("fresh", "true", cure)
+            hint = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
+            raise UserError("fresh", "true", hint)
         if begun and self._was_saved() and not any(self.checkpoints.folder.glob("step-*")):
-            cure = (
+            hint = (
                 f"the checkpoints in {self.path} are gone, and starting over would erase its {METRICS}; put them back"
             )
-            raise UserError("run_name", config.run_name, f"{cure}, or choose another run_name, or remove the folder")
+            raise UserError("run_name", config.run_name, f"{hint}, or choose another run_name, or remove the folder")
 
     def _was_saved(self) -> bool:
         """Whether the run once had a checkpoint. The first releases left no mark, but who ended a run had saved it."""
@@ -129,7 +129,7 @@ class RunFolder:
                 write_atomically(file, content)
 
     def write_heartbeat(self, facts: dict[str, Any]) -> None:
-        """Records that a running run runs, and where it is (`Watch.facts`); for another thread than the trainer's."""
+        """Records that a running run runs, and where it is (`Watch.status`); for another thread than the trainer's."""
         with self._writing, suppress(UserError):  # a disk that is full for a while is no reason to say no more
             if self._state == "running":
                 content = json.dumps({"state": "running", "step": 0, "reason": "", **facts}) + "\n"
@@ -196,10 +196,10 @@ class RunFolder:
         """Records a start in a row of `facts`, the checkpoint that it goes on from, and those that are there; it takes
         the place of the rows that will be trained again."""
         there = list_checkpoints(self.checkpoints.folder)
-        begins_at = described(there[-1]) if there else None
+        begins_at = checkpoint_ref(there[-1]) if there else None
         start = {"event": "start", "step": run.step, **facts, "checkpoint": begins_at, "kept": steps_of(there)}
         last = -1 if run.is_at_start else run.step
-        self.cut_metrics(last, run.rollbacks, run.metrics_chain, start, run.owed or ())
+        self.cut_metrics(last, run.rollbacks, run.metrics_chain, start, run.pending or ())
 
     def record_end(self, outcome: str, step: int, reason: str = "") -> None:
         """Records how a session ended, in a row and in the status."""
@@ -215,6 +215,6 @@ class RunFolder:
         if run.metrics_chain and (rest or (parse(last)[1] or {}).get("event") != "end"):
             self.cut_metrics(run.step, run.rollbacks, run.metrics_chain)
             there = list_checkpoints(self.checkpoints.folder)
-            self.append(METRICS, {"event": "checkpoint", **described(there[-1]), "kept": steps_of(there)})
+            self.append(METRICS, {"event": "checkpoint", **checkpoint_ref(there[-1]), "kept": steps_of(there)})
             self.record_end("completed", run.step, run.early_end)
         self.write_status("completed", run.step, run.early_end)

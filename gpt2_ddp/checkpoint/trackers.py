@@ -11,7 +11,7 @@ from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, standing
+from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.run import RunConfig
 
@@ -55,7 +55,7 @@ class Trackers:
         `run_id` goes on with the same run there."""
         if not config.tracking.log_with:
             return
-        rows = standing(line.row for line in read_lines(folder / METRICS) if line.row)
+        rows = valid_rows(line.row for line in read_lines(folder / METRICS) if line.row)
         last = rows[-1]["step"] if rows else -1
         for name in config.tracking.log_with:
             tracker = self._attempt(f"{name} tracker", lambda name=name: KINDS[name](config, run_id, folder, last))

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpt2_ddp.cluster.estimate import say
-from gpt2_ddp.cluster.meeting import Place, connect
-from gpt2_ddp.cluster.roll_call import Facts, arrive, gather_facts, spell
+from gpt2_ddp.cluster.estimate import network_notes
+from gpt2_ddp.cluster.meeting import RankEnv, connect
+from gpt2_ddp.cluster.roll_call import NodeInfo, format_ranks, gather_facts, rendezvous
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import is_main_process, world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
-from gpt2_ddp.distributed.watchdog import Verdict, Watch
+from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable
 
@@ -44,54 +44,54 @@ def check_cluster(config: CheckClusterConfig) -> None:
     training = load(TrainingConfig, ["--config", config.training]) if config.training else None
     if world_size() == 1:
         accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
-        alone = Place(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
+        alone = RankEnv(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
         facts = gather_facts(alone, accelerator.device)
         _report(config, [facts], [], [f"only one process: nothing to connect; {USE_TORCHRUN.format(n=2)}"])
         return
-    place = Place.from_environment()
+    place = RankEnv.from_environment()
     try:
         store = connect(place, config.timeout_seconds)
         facts = gather_facts(place, pick_device(config.device))
-        ranks = arrive(store, place, facts, config.timeout_seconds)
+        ranks = rendezvous(store, place, facts, config.timeout_seconds)
     except UserError as error:
         if place.rank:  # a command speaks for its main process alone, which here may be the one that is missing
             print(*(f"error: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr)
         raise
     results = _measure(config, store, ranks, place.rank)
     if place.rank == 0:
-        _report(config, ranks, results, [*_notes(ranks), *say(config, training, ranks, results)])
+        _report(config, ranks, results, [*_notes(ranks), *network_notes(config, training, ranks, results)])
     wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
     if wrong:
         raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")
 
 
-def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
+def _measure(config: CheckClusterConfig, store: Store, ranks: list[NodeInfo], rank: int) -> list[dict]:
     """All-reduces every size under watch; the rows of the table, the same on all ranks."""
     explain = partial(explain_verdict, ranks)
-    watch = Watch(rank, len(ranks), config.timeout_seconds, store=store, explain=explain, exit_code=2)
-    watch.at("connecting to the other ranks")
+    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store=store, explain=explain, exit_code=2)
+    watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watch is to speak first
     mine = []
     try:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
         for size in config.sizes:
-            watch.at(f"all-reduce of {spell_bytes(size)}")
-            mine.append(time_all_reduce(size, config.repeats, rank, len(ranks), accelerator.device, watch.progress))
-        watch.at("comparing results")
+            watchdog.heartbeat(f"all-reduce of {spell_bytes(size)}")
+            mine.append(time_all_reduce(size, config.repeats, rank, len(ranks), accelerator.device, watchdog.progress))
+        watchdog.heartbeat("comparing results")
         store.set(f"results/{rank}", json.dumps(mine))
         keys = [f"results/{other}" for other in range(len(ranks))]
         store.wait(keys, patience)
         everyone = [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:  # the only class that lost connections have in common
-        watch.failed(error)
+        watchdog.failed(error)
         time.sleep(patience.total_seconds())  # the watch ends all processes, so that one of them speaks
         raise
-    watch.close()
+    watchdog.close()
     dist.destroy_process_group()
     return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
 
 
-def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
+def explain_verdict(ranks: list[NodeInfo], verdict: Verdict) -> str:
     """What to do about ranks that live, and yet do not come through a collective; where in the code they stand does not
     matter here."""
     said = [line for line in verdict.reason.splitlines() if line[:1] != " "]
@@ -99,7 +99,7 @@ def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
         return "\n".join(said)
     ways = ", ".join(dict.fromkeys(f"{facts.host}: {facts.interface} {facts.ip}" for facts in ranks))
     return (
-        f"ranks = {spell(verdict.living)}: alive like all others, but not connected ({said[0]}); open all ports "
+        f"ranks = {format_ranks(verdict.living)}: alive like all others, but not connected ({said[0]}); open all ports "
         f"between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
         f"(routes to rank 0: {ways})"
     )
@@ -156,7 +156,7 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     }
 
 
-def _notes(ranks: list[Facts]) -> Iterator[str]:
+def _notes(ranks: list[NodeInfo]) -> Iterator[str]:
     """What is no mistake, but worth knowing."""
     hosts = {facts.host for facts in ranks}
     if len({facts.device for facts in ranks}) > 1:
@@ -168,7 +168,7 @@ def _notes(ranks: list[Facts]) -> Iterator[str]:
         yield "several hosts, yet some reach rank 0 over loopback: are they containers of one machine?"
 
 
-def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict], notes: list[str]) -> None:
+def _report(config: CheckClusterConfig, ranks: list[NodeInfo], results: list[dict], notes: list[str]) -> None:
     shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
     print(format_table([shown, *([str(getattr(facts, name)) for name in shown] for facts in ranks)]))
     if results:

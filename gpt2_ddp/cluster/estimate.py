@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from gpt2_ddp.cluster.roll_call import Facts
+from gpt2_ddp.cluster.roll_call import NodeInfo
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST, read_manifest
@@ -40,8 +40,8 @@ def share_of_a_step(communication: float, computation: float) -> tuple[float, fl
     return least / (computation + least), communication / (computation + communication)
 
 
-def say(
-    config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
+def network_notes(
+    config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[NodeInfo], rows: list[dict]
 ) -> Iterator[str]:
     """Lines for people.
 

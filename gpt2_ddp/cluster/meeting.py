@@ -19,7 +19,7 @@ from gpt2_ddp.errors import UserError
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnv:
     """A process in the world, as its launcher's environment tells."""
 
     rank: int
@@ -29,13 +29,13 @@ class Place:
     port: int
 
     @classmethod
-    def from_environment(cls) -> "Place":
+    def from_environment(cls) -> "RankEnv":
         """Raises: UserError when WORLD_SIZE is set without the variables that belong to it."""
         env = os.environ
         absent = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
         if absent:
-            cure = f"is set without {', '.join(absent)}; " + USE_TORCHRUN.format(n=env["WORLD_SIZE"])
-            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], cure)
+            hint = f"is set without {', '.join(absent)}; " + USE_TORCHRUN.format(n=env["WORLD_SIZE"])
+            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], hint)
         rank, world_size, port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
         return cls(rank, int(env["LOCAL_RANK"]), world_size, env["MASTER_ADDR"], port)
 
@@ -45,7 +45,7 @@ class Place:
         return f"{self.address}:{self.port}"
 
 
-def connect(place: Place, timeout: float) -> Store:
+def connect(place: RankEnv, timeout: float) -> Store:
     """The store of this world: torchrun's own, or else one that rank 0 serves.
 
     Raises:
@@ -74,11 +74,11 @@ def _check_free(port: int) -> None:
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
-        cure = f"rank 0 cannot open this port ({error.strerror}); another program may be using it: choose another"
-        raise UserError("MASTER_PORT", port, cure) from error
+        hint = f"rank 0 cannot open this port ({error.strerror}); another program may be using it: choose another"
+        raise UserError("MASTER_PORT", port, hint) from error
 
 
-def _await_answer(place: Place, timeout: float) -> None:
+def _await_answer(place: RankEnv, timeout: float) -> None:
     """Waits until somebody listens there; raises why not."""
     deadline = time.monotonic() + timeout
     while True:
@@ -93,7 +93,7 @@ def _await_answer(place: Place, timeout: float) -> None:
         return
 
 
-def _reason(place: Place, timeout: float, error: OSError) -> str:
+def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
     host = socket.gethostname()
     if isinstance(error, socket.gaierror):
         return (

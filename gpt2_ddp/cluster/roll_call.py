@@ -19,7 +19,7 @@ import torch
 import torch.cuda.nccl
 from torch.distributed.distributed_c10d import Store
 
-from gpt2_ddp.cluster.meeting import Place
+from gpt2_ddp.cluster.meeting import RankEnv
 from gpt2_ddp.errors import UserError
 
 AFTERMATH = 5.0
@@ -27,7 +27,7 @@ AFTERMATH = 5.0
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeInfo:
     """What a rank says of itself; `interface` and `ip` are those of its route to MASTER_ADDR, `host_ip` is what its
     host name resolves to, where gloo listens unless GLOO_SOCKET_IFNAME says otherwise. `link_gb_per_s` is what the
     interface says of itself, in 10^9 bytes; 0: nothing."""
@@ -53,18 +53,18 @@ class Facts:
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
 
 
-def gather_facts(place: Place, device: torch.device) -> Facts:
+def gather_facts(place: RankEnv, device: torch.device) -> NodeInfo:
     """The facts about this process, which is to use `device`."""
     interface, ip = _route(place.address, place.port)
     name, nccl = platform.machine(), "-"
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if place.local_rank >= count:
-            cure = f"there are {count} CUDA devices on {socket.gethostname()}; start {count} processes here"
-            raise UserError("LOCAL_RANK", place.local_rank, cure)
+            hint = f"there are {count} CUDA devices on {socket.gethostname()}; start {count} processes here"
+            raise UserError("LOCAL_RANK", place.local_rank, hint)
         name = torch.cuda.get_device_name(place.local_rank)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return Facts(
+    return NodeInfo(
         rank=place.rank,
         local_rank=place.local_rank,
         host=socket.gethostname(),
@@ -116,7 +116,7 @@ def _resolved(host: str) -> str:
         return "?"
 
 
-def arrive(store: Store, place: Place, facts: Facts, timeout: float) -> list[Facts]:
+def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) -> list[NodeInfo]:
     """Waits until all ranks are there; what each says of itself, in order of rank.
 
     Rank 0 waits `timeout` seconds for the others, and they as long for rank 0 and then for what it found.
@@ -126,8 +126,8 @@ def arrive(store: Store, place: Place, facts: Facts, timeout: float) -> list[Fac
         SystemExit: 2, when rank 0 has found and said so.
     """
     if store.add(f"seats/{place.rank}", 1) > 1:
-        cure = f"a second process (on {facts.host}) has this rank; give each its own (--machine_rank, --node_rank)"
-        raise UserError("RANK", place.rank, cure)
+        hint = f"a second process (on {facts.host}) has this rank; give each its own (--machine_rank, --node_rank)"
+        raise UserError("RANK", place.rank, hint)
     store.set(f"facts/{place.rank}", json.dumps(asdict(facts)))
     if place.rank == 0:
         try:
@@ -150,15 +150,15 @@ def arrive(store: Store, place: Place, facts: Facts, timeout: float) -> list[Fac
     return _read_facts(store, range(place.world_size))
 
 
-def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
+def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[NodeInfo]:
     keys = [f"facts/{rank}" for rank in range(world_size)]
     if not wait_until(lambda: store.check(keys), timeout):
         here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
         missing = [rank for rank in range(world_size) if rank not in here]
         arrived = by_value(_read_facts(store, here), "host")
-        cure = f"did not arrive within {timeout:g} s (arrived: {arrived}); each needs the same MASTER_ADDR and "
-        cure += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
-        raise UserError("rank" if len(missing) == 1 else "ranks", spell(missing), cure)
+        hint = f"did not arrive within {timeout:g} s (arrived: {arrived}); each needs the same MASTER_ADDR and "
+        hint += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
+        raise UserError("rank" if len(missing) == 1 else "ranks", format_ranks(missing), hint)
     return _read_facts(store, range(world_size))
 
 
@@ -166,11 +166,11 @@ def _count_arrived(store: Store, world_size: int) -> int:
     return sum(store.check([f"facts/{rank}"]) for rank in range(world_size))
 
 
-def _read_facts(store: Store, ranks: range | list[int]) -> list[Facts]:
-    return [Facts(**json.loads(text)) for text in store.multi_get([f"facts/{rank}" for rank in ranks])]
+def _read_facts(store: Store, ranks: range | list[int]) -> list[NodeInfo]:
+    return [NodeInfo(**json.loads(text)) for text in store.multi_get([f"facts/{rank}" for rank in ranks])]
 
 
-def check_alike(found: list[Facts]) -> None:
+def check_alike(found: list[NodeInfo]) -> None:
     """Raises: UserError naming every fact in which ranks differ and must not, with the ranks and their hosts."""
     mistakes = []
     for name in SAME_EVERYWHERE:
@@ -180,20 +180,20 @@ def check_alike(found: list[Facts]) -> None:
         raise UserError.join(mistakes)
 
 
-def by_value(found: list[Facts], name: str) -> str:
+def by_value(found: list[NodeInfo], name: str) -> str:
     """Like `2.13.0 on ranks 0-7 (host a), 2.11.0 on rank 8 (host b)`."""
-    groups: dict[object, list[Facts]] = defaultdict(list)
+    groups: dict[object, list[NodeInfo]] = defaultdict(list)
     for facts in found:
         groups[getattr(facts, name)].append(facts)
     parts = []
     for value, members in groups.items():
         hosts = "" if name == "host" else f" ({', '.join(dict.fromkeys(facts.host for facts in members))})"
         ranks = [facts.rank for facts in members]
-        parts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {spell(ranks)}{hosts}")
+        parts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}{hosts}")
     return ", ".join(parts)
 
 
-def spell(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Ranks in ascending order, like `0-7, 9`."""
     place = dict(zip(ranks, itertools.count(), strict=False))
     runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - place[rank])]

@@ -17,8 +17,8 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.compare.run import WARM_UP, Reading, measure
-from gpt2_ddp.compare.table import Difference, Row, Way, as_markdown
+from gpt2_ddp.compare.run import WARM_UP, RunResult, measure
+from gpt2_ddp.compare.table import Difference, Row, Strategy, as_markdown
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, LaunchConfig, RegressionConfig, TransformerConfig
@@ -32,7 +32,7 @@ from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.preparation.prepare import prepare
-from gpt2_ddp.project import said
+from gpt2_ddp.project import command_for
 
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
     "regression": (RegressionConfig, "configs/regression.yaml"),
@@ -58,16 +58,18 @@ class Machine:
     cores: int
     device: str
 
-    def ways(self, processes: tuple[int, ...]) -> list[tuple[Way, str]]:
+    def ways(self, processes: tuple[int, ...]) -> list[tuple[Strategy, str]]:
         """All rows of a job, the single process first, each with the reason why it cannot be measured here, or ''."""
-        replicas = Way("DataParallel", 1, max(self.gpus, 2))
+        replicas = Strategy("DataParallel", 1, max(self.gpus, 2))
         reason = "" if self.gpus >= 2 else f"needs 2 GPUs, this machine has {torch.cuda.device_count()}"
         if self.gpus == 0 and torch.cuda.device_count() >= 2:
             reason = "needs GPUs, and device is cpu"
-        found = [(Way("single", 1, 1), ""), (replicas, reason)]
+        found = [(Strategy("single", 1, 1), ""), (replicas, reason)]
         for n in processes:
             lacking = self.device == "cuda" and n > self.gpus
-            found.append((Way(f"DDP-{n}", n, n), f"needs {n} GPUs, this machine has {self.gpus}" if lacking else ""))
+            found.append(
+                (Strategy(f"DDP-{n}", n, n), f"needs {n} GPUs, this machine has {self.gpus}" if lacking else "")
+            )
         return found
 
 
@@ -78,8 +80,8 @@ def compare(config: CompareConfig) -> list[Row]:
         UserError: for whatever the user has to mend.
     """
     if world_size() > 1:
-        cure = f"the comparison starts its own processes: `{said('compare_parallel')}`, without a launcher"
-        raise UserError("processes", world_size(), cure)
+        hint = f"the comparison starts its own processes: `{command_for('compare_parallel')}`, without a launcher"
+        raise UserError("processes", world_size(), hint)
     machine = find_machine(config.device)
     output = Path(config.output)
     try:
@@ -106,10 +108,10 @@ def check_idle(busy_ok: bool) -> float:
     cores = os.cpu_count() or 1
     busy = psutil.cpu_percent(interval=1) / 100 * cores
     if busy > BUSY * cores and not busy_ok:
-        cure = (
+        hint = (
             f"other programs keep {busy:.1f} of {cores} cores busy: end them, or say --busy_ok to measure all the same"
         )
-        raise UserError("busy_ok", "false", cure)
+        raise UserError("busy_ok", "false", hint)
     return busy
 
 
@@ -149,8 +151,8 @@ def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tup
         return jobs
     readers = [name for name, job in jobs if _reads_data(job)]
     if len(readers) != 1:
-        cure = f"is for one job that reads images or tokens, and of those named do: {', '.join(readers) or 'none'}"
-        raise UserError("data_path", config.data_path, cure)
+        hint = f"is for one job that reads images or tokens, and of those named do: {', '.join(readers) or 'none'}"
+        raise UserError("data_path", config.data_path, hint)
     return [(name, _with_path(job, config.data_path) if name in readers else job) for name, job in jobs]
 
 
@@ -190,8 +192,8 @@ def read_job(
         changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
     for n in config.processes:
         if size % n:
-            cure = f"does not divide the global batch of {word}, {size} ({field}); name processes that do"
-            raise UserError("processes", n, cure)
+            hint = f"does not divide the global batch of {word}, {size} ({field}); name processes that do"
+            raise UserError("processes", n, hint)
     changes["train"] = job.train.model_copy(update=train)
     return Path(file or default).stem, job.model_copy(update=changes)
 
@@ -214,8 +216,8 @@ def compare_job(
     able = [way for way, reason in ways if not reason]
     reference = folder / "reference.safetensors"
     steps = config.steps or steps_for(name, job, config, able[0], folder)
-    runs: dict[Way, list[Reading]] = {way: [] for way in able}
-    differences: dict[Way, list[Difference]] = {way: [] for way in able}
+    runs: dict[Strategy, list[RunResult]] = {way: [] for way in able}
+    differences: dict[Strategy, list[Difference]] = {way: [] for way in able}
     for repeat in range(config.repeats):
         for way in able:
             weights = folder / "weights.safetensors"
@@ -279,8 +281,8 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
 
 
 def run_way(
-    name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Way, steps: int, weights: Path
-) -> Reading:
+    name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Strategy, steps: int, weights: Path
+) -> RunResult:
     """One run of a job, in fresh processes. Raises: UserError, as the job does."""
     own: dict[str, object] = {"run_name": name}
     size = job.train.micro_batch_size
@@ -290,7 +292,7 @@ def run_way(
     return start_processes(measure, way.processes, job, way.data_parallel, config.threads, steps, weights)
 
 
-def steps_for(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, single: Way, folder: Path) -> int:
+def steps_for(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, single: Strategy, folder: Path) -> int:
     """How many steps take one process about `seconds`, or end with the last of `epochs`.
 
     A few steps of a small model take as long as chance has it, so trials grow to a tenth of the steps.

@@ -32,7 +32,7 @@ BLOCK = 500
 """The most steps of one such reading: a long training would otherwise take twice as long."""
 
 
-class Share(NamedTuple):
+class CommFraction(NamedTuple):
     """What synchronising gradients costs of a step, 0 to 1 and, by chance, less; and what of it chance may be: the
     standard deviation of `ROUNDS` readings."""
 
@@ -46,7 +46,7 @@ class Share(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class RunResult:
     """What a run came to; plain values, so that it travels between processes.
 
     Args:
@@ -66,7 +66,7 @@ class Reading:
     samples: int
     seconds: float
     peak_memory: tuple[int, ...]
-    communication: Share | None
+    communication: CommFraction | None
     metrics: dict[str, float | int]
     parameters: int
     threads: int
@@ -75,7 +75,7 @@ class Reading:
 
 def measure(
     config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path
-) -> Reading:
+) -> RunResult:
     """Trains `WARM_UP` and then `steps` steps, timed, on every rank alike.
 
     Args:
@@ -92,23 +92,24 @@ def measure(
         run.build(replicas if data_parallel else lambda model: model)
         torch.set_num_threads(threads)
         accelerator = run.accelerator
-        run.settle()
+        run.warm_up()
         time_steps(run, WARM_UP)
         seconds, n_samples = time_steps(run, steps)
         memory = peak_memory(accelerator.device)
-        metrics = run.evaluate(run.watch.progress)
+        metrics = run.evaluate(run.watchdog.progress)
         parameters = {name: value.detach().cpu() for name, value in run.task.model.named_parameters()}
         if accelerator.is_main_process:
             save_file(parameters, weights)
         share = communication_share(run, min(max(steps // (2 * ROUNDS), 1), BLOCK))
         ranks = gather_object([(seconds, memory, share)])
         accelerator.end_training()
-    return Reading(
+    return RunResult(
         steps=steps,
         samples=n_samples,
         seconds=max(seconds for seconds, _, _ in ranks),
         peak_memory=tuple(memory for _, memory, _ in ranks),
-        communication=share and Share(*(mean(part) for part in zip(*(share for _, _, share in ranks), strict=True))),
+        communication=share
+        and CommFraction(*(mean(part) for part in zip(*(share for _, _, share in ranks), strict=True))),
         metrics=metrics,
         parameters=sum(value.numel() for value in parameters.values()),
         threads=torch.get_num_threads(),
@@ -126,7 +127,7 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
     return time.perf_counter() - begun, units // run.task.units_per_item
 
 
-def communication_share(run: Run, block: int) -> Share | None:
+def communication_share(run: Run, block: int) -> CommFraction | None:
     """Share of this rank's step that synchronising gradients costs; None for one process.
 
     Blocks of ordinary steps take turns with blocks under `no_sync`, which do all the same but for DDP's all-reduce. The
@@ -145,7 +146,9 @@ def communication_share(run: Run, block: int) -> Share | None:
         with run.accelerator.no_sync(run.model):
             apart.append(_seconds_per_sample(run, block))
     pairs = zip(apart, together, strict=True)
-    return Share(1 - median(apart) / median(together), stdev(1 - without / with_all for without, with_all in pairs))
+    return CommFraction(
+        1 - median(apart) / median(together), stdev(1 - without / with_all for without, with_all in pairs)
+    )
 
 
 def _seconds_per_sample(run: Run, steps: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from gpt2_ddp.compare.run import Reading, Share
+from gpt2_ddp.compare.run import CommFraction, RunResult
 
 HEADER = (
     "job",
@@ -22,7 +22,7 @@ HEADER = (
 )
 
 
-class Way(NamedTuple):
+class Strategy(NamedTuple):
     """A way of training on `devices` GPUs or shares of the cores; DataParallel uses several from one process."""
 
     name: str
@@ -53,10 +53,10 @@ class Row:
     """
 
     job: str
-    way: Way
+    way: Strategy
     why_missing: str
-    runs: Sequence[Reading]
-    singles: Sequence[Reading]
+    runs: Sequence[RunResult]
+    singles: Sequence[RunResult]
     differences: Sequence[Difference]
 
     @property
@@ -75,14 +75,14 @@ class Row:
         return [single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
 
     @property
-    def communication(self) -> Share | None:
+    def communication(self) -> CommFraction | None:
         """Median share of a step; None for one process, where there is none. The noise is the median within a repeat,
         or between the repeats, where that is more."""
         found = [run.communication for run in self.runs if run.communication is not None]
         if not found:
             return None
         shares, noises = zip(*found, strict=True)
-        return Share(median(shares), max(median(noises), stdev(shares) if len(shares) > 1 else 0.0))
+        return CommFraction(median(shares), max(median(noises), stdev(shares) if len(shares) > 1 else 0.0))
 
     @property
     def peak_memory(self) -> int:
@@ -147,7 +147,7 @@ def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
     return layout.format(value) + extremes
 
 
-def share_words(share: Share) -> str:
+def share_words(share: CommFraction) -> str:
     """A share with its noise, or that it is lost in it."""
     return f"{share.share:.1%} ± {share.noise:.1%}" if share.measured else f"below the noise of ± {share.noise:.1%}"
 

@@ -18,13 +18,13 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.errors import FIELD, UserError, shown
+from gpt2_ddp.errors import FIELD, UserError, truncate
 
 MOST = 20
 """Mistakes that are told at once; an unquoted `*.txt` on the command line makes as many as there are files."""
 
 
-def told(mistakes: Sequence[str]) -> UserError:
+def join_errors(mistakes: Sequence[str]) -> UserError:
     """One error of many mistakes, the first MOST of them in words."""
     return UserError.join([*mistakes[:MOST], *["and more mistakes like these"] * (len(mistakes) > MOST)])
 
@@ -57,32 +57,32 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all"
 
 
-def worded(command: type[BaseModel], error: ValidationError) -> UserError:
+def from_pydantic(command: type[BaseModel], error: ValidationError) -> UserError:
     """pydantic's errors as the user's mistakes."""
-    return told(list(dict.fromkeys(_mistake(command, details) for details in error.errors()[: MOST + 1])))
+    return join_errors(list(dict.fromkeys(_mistake(command, details) for details in error.errors()[: MOST + 1])))
 
 
 def _mistake(command: type[BaseModel], details: Any) -> str:
-    """Words one of pydantic's errors as `field = value: what is wrong; cure`."""
+    """Words one of pydantic's errors as `field = value: what is wrong; hint`."""
     name = ".".join(part for part in details["loc"] if isinstance(part, str))
     known = dict(leaves(command))
     field = known.get(name)
     if details["type"] == "invalid_key":  # a number, null or a date
         name = ".".join(map(str, [*details["loc"][:-1], details["input"]]))
-        return f"{shown(name, FIELD)}: there is no such key; --help lists all"
+        return f"{truncate(name, FIELD)}: there is no such key; --help lists all"
     if details["type"] == "model_type":
-        cure = f"should be a section of keys, like `{name}: {{key: value}}`"
+        hint = f"should be a section of keys, like `{name}: {{key: value}}`"
     elif details["type"] == "extra_forbidden" and name in known:  # `optim.lr: 1` in a file
-        cure = "there is no such key; write `{}: {{{}: ...}}`".format(*name.split("."))
+        hint = "there is no such key; write `{}: {{{}: ...}}`".format(*name.split("."))
     elif details["type"] == "extra_forbidden":
-        cure = f"there is no such key{nearest(name, [*known, *sections(command)])}"
+        hint = f"there is no such key{nearest(name, [*known, *sections(command)])}"
     else:
-        cure = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if field is not None and details["type"] == "missing":
-            cure = f"should be {len(get_args(field.annotation))} values"
+            hint = f"should be {len(get_args(field.annotation))} values"
         if field is not None and field.default not in (None, ()):
-            cure += f"; the default is {field.default}"
-    return UserError(name, details["input"], cure).mistakes[0]
+            hint += f"; the default is {field.default}"
+    return UserError(name, details["input"], hint).mistakes[0]
 
 
 def _words(value: object) -> object:
@@ -124,7 +124,7 @@ class Command(Section):
     """the field that the command line also takes without its flag, if any"""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        """Mistakes that concern several fields at once, as (field, value, cure)."""
+        """Mistakes that concern several fields at once, as (field, value, hint)."""
         yield from ()
 
     @model_validator(mode="wrap")
@@ -133,7 +133,7 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            raise worded(cls, error) from error
+            raise from_pydantic(cls, error) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)

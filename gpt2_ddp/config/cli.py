@@ -12,12 +12,12 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from gpt2_ddp.config.base import MOST, Command, flat, leaves, nearest, sections, told
+from gpt2_ddp.config.base import MOST, Command, flat, join_errors, leaves, nearest, sections
 from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.distributed.child import CHILD, end_with_parent
 from gpt2_ddp.distributed.environment import is_main_process, under_launcher
-from gpt2_ddp.distributed.signals import listening
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.distributed.signals import exit_on_signal
+from gpt2_ddp.errors import UserError, truncate
 
 C = TypeVar("C", bound=Command)
 Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
@@ -34,7 +34,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
         main: imports what it needs inside, so that `--help` stays fast; returns an exit code, None for 0.
         default: the file that stands in when no `--config` is given.
     """
-    with listening(_say):
+    with exit_on_signal(_say):
         if under_launcher() or CHILD in os.environ:  # it may die without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
@@ -76,7 +76,7 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     """Builds and validates a configuration from command-line arguments.
 
     Raises:
-        UserError: with the mistakes found, the first MOST of them, each naming the field, its value and the cure.
+        UserError: with the mistakes found, the first MOST of them, each naming the field, its value and the hint.
         SystemExit: after `--help` or `--print_config`.
     """
     parser = _parser(command, default)
@@ -125,9 +125,9 @@ def resolve(
     try:
         config = command.model_validate(values)
     except UserError as error:
-        raise told([*mistakes, *(_of_other_kinds(command, files) or error.mistakes)]) from error
+        raise join_errors([*mistakes, *(_of_other_kinds(command, files) or error.mistakes)]) from error
     if mistakes:
-        raise told(mistakes)
+        raise join_errors(mistakes)
     if note:
         _say(note)
     return config
@@ -238,4 +238,4 @@ def _unknown_word(word: str, known: list[str]) -> str:
     if word[:1] != "-":
         return UserError("command line", word, f"a value without a flag; write --FIELD {word}").mistakes[0]
     name = word.split("=")[0].lstrip("-")
-    return f"{shown(word)}: there is no such flag{nearest(name, [*known, 'config', 'print_config'], '--')}"
+    return f"{truncate(word)}: there is no such flag{nearest(name, [*known, 'config', 'print_config'], '--')}"

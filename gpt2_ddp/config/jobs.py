@@ -108,8 +108,8 @@ class JobConfig(RunConfig):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         optim, epochs, given = self.optim, self.train.epochs, list(self.optim.step_epochs)
         if optim.warmup_epochs > epochs:
-            cure = f"should be at most those of the run ({epochs}, train.epochs)"
-            yield "optim.warmup_epochs", optim.warmup_epochs, cure
+            hint = f"should be at most those of the run ({epochs}, train.epochs)"
+            yield "optim.warmup_epochs", optim.warmup_epochs, hint
         for name in ("step_epochs", "step_factor"):
             value, default = getattr(optim, name), JobOptimConfig.model_fields[name].default
             if value != default and optim.schedule != "step":
@@ -215,8 +215,8 @@ class ClassifierConfig(JobConfig):
         if images and self.model.name == "mlp":
             yield "model.name", "mlp", f"is for the clusters; for {self.data.name} use lenet or resnet18"
         if not images and self.model.name != "mlp":
-            cure = "is for images; use mlp, or set data.name to cifar10, cifar100, images or OWNER/NAME"
-            yield "model.name", self.model.name, cure
+            hint = "is for images; use mlp, or set data.name to cifar10, cifar100, images or OWNER/NAME"
+            yield "model.name", self.model.name, hint
         if self.data.name == "images" and not self.data.path:
             yield "data.path", self.data.path, "should be the folder of your images; or name a data set of the Hub"
         if not images and self.data.path:
@@ -224,8 +224,8 @@ class ClassifierConfig(JobConfig):
         if "/" in self.data.name and self.data.path:
             yield "data.path", self.data.path, f"takes the place of {self.data.name}; set data.name images, or leave it"
         if self.model.sync_batchnorm and self.model.name != "resnet18":
-            cure = f"{self.model.name} has no BatchNorm; use resnet18, or leave it off"
-            yield "model.sync_batchnorm", "true", cure
+            hint = f"{self.model.name} has no BatchNorm; use resnet18, or leave it off"
+            yield "model.sync_batchnorm", "true", hint
         if any(width < 1 for width in self.model.hidden):
             yield "model.hidden", list(self.model.hidden), "every width should be at least 1"
 
@@ -276,8 +276,8 @@ class TransformerConfig(JobConfig):
         yield from super().mistakes()
         model = self.model
         if model.n_embd % model.n_head or model.n_embd % 2:
-            cure = f"should be even and a multiple of model.n_head ({model.n_head}), like {2 * model.n_head}"
-            yield "model.n_embd", model.n_embd, cure
+            hint = f"should be even and a multiple of model.n_head ({model.n_head}), like {2 * model.n_head}"
+            yield "model.n_embd", model.n_embd, hint
         if self.data.sequences > model.vocab_size:
-            cure = f"should be at most model.vocab_size ({model.vocab_size}), as each has a token of its own"
-            yield "data.sequences", self.data.sequences, cure
+            hint = f"should be at most model.vocab_size ({model.vocab_size}), as each has a token of its own"
+            yield "data.sequences", self.data.sequences, hint

@@ -40,7 +40,7 @@ class PlanConfig(TrainingConfig):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()
         if self.measure and (self.gpu or self.gpus or self.nodes > 1):
-            cure = "measures this machine, with the processes that a launcher starts; leave gpu, gpus and nodes away"
-            yield "measure", "true", cure
+            hint = "measures this machine, with the processes that a launcher starts; leave gpu, gpus and nodes away"
+            yield "measure", "true", hint
         if self.gpu and self.train.device not in ("auto", "cuda"):
             yield "train.device", self.train.device, f"the plan is for {self.gpu}; leave one of the two away"

@@ -138,7 +138,7 @@ class RunConfig(Command):
         return getattr(self.guard, "rollbacks", 0)
 
     @property
-    def saves_moments(self) -> bool:
+    def saves_optimizer(self) -> bool:
         """Whether checkpoints hold the optimizer's state: `checkpoint.save_optimizer`."""
         return getattr(self.checkpoint, "save_optimizer", True)
 

@@ -312,13 +312,13 @@ class TrainingConfig(RunConfig):
             yield "model.n_embd", model.n_embd, f"should be a multiple of model.n_head ({model.n_head}), like {lower}"
         if train.global_batch_tokens % model.block_size:
             near = max(round(train.global_batch_tokens / model.block_size), 1) * model.block_size
-            cure = f"should be a multiple of model.block_size ({model.block_size}), like {near}"
-            yield "train.global_batch_tokens", train.global_batch_tokens, cure
+            hint = f"should be a multiple of model.block_size ({model.block_size}), like {near}"
+            yield "train.global_batch_tokens", train.global_batch_tokens, hint
         if train.steps is None and train.epochs is None:
             yield "train.steps", None, "set train.steps or train.epochs"
         if train.branch_from is not None and train.init_from is not None:
-            cure = "takes all along, train.init_from weights alone; leave one of the two away"
-            yield "train.branch_from", train.branch_from, cure
+            hint = "takes all along, train.init_from weights alone; leave one of the two away"
+            yield "train.branch_from", train.branch_from, hint
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
         for name in ("muon_lr", "muon_momentum"):
@@ -328,8 +328,8 @@ class TrainingConfig(RunConfig):
         yield from self._mixture_mistakes()
         end = optim.decay_steps
         if end is not None and optim.warmup_steps >= end:
-            cure = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
-            yield "optim.warmup_steps", optim.warmup_steps, cure
+            hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
+            yield "optim.warmup_steps", optim.warmup_steps, hint
 
     def _mixture_mistakes(self) -> Iterator[tuple[str, object, str]]:
         data, paths = self.data, self.data.paths
@@ -342,13 +342,13 @@ class TrainingConfig(RunConfig):
         given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
         for field, weights in given.items():
             if len(weights) != len(paths):
-                cure = f"should be {len(paths)} numbers, one for each folder of data.path, in their order"
-                yield field, " ".join(map(str, weights)), cure
+                hint = f"should be {len(paths)} numbers, one for each folder of data.path, in their order"
+                yield field, " ".join(map(str, weights)), hint
             elif min(weights) < 0 or not 0 < sum(weights) < math.inf:
                 yield field, " ".join(map(str, weights)), "should be at least 0 each, and more than that in all"
         for before, phase, begins in zip([0, *self.phase_begins], data.phases, self.phase_begins, strict=False):
             if begins <= before:
-                cure = (
+                hint = (
                     f"should come after the phase before, by a block of {WINDOWS_PER_BLOCK} windows (model.block_size)"
                 )
-                yield "data.phases", phase.at_tokens, f"{cure}, {WINDOWS_PER_BLOCK * self.model.block_size} tokens"
+                yield "data.phases", phase.at_tokens, f"{hint}, {WINDOWS_PER_BLOCK * self.model.block_size} tokens"

@@ -1,8 +1,8 @@
 """The feed: which items each step trains on, and this rank's micro-batches of them.
 
 It alone knows where the data stand. A step takes the next positions of the order (`data.order`) from `position` on that
-no range in `passed` holds. They depend on the seed, the step's size and these two alone: not on ranks, micro-batches,
-loader workers or restarts. What the loader delivers is compared with what the order asks for.
+no range in `skipped_ranges` holds. They depend on the seed, the step's size and these two alone: not on ranks,
+micro-batches, loader workers or restarts. What the loader delivers is compared with what the order asks for.
 """
 
 import time
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gpt2_ddp.data.mixture import MixedOrder
-from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, passed_digest
-from gpt2_ddp.distributed.workers import helper_context
+from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
+from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def prepare_loader(
     accelerator: Accelerator, dataset: Dataset, batch_sampler: Any, even_batches: bool, **options: Any
 ) -> Any:
-    """The batches that `dataset.__getitems__` reads whole, number k for rank k mod W, on its device; or what `raised`
+    """The batches that `dataset.__getitems__` reads whole, number k for rank k mod W, on its device; or what `unwrap`
     raises, which each goes through.
 
     Args:
@@ -42,7 +42,7 @@ def prepare_loader(
     if world > 1:
         batch_sampler = BatchSamplerShard(batch_sampler, world, rank, even_batches=even_batches)
     loader = DataLoader(
-        Reading(dataset),
+        ErrorsAsItems(dataset),
         batch_sampler=batch_sampler,
         collate_fn=as_read,
         pin_memory=accelerator.device.type == "cuda",
@@ -54,7 +54,7 @@ def prepare_loader(
     return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
 
 
-class Reading(Dataset):
+class ErrorsAsItems(Dataset):
     """The same, but that a user's mistake is read like a batch: a loader's worker could raise its text alone."""
 
     def __init__(self, dataset: Any):
@@ -70,7 +70,7 @@ class Reading(Dataset):
             return error
 
 
-def raised(read: T | UserError) -> T:
+def unwrap(read: T | UserError) -> T:
     """What was read. Raises: UserError where that was one."""
     if isinstance(read, UserError):
         raise read
@@ -106,7 +106,7 @@ class MicroBatch(NamedTuple):
     """
 
     rows: tuple[Tensor, ...]
-    own: int
+    n_valid: int
     last: bool
 
 
@@ -146,7 +146,7 @@ class Feed:
         self.order = order or Order(seed, len(source))
         self.position, self.order_digest = 0, FIRST_DIGEST
         self.ended_epoch = False  # by the last step: of the epoch that it began in, no position is left
-        self.passed: list[tuple[int, int]] = []
+        self.skipped_ranges: list[tuple[int, int]] = []
         self.waited = 0.0  # seconds, for the loader
         self._accelerator, self._by_epoch, self._workers = accelerator, by_epoch, workers
         self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
@@ -156,15 +156,15 @@ class Feed:
     def seek(self, position: int, order_digest: str, passed: list[tuple[int, int]]) -> None:
         """Goes on from `position`, whatever was before; nothing in between is visited."""
         self._stop_loading()
-        self.position, self.order_digest, self.passed = position, order_digest, [(a, b) for a, b in passed]
+        self.position, self.order_digest, self.skipped_ranges = position, order_digest, [(a, b) for a, b in passed]
 
-    def pass_over(self, start: int, stop: int) -> None:
+    def skip_range(self, start: int, stop: int) -> None:
         """Leaves the positions [start, stop), which no step has taken, out of all steps to come."""
         assert self.position <= start < stop, "what was trained on cannot be passed over"
-        assert not any(a < stop and start < b for a, b in self.passed), "nor can the same twice"
+        assert not any(a < stop and start < b for a, b in self.skipped_ranges), "nor can the same twice"
         self._stop_loading()
-        self.passed.append((start, stop))
-        self.order_digest = passed_digest(self.order_digest, start, stop)
+        self.skipped_ranges.append((start, stop))
+        self.order_digest = skipped_digest(self.order_digest, start, stop)
 
     def next_step(self) -> Step:
         """Takes the next step's items. Its micro-batches are read as they are asked for, one fetched ahead.
@@ -173,8 +173,8 @@ class Feed:
             RuntimeError: from the micro-batches, when the loader delivers other items than the order's.
             UserError: from them too, when the source cannot be read any more.
         """
-        begun, positions = self.position, self.take(self.position)
-        items = self.order.at(positions)
+        begun, positions = self.position, self.positions_from(self.position)
+        items = self.order.items_at(positions)
         self.position = int(positions[-1]) + 1
         self.order_digest = next_digest(self.order_digest, items)
         self.ended_epoch = self.epochs > int(positions[0]) // len(self.order)
@@ -183,16 +183,16 @@ class Feed:
     def first_micro_batch(self) -> MicroBatch:
         """The micro-batch that the next step begins with; the step gets it all the same."""
         if self._first is None:
-            self._first = next(self._deliver(self.order.at(self.take(self.position)), self.position))
+            self._first = next(self._deliver(self.order.items_at(self.positions_from(self.position)), self.position))
         return self._first
 
-    def take(self, position: int) -> np.ndarray:
+    def positions_from(self, position: int) -> np.ndarray:
         """Positions int64 [n] of the step that begins at `position`, or behind what is passed over there."""
         position = self._free(position)
         end = (position // len(self.order) + 1) * len(self.order) if self._by_epoch else 2**63
         parts, wanted = [], self.step_size
         while wanted and position < end:
-            stop = min(position + wanted, end, *(start for start, _ in self.passed if start > position))
+            stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start > position))
             parts.append(np.arange(position, stop))
             wanted -= stop - position
             position = self._free(stop)
@@ -206,13 +206,13 @@ class Feed:
     @property
     def consumed(self) -> int:
         """Items trained on so far, over all ranks."""
-        return self.position - sum(max(min(stop, self.position) - start, 0) for start, stop in self.passed)
+        return self.position - sum(max(min(stop, self.position) - start, 0) for start, stop in self.skipped_ranges)
 
     def by_source(self, unit: str, per_item: int) -> dict[str, float]:
         """What a row says of a mixture's sources (`MixedOrder.by_source`); nothing, where there is one."""
         if isinstance(self.order, Order):
             return {}
-        return self.order.by_source(self.position, self.passed, unit, per_item)
+        return self.order.by_source(self.position, self.skipped_ranges, unit, per_item)
 
     def consumed_after(self, steps: int) -> int:
         """Items that so many steps train on, with nothing passed over."""
@@ -229,7 +229,7 @@ class Feed:
         return min(len(own) or 1 for step in steps for ranks in self.share(step) for own in ranks)
 
     def _free(self, position: int) -> int:
-        for start, stop in sorted(self.passed):
+        for start, stop in sorted(self.skipped_ranges):
             position = stop if start <= position < stop else position
         return position
 
@@ -245,7 +245,7 @@ class Feed:
             own = ranks[self._accelerator.process_index]
             self._batches = self._batches or self._load(self._accelerator, position)
             asked = time.perf_counter()
-            rows, delivered = raised(next(self._batches))
+            rows, delivered = unwrap(next(self._batches))
             self.waited += time.perf_counter() - asked
             if not np.array_equal(delivered, _part(items, own)):
                 raise RuntimeError(f"micro-batch {number} holds items {delivered}, not the order's {_part(items, own)}")
@@ -259,7 +259,7 @@ class Feed:
             even_batches=False,
             num_workers=self._workers,
             prefetch_factor=4 if self._workers else None,
-            multiprocessing_context=helper_context() if self._workers else None,
+            multiprocessing_context=worker_context() if self._workers else None,
         )
         self._end_loading = prepared.end
         return iter(prepared)
@@ -281,7 +281,7 @@ class _Positions(Dataset):
 
     def __getitems__(self, positions: np.ndarray) -> tuple[tuple[Tensor, ...], np.ndarray]:
         assert not isinstance(self.source, range), "a replay reads nothing"
-        items = self.order.at(positions)
+        items = self.order.items_at(positions)
         return self.source.read(items.astype(np.int64)), items
 
 
@@ -298,7 +298,7 @@ class _Ahead:
     def __iter__(self) -> Iterator[np.ndarray]:
         position = self.position
         while True:
-            positions = self.feed.take(position)
+            positions = self.feed.positions_from(position)
             for ranks in self.feed.share(len(positions)):
                 yield from (_part(positions, own) for own in ranks)
             position = int(positions[-1]) + 1
@@ -347,8 +347,8 @@ def split_batch(global_windows: int, processes: int, micro_batch_size: int) -> i
         UserError: when W does not divide G.
     """
     if global_windows % processes:
-        cure = f"does not divide the global batch of {global_windows} windows (train.global_batch_tokens / "
-        raise UserError("processes", processes, cure + f"model.block_size); use {_divisors(global_windows)} processes")
+        hint = f"does not divide the global batch of {global_windows} windows (train.global_batch_tokens / "
+        raise UserError("processes", processes, hint + f"model.block_size); use {_divisors(global_windows)} processes")
     share = global_windows // processes
     return next(b for b in divisors(share) if b <= micro_batch_size)
 

@@ -100,8 +100,8 @@ def read_manifest(folder: Path) -> Manifest:
     manifest = _parse(text, path)
     if manifest.version == 1 and is_main_process():
         own = path.parent / manifest.tokenizer
-        cure = f"{_indexing(path.parent)} --tokenizer {own if os.path.isfile(own) else manifest.tokenizer}"
-        print(f"note: {path} is of version 1, which has no hash of its own; delete it and run {cure} for one that has")
+        hint = f"{_indexing(path.parent)} --tokenizer {own if os.path.isfile(own) else manifest.tokenizer}"
+        print(f"note: {path} is of version 1, which has no hash of its own; delete it and run {hint} for one that has")
     return manifest
 
 
@@ -129,11 +129,11 @@ def _parse(text: bytes, path: Path) -> Manifest:
         if isinstance(error, ValidationError):
             first = error.errors()[0]
             what = f"{'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}"
-        cure = f"is not a manifest of this version ({what}); delete it and prepare the data again"
-        raise UserError("data", path, cure) from error
+        hint = f"is not a manifest of this version ({what}); delete it and prepare the data again"
+        raise UserError("data", path, hint) from error
     if content.pop("sha256", None) != (_sha256(content) if manifest.version > 1 else None):
-        cure = f"copy it again from where it is whole, or delete it and run {_indexing(path.parent)}"
-        raise UserError("data", path, f"is not the manifest that was written: its own sha256 differs; {cure}")
+        hint = f"copy it again from where it is whole, or delete it and run {_indexing(path.parent)}"
+        raise UserError("data", path, f"is not the manifest that was written: its own sha256 differs; {hint}")
     return manifest
 
 

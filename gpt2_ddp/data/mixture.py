@@ -61,7 +61,7 @@ class MixedOrder:
     def __len__(self) -> int:
         return self._length
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def items_at(self, positions: np.ndarray) -> np.ndarray:
         """The items at ascending positions int [n] of the order: uint64 [n]."""
         numbers, offsets = np.divmod(positions, BLOCK)
         sources, uses = np.empty((2, len(positions)), np.int64)
@@ -74,7 +74,7 @@ class MixedOrder:
         items = np.empty(len(positions), np.uint64)
         for source in set(sources.tolist()):
             here = sources == source
-            items[here] = self._orders[source].at(uses[here]) | np.uint64(source << SOURCE_BITS)
+            items[here] = self._orders[source].items_at(uses[here]) | np.uint64(source << SOURCE_BITS)
         return items
 
     def uses(self, position: int) -> np.ndarray:
@@ -106,7 +106,7 @@ class MixedOrder:
             before = self._uses_before(number)
             counts = self._uses_before(number + 1) - before
             ends = np.cumsum(counts)
-            slots = self._slots.at(np.arange(number * BLOCK, (number + 1) * BLOCK))
+            slots = self._slots.items_at(np.arange(number * BLOCK, (number + 1) * BLOCK))
             sources = np.searchsorted(ends, slots.astype(np.int64), side="right")
             uses = np.empty(BLOCK, np.int64)  # in order of time, so that an epoch ends where it should
             uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(before - ends + counts, counts)
@@ -159,14 +159,14 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
         vocabulary = [(one.tokenizer_sha256, one.vocab_size, one.eot) for one in (first, manifest)]
         if vocabulary[0] != vocabulary[1]:
             names = " and ".join(f"{one.tokenizer}, {one.vocab_size} ids" for one in (manifest, first))
-            cure = f"is of another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
-            raise UserError("data.path", path, f"{cure}{Path(paths[0]) / first.tokenizer}")
+            hint = f"is of another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
+            raise UserError("data.path", path, f"{hint}{Path(paths[0]) / first.tokenizer}")
         own = [(split, shard) for split, shards in manifest.splits.items() for shard in shards]
         for split, shard in own:
             place, other = known.get((shard.sha256, shard.bytes), (path, ""))
             if place != path and (split, other) != ("val", "val"):
-                cure = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
-                raise UserError("data.path", path, f"{cure}; name the same text once, data.weights says how much of it")
+                hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
+                raise UserError("data.path", path, f"{hint}; name the same text once, data.weights says how much of it")
         known |= {(shard.sha256, shard.bytes): (path, split) for split, shard in own}
     return manifests
 
@@ -213,12 +213,12 @@ def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identit
     paths, known, size = config.data.paths, before.manifests, config.model.block_size
     then = "train.init_from takes weights alone" if config.branch_from else "choose another run_name"
     if len(paths) < len(known):
-        cure = f"the run was started with {len(known)} folders; give those back, or {then}"
-        raise UserError("data.path", " ".join(paths), cure)
+        hint = f"the run was started with {len(known)} folders; give those back, or {then}"
+        raise UserError("data.path", " ".join(paths), hint)
     for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
         if ours != theirs:
-            cure = f"its tokens are not the ones that the run was started with; give those back, or {then}"
-            raise UserError("data.path", path, cure)
+            hint = f"its tokens are not the ones that the run was started with; give those back, or {then}"
+            raise UserError("data.path", path, hint)
     position = max([state.get("position", 0), *(stop for _, stop in state.get("passed", []))])
     ours, theirs = (past(one, position, len(paths)) for one in (now, before))
     if ours != theirs:
@@ -227,11 +227,11 @@ def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identit
             f"{' '.join(one[number][1])} from token {one[number][0] * size} on" if number < len(one) else "none"
             for one in (ours, theirs)
         )
-        cure = (
+        hint = (
             f"the run had {had}; give that back, with 0 for a folder that is new, or {then}. Other weights may begin "
         )
-        cure += f"behind what it has been at: data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
-        raise UserError("data.phases" if number else "data.weights", mine, cure)
+        hint += f"behind what it has been at: data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
+        raise UserError("data.phases" if number else "data.weights", mine, hint)
 
 
 def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split: str = "val") -> dict[int, float]:

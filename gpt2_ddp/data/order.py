@@ -42,7 +42,7 @@ class Order:
     def __len__(self) -> int:
         return self.n_items
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def items_at(self, positions: np.ndarray) -> np.ndarray:
         """The items at ascending positions int [n] of the order: uint64 [n]."""
         if not len(positions) or positions[-1] - positions[0] >= FEW:
             return self._made(positions)
@@ -92,7 +92,7 @@ def next_digest(digest: str, items: np.ndarray) -> str:
     return hashlib.sha256(bytes.fromhex(digest) + items.astype("<u8").tobytes()).hexdigest()
 
 
-def passed_digest(digest: str, start: int, stop: int) -> str:
+def skipped_digest(digest: str, start: int, stop: int) -> str:
     """The order digest once positions [start, stop) are passed over: SHA-256 over the digest before it, the four bytes
     `pass`, start and stop (uint64, little endian)."""
     ends = np.array([start, stop], "<u8").tobytes()

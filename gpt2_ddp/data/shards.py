@@ -41,11 +41,11 @@ def read_header(path: Path, dtype: np.dtype) -> int:
     magic, version, tokens = np.frombuffer(header, "<i4")[:3].tolist()
     expected = MAGIC_AND_VERSION[dtype.itemsize]
     if (magic, version) != expected:
-        cure = f"has magic and version {(magic, version)}, not {expected} as shards of {dtype.name} tokens; {AGAIN}"
-        raise UserError("shard", path, cure)
+        hint = f"has magic and version {(magic, version)}, not {expected} as shards of {dtype.name} tokens; {AGAIN}"
+        raise UserError("shard", path, hint)
     if tokens < 1 or size != HEADER_BYTES + tokens * dtype.itemsize:
-        cure = f"has {size} bytes, and its header promises {tokens} tokens of {dtype.itemsize} bytes; {AGAIN}"
-        raise UserError("shard", path, cure)
+        hint = f"has {size} bytes, and its header promises {tokens} tokens of {dtype.itemsize} bytes; {AGAIN}"
+        raise UserError("shard", path, hint)
     return tokens
 
 
@@ -70,8 +70,8 @@ class TokenStream:
     def __init__(self, folder: Path, manifest: Manifest, split: str):
         self._files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, least recently used first
         if split not in manifest.splits:
-            cure = f"{folder} has no such split, only {', '.join(manifest.splits)}; prepare it with val_fraction > 0"
-            raise UserError("split", split, cure)
+            hint = f"{folder} has no such split, only {', '.join(manifest.splits)}; prepare it with val_fraction > 0"
+            raise UserError("split", split, hint)
         self.dtype = token_dtype(manifest.vocab_size)
         self.vocab_size = manifest.vocab_size
         self._paths = [Path(folder) / shard.file for shard in manifest.splits[split]]
@@ -106,8 +106,8 @@ class TokenStream:
         if rows.size and rows.max() >= self.vocab_size:
             row, column = np.argwhere(rows >= self.vocab_size)[0]
             path = self._paths[np.searchsorted(self._ends, starts[row] + column, side="right")]
-            cure = f"holds token id {rows[row, column]}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
-            raise UserError("shard", path, cure)
+            hint = f"holds token id {rows[row, column]}, outside the vocabulary of {self.vocab_size}; {AGAIN}"
+            raise UserError("shard", path, hint)
         return rows
 
     def close(self) -> None:

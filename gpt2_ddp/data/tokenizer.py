@@ -65,8 +65,8 @@ class Tokenizer:
             UserError: the tokenizer's ids are characters, and the text has others.
         """
         if self.characters is not None and (others := {*replace_surrogates(text)} - self.characters):
-            cure = f"not among the {len(self.characters):,} characters of {self.name}"
-            raise UserError(field, "".join(sorted(others)), f"{cure}; leave them out, or use bytes, bpe or gpt2")
+            hint = f"not among the {len(self.characters):,} characters of {self.name}"
+            raise UserError(field, "".join(sorted(others)), f"{hint}; leave them out, or use bytes, bpe or gpt2")
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -116,8 +116,8 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     try:
         return Tokenizer(name_or_path, tiktoken.get_encoding(name_or_path))
     except OSError as error:  # which the errors of requests are
-        cure = "cannot be downloaded; gpt2, bytes, bpe or a tokenizer.json of your own need no network"
-        raise UserError("tokenizer", name_or_path, cure) from error
+        hint = "cannot be downloaded; gpt2, bytes, bpe or a tokenizer.json of your own need no network"
+        raise UserError("tokenizer", name_or_path, hint) from error
 
 
 def check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, folder: Path) -> None:
@@ -125,8 +125,8 @@ def check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, folder: Path) -> N
     for name in ("vocab_size", "eot"):
         said, here = getattr(manifest, name), getattr(tokenizer, name)
         if said != here:
-            cure = f"says {name} {said}, and its tokenizer {tokenizer.name} has {here}; {AGAIN}"
-            raise UserError("data", folder / MANIFEST, cure)
+            hint = f"says {name} {said}, and its tokenizer {tokenizer.name} has {here}; {AGAIN}"
+            raise UserError("data", folder / MANIFEST, hint)
 
 
 def replace_surrogates(text: str) -> str:
@@ -183,15 +183,15 @@ def _read_tokenizer(path: Path, names: list[str]) -> Tokenizer:
     try:
         data = read_small(path, LARGEST)
     except OSError as error:
-        cure = (
+        hint = (
             f"cannot be read ({error.strerror}); name bpe, chars, a tokenizer.json or an encoding ({', '.join(names)})"
         )
-        raise UserError("tokenizer", path, cure) from error
+        raise UserError("tokenizer", path, hint) from error
     try:
         encoding = _encoding(path.name, *_definition(json.loads(data)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        cure = f"is not a byte-level BPE like GPT-2's, nor of characters ({error}); `bpe` trains one on the source"
-        raise UserError("tokenizer", path, cure) from error
+        hint = f"is not a byte-level BPE like GPT-2's, nor of characters ({error}); `bpe` trains one on the source"
+        raise UserError("tokenizer", path, hint) from error
     return Tokenizer(path.name, encoding, hashlib.sha256(data).hexdigest())
 
 

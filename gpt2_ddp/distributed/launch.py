@@ -98,12 +98,12 @@ def _give_up(seconds: float) -> None:
 
 def _not_connected(why: str) -> UserError:
     """What to do about ranks that have met, and cannot reach each other."""
-    cure = (
+    hint = (
         f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others ({why[-100:]}); "
         "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
         "NCCL_SOCKET_IFNAME for GPUs"
     )
-    return UserError("processes", world_size(), cure)
+    return UserError("processes", world_size(), hint)
 
 
 def build_accelerator(
@@ -129,8 +129,8 @@ def build_accelerator(
     """
     started, asked = world_size(), processes_asked_for()
     if started < asked:
-        cure = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
-        raise UserError("processes", asked, cure)
+        hint = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
+        raise UserError("processes", asked, hint)
     target = pick_device(device, section)
     _check_backend(target, backend)
     _check_plugins()
@@ -152,8 +152,8 @@ def build_accelerator(
         ],
     )
     if accelerator.num_processes != started:
-        cure = f"only {accelerator.num_processes} connected; " + USE_TORCHRUN.format(n=started)
-        raise UserError("processes", started, cure)
+        hint = f"only {accelerator.num_processes} connected; " + USE_TORCHRUN.format(n=started)
+        raise UserError("processes", started, hint)
     return accelerator
 
 
@@ -167,8 +167,8 @@ def pick_device(name: str, section: str = "") -> torch.device:
         name = "cpu"
     if name == "auto":
         if not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")):
-            cure = f"an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --{section}device cpu"
-            raise UserError(f"{section}device", "auto", f"{cure} (torch {torch.__version__})")
+            hint = f"an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --{section}device cpu"
+            raise UserError(f"{section}device", "auto", f"{hint} (torch {torch.__version__})")
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if not available.get(name):
@@ -218,8 +218,8 @@ def _configured_processes(config_file: str | None) -> int:
 def _check_backend(target: torch.device, backend: str) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if target.type == "cuda" and local > torch.cuda.device_count():
-        cure = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
-        raise UserError("processes", local, cure)
+        hint = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
+        raise UserError("processes", local, hint)
     if backend == "nccl" and target.type != "cuda":
         raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
 
@@ -244,7 +244,7 @@ def multiplies_bf16(target: torch.device) -> bool:
     return target.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
 
 
-def spell_precision(accelerator: Accelerator) -> str:
+def describe_precision(accelerator: Accelerator) -> str:
     """That of a training, and what would be faster."""
     precision, target = accelerator.mixed_precision, accelerator.device
     if precision != "bf16" or target.type == "mps" or multiplies_bf16(target):
@@ -260,8 +260,8 @@ def _check_plugins() -> None:
             )
     backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     if backend not in ("no", ""):
-        cure = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
-        raise UserError("ACCELERATE_DYNAMO_BACKEND", backend, cure)
+        hint = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
+        raise UserError("ACCELERATE_DYNAMO_BACKEND", backend, hint)
 
 
 def set_cpu_threads() -> None:

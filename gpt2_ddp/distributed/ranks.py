@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.errors import UserError, truncate
 
 T = TypeVar("T")
 
@@ -74,8 +74,8 @@ def check_ranks_agree(here: Mapping[str, object]) -> None:
     for rank, other in enumerate(others, start=1):
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
-                cure = f"rank {rank} has {shown(other.get(name))}; give all ranks the same"
-                mistakes.setdefault(name, UserError(name, first.get(name), cure).mistakes[0])
+                hint = f"rank {rank} has {truncate(other.get(name))}; give all ranks the same"
+                mistakes.setdefault(name, UserError(name, first.get(name), hint).mistakes[0])
     if mistakes:
         more = [f"and {len(mistakes) - MOST} more that differ"] * (len(mistakes) > MOST)
         error = UserError.join([*mistakes.values()][:MOST] + more)
@@ -97,7 +97,7 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
         return None, error
 
 
-def settle_buckets(model: nn.Module, optimizer: AcceleratedOptimizer, loss: Callable[[], Tensor]) -> None:
+def warm_up_ddp(model: nn.Module, optimizer: AcceleratedOptimizer, loss: Callable[[], Tensor]) -> None:
     """Runs one synchronised backward of zero, so that DDP settles its buckets before the first step.
 
     DDP rebuilds its gradient buckets after the first backward, in the order in which gradients became ready, and from

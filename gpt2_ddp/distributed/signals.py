@@ -1,7 +1,8 @@
 """SIGTERM, SIGINT and SIGUSR1, each a request to stop, from a script's first moment to its last. No torch.
 
-While a run trains, whoever called `heard_by` answers. At any other time there is nothing to save, and the request ends
-the process: by an exception, or by force where Python does not come to run, as in a collective that waits for a rank.
+While a run trains, whoever called `install_handlers` answers. At any other time there is nothing to save, and the
+request ends the process: by an exception, or by force where Python does not come to run, as in a collective that waits
+for a rank.
 """
 
 import atexit
@@ -28,7 +29,7 @@ ECHO_SECONDS = 1.0
 """A signal that comes so soon after the first is the same request: one to every process of a job reaches a rank
 directly, and once more through the launcher."""
 
-Answer = Callable[[int, FrameType | None], None]
+Handler = Callable[[int, FrameType | None], None]
 """A handler, as the `signal` module has them."""
 
 
@@ -37,13 +38,13 @@ class Stopped(BaseException):
     is to take it for a failure."""
 
 
-class _Hearing:
+class SignalState:
     """What this process has heard: one per process, as are its handlers."""
 
     listens = False
     asked = ""  # the first signal's name
     asked_at = 0.0  # on the monotonic clock
-    answer: Answer | None = None  # instead of ending
+    answer: Handler | None = None  # instead of ending
     answered = False  # now or before
     over = False  # what there was to save is saved
 
@@ -52,11 +53,11 @@ class _Hearing:
         return self.answer is None and not self.over
 
 
-_hearing = _Hearing()
+_state = SignalState()
 
 
 @contextmanager
-def listening(say: Callable[[str], None]) -> Iterator[None]:
+def exit_on_signal(say: Callable[[str], None]) -> Iterator[None]:
     """Ends the process, with one line, when it is asked to stop while nobody answers. In the main thread.
 
     A thread hears too, of Python's own wake-up pipe, since handlers wait until the main thread runs Python. It says at
@@ -71,7 +72,7 @@ def listening(say: Callable[[str], None]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _hearing.asked, _hearing.answered, _hearing.over, _hearing.listens = "", False, False, True
+    _state.asked, _state.answered, _state.over, _state.listens = "", False, False, True
     threading.Thread(target=_listen, args=(reader, say), name="signals", daemon=True).start()
     handlers_before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
     try:
@@ -79,7 +80,7 @@ def listening(say: Callable[[str], None]) -> Iterator[None]:
             yield
         except RuntimeError:
             # a rank that is stopped first takes its connections with it; then our launcher stops us as well
-            if has_other_ranks() and not _hearing.answered:
+            if has_other_ranks() and not _state.answered:
                 time.sleep(PATIENCE_SECONDS)
             raise
     except Stopped as stopped:
@@ -89,21 +90,21 @@ def listening(say: Callable[[str], None]) -> Iterator[None]:
         say("ended at once by SIGINT")
         _exit(INTERRUPTED)
     except Exception:
-        if not _hearing.asked or _hearing.answered:
+        if not _state.asked or _state.answered:
             raise
         # a library has swallowed Stopped, as some do while they are imported, and failed over what it left half done
-        say(_last_words(_hearing.asked))
+        say(_last_words(_state.asked))
         _exit(stop_code())
     finally:
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup_before)
         os.close(writer)
-        _hearing.listens = False
+        _state.listens = False
         atexit.register(_ignore_all)
 
 
-def heard_by(answer: Answer, last: bool = True) -> Callable[[], None]:
+def install_handlers(answer: Handler, last: bool = True) -> Callable[[], None]:
     """Has `answer` called for every signal from now on, until the function that this returns is called.
 
     Args:
@@ -114,27 +115,27 @@ def heard_by(answer: Answer, last: bool = True) -> Callable[[], None]:
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    _hearing.asked = ""
-    answer_before, _hearing.answer, _hearing.answered = _hearing.answer, answer, True
+    _state.asked = ""
+    answer_before, _state.answer, _state.answered = _state.answer, answer, True
     handlers_before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
 
     def give_back() -> None:
-        _hearing.answer = answer_before
-        _hearing.over = last
+        _state.answer = answer_before
+        _state.over = last
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
 
     return give_back
 
 
-def is_impatient(number: int) -> bool:
+def is_second_interrupt(number: int) -> bool:
     """Whether whoever sent this one does not want to wait any longer: a SIGINT after another signal, not its echo."""
-    return number == signal.SIGINT and time.monotonic() > _hearing.asked_at + ECHO_SECONDS
+    return number == signal.SIGINT and time.monotonic() > _state.asked_at + ECHO_SECONDS
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Processes that are started inside are born with all three signals blocked; `let_in` unblocks them."""
+def block_signals() -> Iterator[None]:
+    """Processes that are started inside are born with all three signals blocked; `unblock_signals` unblocks them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -143,26 +144,26 @@ def held_back() -> Iterator[None]:
 
 
 def start_resource_tracker() -> None:
-    """Starts multiprocessing's helper of spawned processes before `held_back`: starting it lets signals in, and started
-    otherwise it would die of a SIGUSR1 to the group."""
-    with held_back():
+    """Starts multiprocessing's helper of spawned processes before `block_signals`: starting it lets signals in, and
+    started otherwise it would die of a SIGUSR1 to the group."""
+    with block_signals():
         resource_tracker.ensure_running()
 
 
-def let_in() -> None:
+def unblock_signals() -> None:
     """Lets signals through that were held back since this process was started, and those to come."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    first = not _hearing.asked
+    first = not _state.asked
     if first:
-        _hearing.asked, _hearing.asked_at = signal.Signals(number).name, time.monotonic()
-    if _hearing.answer is not None:
-        _hearing.answer(number, frame)
-    elif first and _hearing.ends():
-        raise Stopped(_hearing.asked)
-    elif number == signal.SIGINT if first else is_impatient(number):
+        _state.asked, _state.asked_at = signal.Signals(number).name, time.monotonic()
+    if _state.answer is not None:
+        _state.answer(number, frame)
+    elif first and _state.ends():
+        raise Stopped(_state.asked)
+    elif number == signal.SIGINT if first else is_second_interrupt(number):
         raise KeyboardInterrupt
 
 
@@ -172,12 +173,12 @@ def _listen(reader: int, say: Callable[[str], None]) -> None:
         while byte := pipe.read(1):
             if heard or byte[0] not in SIGNALS:
                 continue
-            heard, ends, name = True, _hearing.ends(), signal.Signals(byte[0]).name
+            heard, ends, name = True, _state.ends(), signal.Signals(byte[0]).name
             time.sleep(QUICK_SECONDS if ends else 0)
-            if _hearing.listens:
+            if _state.listens:
                 say(f"{name} heard: stopping")
             time.sleep(PATIENCE_SECONDS - QUICK_SECONDS if ends else 0)
-            if ends and _hearing.ends() and _hearing.listens:
+            if ends and _state.ends() and _state.listens:
                 say(_last_words(name))
                 os._exit(stop_code())
 
@@ -214,7 +215,7 @@ def _after_fork() -> None:
 
 def _forget() -> None:
     """A forked process does not hear for its parent, not even for a moment: it would end it."""
-    if _hearing.listens:
+    if _state.listens:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)

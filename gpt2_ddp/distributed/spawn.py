@@ -19,7 +19,14 @@ from typing import TypeVar
 from gpt2_ddp.distributed.child import LOOK_SECONDS, end_with_parent
 from gpt2_ddp.distributed.cores import usable_cores
 from gpt2_ddp.distributed.environment import STOPPED, world_size
-from gpt2_ddp.distributed.signals import Stopped, heard_by, held_back, let_in, listening, start_resource_tracker
+from gpt2_ddp.distributed.signals import (
+    Stopped,
+    block_signals,
+    exit_on_signal,
+    install_handlers,
+    start_resource_tracker,
+    unblock_signals,
+)
 from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
@@ -86,7 +93,7 @@ def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[objec
     start_resource_tracker()
     for rank, own in enumerate(arguments):
         process = context.Process(target=_call, args=(function, own), name=f"rank {rank}")
-        with _environment(rank, len(arguments), port), held_back():
+        with _environment(rank, len(arguments), port), block_signals():
             process.start()
         yield process
 
@@ -95,8 +102,8 @@ def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> Non
     os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
     # as usual again: a fresh interpreter for each loader worker would import torch for seconds, in every evaluation
     multiprocessing.set_start_method(None, force=True)
-    with listening(lambda line: None):  # the parent says it
-        let_in()
+    with exit_on_signal(lambda line: None):  # the parent says it
+        unblock_signals()
         end_with_parent(signal.SIGTERM)
         function(*arguments)
 
@@ -173,7 +180,7 @@ def _forwarded_signals(ranks: list[BaseProcess], heard: list[str]) -> Iterator[N
         heard.append(signal.Signals(number).name)
         _signal(ranks, number)
 
-    give_back = heard_by(forward, last=False)
+    give_back = install_handlers(forward, last=False)
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ GRACE = 2.0
 """Seconds for what is about to be said or to end by itself; four signs of life."""
 
 
-class Sign(NamedTuple):
+class Heartbeat(NamedTuple):
     """A rank's sign of life.
 
     All its seconds were counted by the rank itself while it was awake: a process that was suspended counts none.
@@ -52,7 +52,7 @@ class Sign(NamedTuple):
     turn: int = 0
     stage: str = "starting"
     step: int = 0
-    marks: int = 0
+    progress_count: int = 0
     collectives: int = 0
     idle: float = 0.0
     limit: float = 120.0
@@ -62,10 +62,10 @@ class Sign(NamedTuple):
     left: bool = False
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """A rank's last sign of life, and for how many seconds (of the observer's being awake) there has been no newer."""
 
-    sign: Sign
+    sign: Heartbeat
     silent: float
     gone: bool = False
     """its process has ended, as can be told on the same machine"""
@@ -85,7 +85,7 @@ class Verdict(NamedTuple):
     living: list[int]
 
 
-def judge(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
+def judge(seen: Mapping[int, Observed], patience: float) -> Verdict | None:
     """What all ranks' signs of life come to, if one of them, or all, will not go on.
 
     A rank without a sign of life for `patience` seconds is to blame, whatever it does; a live one once it has made no
@@ -105,7 +105,7 @@ def judge(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
     return Verdict("\n".join(said), [], list(behind))
 
 
-def judge_silence(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
+def judge_silence(seen: Mapping[int, Observed], patience: float) -> Verdict | None:
     """The same about ranks that say nothing any more: they raised something, ended without a word, or stand still."""
     running = {rank: one for rank, one in seen.items() if not one.sign.left}
     for rank, one in running.items():  # what it raised is why the others are lost
@@ -127,32 +127,32 @@ def judge_silence(seen: Mapping[int, Seen], patience: float) -> Verdict | None:
     return Verdict("\n".join(said), stuck, []) if said else None
 
 
-def _place(sign: Sign) -> tuple[int, int, int]:
-    return sign.step, sign.collectives, sign.marks
+def _place(sign: Heartbeat) -> tuple[int, int, int]:
+    return sign.step, sign.collectives, sign.progress_count
 
 
-def _name(rank: int, sign: Sign) -> str:
+def _name(rank: int, sign: Heartbeat) -> str:
     return f"rank {rank} on {sign.process.host}"
 
 
-def _at(sign: Sign) -> str:
+def _at(sign: Heartbeat) -> str:
     return sign.stage + (f", step {sign.step}" if sign.step else "")
 
 
-def _where(sign: Sign) -> str:
+def _where(sign: Heartbeat) -> str:
     return f" at {_at(sign)}" + (f"\n{sign.stack}" if sign.stack else "")
 
 
-BEAT = 0.5
+HEARTBEAT_INTERVAL = 0.5
 """Seconds between two signs of life."""
 
-HEARTBEAT = 5.0
+REPORT_INTERVAL = 5.0
 """Seconds between two reports to whom `report_to` names."""
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 """Seconds that a stage may take without progress, if this run has not been seen to need more."""
 
-FIRST_TIME = 30 * 60.0
+FIRST_TIMEOUT = 30 * 60.0
 """The same for a stage's first time: libraries are loaded, graphs compiled, and no step has been timed yet."""
 
 ASLEEP = 10.0
@@ -161,7 +161,7 @@ ASLEEP = 10.0
 _number = count()
 
 
-class Watch:
+class Watchdog:
     """A rank's sign of life, and its ears. `at` and `progress` are for the thread that has made this one, cost some
     attribute writes, and may come as often as one likes.
 
@@ -195,18 +195,18 @@ class Watch:
         self._thread = threading.get_ident()
         self._ended = threading.Event()
         # of the main thread
-        self._stage, self._step, self._allowance, self._is_first = "starting", 0, FIRST_TIME, False
+        self._stage, self._step, self._timeout, self._is_first = "starting", 0, FIRST_TIMEOUT, False
         self._count = self._count_before = 0
         self._begun: dict[str, int] = {}
         self._failed, self._failed_at, self._lost, self._left = "", 0.0, "", False
         # of the watch's thread
-        self._sign = Sign(this_process())
+        self._sign = Heartbeat(this_process())
         self._woke, self._seen_count, self._slowest, self._announced = time.monotonic(), 0, 0.0, True
         self._progress_time = time.time()
         self._report: Callable[[dict[str, Any]], object] = lambda facts: None
         self._record: Callable[[str], None] = lambda reason: None
         # of the courier, which may be stuck: a stopped process that serves the store keeps its clients waiting
-        nobody = Sign(Process("an unknown host", "", 0, 0))
+        nobody = Heartbeat(Process("an unknown host", "", 0, 0))
         self._signs = dict.fromkeys(range(1, world) if rank == 0 else [0], nobody)
         self._silent: dict[int, tuple[int, float]] = dict.fromkeys(self._signs, (0, 0.0))
         self._wake, self._done, self._is_cut_off = threading.Event(), threading.Event(), False
@@ -214,32 +214,32 @@ class Watch:
         self._offer: Verdict | None = None
         self._heard: Verdict | None = None
         self._is_speaker = world == 1
-        loops = [self._watch] + [self._tell] * (rank == 0)
+        loops = [self._watch] + [self._report_loop] * (rank == 0)
         if world > 1:
             self._met: Store = store or _get_default_store()  # kept, since rank 0's may be its server
             own: Store = self._met.clone()  # pyright: ignore  # a store serves one call at a time
             self._store = PrefixStore(f"watch/{next(_number)}", own)
-            loops.append(self._correspond)
+            loops.append(self._sync_loop)
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 
-    def at(self, stage: str, step: int | None = None, allowance: float = 0.0) -> None:
+    def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
         """Says that there was progress, and what comes now.
 
         Args:
             step: the one that begins; None: still the one before.
-            allowance: seconds that this stage may take besides the usual patience.
+            timeout: seconds that this stage may take besides the usual patience.
         """
         if step is not None and step != self._step:
             self._step, self._count_before = step, self._count
         self._is_first = self._begun.setdefault(stage, self._step) == self._step
-        self._stage, self._allowance = stage, allowance
+        self._stage, self._timeout = stage, timeout
         self._count += 1
 
     def progress(self) -> None:
         """Says that the stage goes on, so that what it has announced is over."""
-        self._allowance = 0.0
+        self._timeout = 0.0
         self._count += 1
 
     def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
@@ -248,7 +248,7 @@ class Watch:
         self._report, self._record = report, record
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Where this rank is, for readers elsewhere: times in seconds since 1970, and how many seconds without progress
         are taken for granted."""
         sign = self._sign
@@ -281,36 +281,36 @@ class Watch:
         self._done.set()
         self._wake.set()
         for thread in self._threads:
-            thread.join(BEAT)
+            thread.join(HEARTBEAT_INTERVAL)
 
     # The watch's thread, in which nothing may block
 
     def _watch(self) -> None:
-        while not self._ended.wait(BEAT):
-            self._look()
+        while not self._ended.wait(HEARTBEAT_INTERVAL):
+            self._observe()
             self._wake.set()
             verdict = self._heard or self._judge()
             if verdict and not self._ended.is_set():
                 self._end(verdict)
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         """One turn: where the main thread is and since when, and since when the others have said nothing."""
         before, now = self._sign, time.monotonic()
         elapsed, self._woke = now - self._woke, now
         forget = elapsed > ASLEEP  # what was seen before is old, and the others may wake later than this one
-        elapsed = min(elapsed, 2 * BEAT)
-        usual = max(self._patience or PATIENCE, 0 if self._patience else 10 * self._slowest)
-        first_time = FIRST_TIME if self._patience is None or self.compiles else self._patience + SILENCE
+        elapsed = min(elapsed, 2 * HEARTBEAT_INTERVAL)
+        usual = max(self._patience or TIMEOUT, 0 if self._patience else 10 * self._slowest)
+        first_time = FIRST_TIMEOUT if self._patience is None or self.compiles else self._patience + SILENCE
         limit = max(usual, first_time) if self._is_first else usual
         idle, stack = 0.0 if forget else before.idle + elapsed, ""
         if self._count != self._seen_count:
             self._slowest = max(self._slowest, 0.0 if self._announced else idle)
             self._seen_count, self._progress_time, idle = self._count, time.time(), 0.0
-        self._announced = self._allowance > 0
-        if idle >= 2 * BEAT and (frame := sys._current_frames().get(self._thread)):
+        self._announced = self._timeout > 0
+        if idle >= 2 * HEARTBEAT_INTERVAL and (frame := sys._current_frames().get(self._thread)):
             stack = "".join(traceback.format_stack(frame)[-12:]).rstrip()
             idle = 0.0 if _is_debugged(frame) else idle
-        self._sign = Sign(
+        self._sign = Heartbeat(
             before.process,
             before.turn + 1,
             self._stage,
@@ -318,7 +318,7 @@ class Watch:
             self._count - self._count_before,
             _collectives() if self._world > 1 else 0,
             idle,
-            limit + self._allowance,
+            limit + self._timeout,
             stack,
         )
         for rank, sign in self._signs.items():
@@ -330,12 +330,12 @@ class Watch:
         seen = {}
         for rank, sign in self._signs.items():
             silent = self._silent[rank][1]
-            seen[rank] = Seen(sign, silent, silent > GRACE and sign.process.is_gone)
+            seen[rank] = Observed(sign, silent, silent > GRACE and sign.process.is_gone)
         # the others wait a little longer than rank 0, and each than the one before it, so that one of them speaks
-        patience, own = (self._patience or PATIENCE) + BEAT * min(self._rank, 8), self._outgoing()
+        patience, own = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(self._rank, 8), self._outgoing()
         if self._rank:
-            return judge_silence({**seen, self._rank: Seen(own._replace(idle=own.idle - GRACE), 0.0)}, patience)
-        return judge({0: Seen(own, 0.0), **seen}, patience)
+            return judge_silence({**seen, self._rank: Observed(own._replace(idle=own.idle - GRACE), 0.0)}, patience)
+        return judge({0: Observed(own, 0.0), **seen}, patience)
 
     def _end(self, verdict: Verdict) -> None:
         verdict = verdict._replace(reason=self._explain(verdict))
@@ -354,16 +354,16 @@ class Watch:
         last.start()
         last.join(AFTERMATH)  # a disk may be what stands still
         if self._is_speaker and self._world > 1:
-            time.sleep(3 * BEAT)  # until the others have heard it
+            time.sleep(3 * HEARTBEAT_INTERVAL)  # until the others have heard it
         os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
 
     # The other threads
 
-    def _tell(self) -> None:
-        while not self._ended.wait(HEARTBEAT):
-            self._report(self.facts)
+    def _report_loop(self) -> None:
+        while not self._ended.wait(REPORT_INTERVAL):
+            self._report(self.status)
 
-    def _correspond(self) -> None:
+    def _sync_loop(self) -> None:
         try:
             for key in ("verdict", *(f"signs/{rank}" for rank in self._signs)):
                 self._store.compare_set(key, "", "")
@@ -371,7 +371,7 @@ class Watch:
                 asked = self._asked
                 self._exchange()
                 self._answered = asked
-                self._wake.wait(2 * BEAT)
+                self._wake.wait(2 * HEARTBEAT_INTERVAL)
                 self._wake.clear()
         except dist.DistError:  # for good
             # where rank 0 serves the store, its silence tells the rest; the end of a launcher's store says nothing,
@@ -387,12 +387,12 @@ class Watch:
         for rank, sign in zip(self._signs, signs, strict=True):
             if sign:
                 process, *rest = json.loads(sign)
-                self._signs[rank] = Sign(Process(*process), *rest)
+                self._signs[rank] = Heartbeat(Process(*process), *rest)
         if verdict:
             reason, stuck, living = json.loads(verdict)[1]
             self._heard = Verdict(reason, [Process(*process) for process in stuck], living)
 
-    def _outgoing(self) -> Sign:
+    def _outgoing(self) -> Heartbeat:
         if self._failed:  # the watch's thread may not have looked since, and will not once this one is closed
             idle = time.monotonic() - self._failed_at
             return self._sign._replace(failed=self._failed, stage=self._stage, step=self._step, idle=idle)

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
-from gpt2_ddp.distributed.signals import SIGNALS, held_back, start_resource_tracker
+from gpt2_ddp.distributed.signals import SIGNALS, block_signals, start_resource_tracker
 
 T = TypeVar("T")
 
@@ -23,14 +23,14 @@ LEAVE_SECONDS = 0.2
 """How long a worker that was told to end may take: it holds nothing that is worth more."""
 
 
-class _Helper(BaseProcess):
+class _Worker(BaseProcess):
     """A process that signals do not end: those to the process group must not, before its parent has heard them. It ends
     when its parent says so (`terminate`), and with its parent."""
 
     def start(self) -> None:
         """Starts it with signals blocked, and the pipe by which `terminate` tells it to end."""
         self._told, tell = multiprocessing.Pipe(duplex=False)
-        with held_back():
+        with block_signals():
             super().start()
         self._told.close()
 
@@ -57,11 +57,11 @@ class _Helper(BaseProcess):
         super().join(None if timeout is None else min(timeout, LEAVE_SECONDS))
 
 
-class _Helping(_Helper, multiprocessing.Process):
+class _DefaultWorker(_Worker, multiprocessing.Process):
     """Started as this process's own children usually are."""
 
 
-class _SpawnedHelper(_Helper, SpawnProcess):
+class _SpawnedWorker(_Worker, SpawnProcess):
     """In a fresh interpreter, which does not run the user's script again: what helpers call is of modules."""
 
     def start(self) -> None:
@@ -73,7 +73,7 @@ class _SpawnedHelper(_Helper, SpawnProcess):
             sys.modules["__main__"] = main
 
 
-def helper_context(method: str | None = None) -> BaseContext:
+def worker_context(method: str | None = None) -> BaseContext:
     """A multiprocessing context for a loader's or a pool's workers: signals do not end them, only this process and its
     end do.
 
@@ -83,15 +83,15 @@ def helper_context(method: str | None = None) -> BaseContext:
     if method == "spawn":
         start_resource_tracker()
     context = copy.copy(multiprocessing.get_context(method or multiprocessing.get_start_method()))
-    context.Process = _SpawnedHelper if method == "spawn" else _Helping  # pyright: ignore[reportAttributeAccessIssue]
+    context.Process = _SpawnedWorker if method == "spawn" else _DefaultWorker  # pyright: ignore[reportAttributeAccessIssue]
     return context
 
 
 @contextmanager
-def helper_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """A pool of helper processes in fresh interpreters. Where something is raised inside, what they are at does not
     matter any more, and they end at once."""
-    pool = ProcessPoolExecutor(workers, mp_context=helper_context("spawn"))
+    pool = ProcessPoolExecutor(workers, mp_context=worker_context("spawn"))
     try:
         yield pool
     except BaseException:
@@ -103,7 +103,7 @@ def helper_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
         pool.shutdown(cancel_futures=True)
 
 
-class InProcess(Executor):
+class InlineExecutor(Executor):
     """Does in this process, at once, what a pool would do in others."""
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
@@ -113,8 +113,8 @@ class InProcess(Executor):
         return future
 
 
-def in_helper(function: Callable[..., T], *arguments: Any) -> T:
+def run_in_worker(function: Callable[..., T], *arguments: Any) -> T:
     """What `function`, of a module, returns in a helper process: there it can be interrupted also where it computes for
     long without coming to Python, and its memory goes with it."""
-    with helper_pool(1) as pool:
+    with worker_pool(1) as pool:
         return pool.submit(function, *arguments).result()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, Tokenizer
-from gpt2_ddp.export.folder import Rejected
+from gpt2_ddp.export.folder import ExportMismatch
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
 from gpt2_ddp.preparation.find import library_files
@@ -64,7 +64,7 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> Findings:
         model: in fp32, on the CPU, in evaluation mode.
 
     Raises:
-        Rejected: in words, at the first thing that differs.
+        ExportMismatch: in words, at the first thing that differs.
     """
     theirs, their_tokenizer = _load(folder)
     tensors = _compare_weights(theirs, model)
@@ -72,7 +72,7 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> Findings:
     row = np.concatenate([[tokenizer.eot], *[ids] * math.ceil(WINDOWS * model.config.block_size / len(ids))])
     tokens = torch.from_numpy(row.astype(np.int64))
     if theirs.generation_config.eos_token_id != tokenizer.eot or their_tokenizer.eos_token_id != tokenizer.eot:
-        raise Rejected("end-of-text has another id")
+        raise ExportMismatch("end-of-text has another id")
     compared = _compare_logits(theirs, model, tokens)
     greedy = _compare_greedy(theirs, model, tokens, tokenizer.eot)
     return Findings(tensors, *compared, *greedy, len(ids), len(text))
@@ -88,11 +88,11 @@ def _load(folder: Path) -> tuple[Any, Any]:
         theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever it raises for a folder that it cannot read
-        raise Rejected(f"transformers does not load it: {type(error).__name__}: {error}") from error
+        raise ExportMismatch(f"transformers does not load it: {type(error).__name__}: {error}") from error
     finally:
         logging.enable_progress_bar()
     if found := {what: sorted(map(str, keys)) for what, keys in info.items() if keys}:
-        raise Rejected(f"transformers finds {found}")
+        raise ExportMismatch(f"transformers finds {found}")
     return theirs.eval(), their_tokenizer
 
 
@@ -101,10 +101,10 @@ def _compare_weights(theirs: Any, model: GPT) -> int:
     try:
         back = from_transformers(theirs.state_dict(), state)
     except ValueError as error:
-        raise Rejected(f"the weights that transformers loads do not fit: {error}") from error
+        raise ExportMismatch(f"the weights that transformers loads do not fit: {error}") from error
     for name, weight in state.items():
         if not torch.equal(back[name].view(torch.int32), weight.view(torch.int32)):
-            raise Rejected(f"{name} is not the checkpoint's as transformers loads it")
+            raise ExportMismatch(f"{name} is not the checkpoint's as transformers loads it")
     return len(state)
 
 
@@ -116,9 +116,9 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
     if len(ids) != len(others) or (ids != others).any():
         first = int(np.argmax(ids[:same] != others[:same])) if (ids[:same] != others[:same]).any() else same
         said = f"{ids[first : first + 5].tolist()} here and {others[first : first + 5].tolist()} there"
-        raise Rejected(f"token ids differ behind {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
+        raise ExportMismatch(f"token ids differ behind {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
     if theirs.decode(ids) != tokenizer.decode(ids):
-        raise Rejected("the text of the token ids differs")
+        raise ExportMismatch("the text of the token ids differs")
     return text, ids
 
 
@@ -146,14 +146,14 @@ def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float
         window = torch.cat([tokens[:1], tokens[1 + start * size :][: size - 1]])[None]
         ours, others = model(window), theirs(window).logits
         if ours.shape != others.shape:
-            raise Rejected(f"logits have the shape {[*others.shape]} there and {[*ours.shape]} here")
+            raise ExportMismatch(f"logits have the shape {[*others.shape]} there and {[*ours.shape]} here")
         count += ours.numel()
         found.append([(ours - others).abs().max().item(), ours.abs().max().item()])
     difference, largest = np.max(found, axis=0).tolist()  # NaN where one is
     if not math.isfinite(largest):
-        raise Rejected("the checkpoint's own logits are not finite")
+        raise ExportMismatch("the checkpoint's own logits are not finite")
     if not difference <= _bound(largest):
-        raise Rejected(f"logits differ by {difference:.2e}, and {_bound(largest):.2e} would be rounding")
+        raise ExportMismatch(f"logits differ by {difference:.2e}, and {_bound(largest):.2e} would be rounding")
     return count, difference, largest
 
 
@@ -174,7 +174,7 @@ def _compare_greedy(theirs: Any, model: GPT, tokens: Tensor, eot: int) -> tuple[
     if not behind.max() <= 2 * _bound(logits.max().item()):
         row, place = divmod(int(behind.argmax()), new)
         said = f"{int(logits[row, place].argmax())} here and {int(chosen[row, place])} there"
-        raise Rejected(f"greedy tokens differ: behind {written[row, : given + place].tolist()[-8:]} it is {said}")
+        raise ExportMismatch(f"greedy tokens differ: behind {written[row, : given + place].tolist()[-8:]} it is {said}")
     return int((logits.argmax(dim=-1) == chosen).sum()), chosen.numel()
 
 

@@ -12,7 +12,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.card import write_card
 from gpt2_ddp.export.check import Findings, check_export
-from gpt2_ddp.export.folder import Rejected, made_whole
+from gpt2_ddp.export.folder import ExportMismatch, atomic_directory
 from gpt2_ddp.export.gguf_file import require_gguf, write_gguf
 from gpt2_ddp.export.hub import Hub
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
@@ -42,7 +42,7 @@ def export_hf(config: ExportConfig) -> int:
     output = Path(config.output or default_output(checkpoint))
     try:
         findings = export(checkpoint, output, config.gguf)
-    except Rejected as rejected:
+    except ExportMismatch as rejected:
         print(f"rejected: {rejected}; what was written is left in {rejected.left}", file=sys.stderr)
         return 1
     print(f"{output}: {checkpoint.path} for transformers, which agrees in {findings}")
@@ -54,8 +54,8 @@ def export_hf(config: ExportConfig) -> int:
 def require_transformers() -> None:
     """Raises: UserError where it is not installed, which would be found only after the weights were written."""
     if importlib.util.find_spec("transformers") is None:
-        cure = "is not installed, and the export is checked with it; `pip install transformers`"
-        raise UserError("package", "transformers", cure)
+        hint = "is not installed, and the export is checked with it; `pip install transformers`"
+        raise UserError("package", "transformers", hint)
 
 
 def default_output(checkpoint: Checkpoint) -> Path:
@@ -69,9 +69,9 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
 
     Raises:
         UserError: `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses.
-        Rejected: it does not; the folder is left under the name of `.rejected`.
+        ExportMismatch: it does not; the folder is left under the name of `.rejected`.
     """
-    with made_whole(output) as folder:
+    with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)
             shutil.copyfile(checkpoint.path / CONFIG, folder / TRAINING)

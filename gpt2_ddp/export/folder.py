@@ -14,7 +14,7 @@ LOCK = ".lock"
 """Held while the folder is made, so that what a killed process left can be told from what another one makes."""
 
 
-class Rejected(Exception):
+class ExportMismatch(Exception):
     """What was made in the folder is not as it should be.
 
     Args:
@@ -32,9 +32,9 @@ class Rejected(Exception):
 
 
 @contextmanager
-def made_whole(output: Path) -> Iterator[Path]:
+def atomic_directory(output: Path) -> Iterator[Path]:
     """Gives a hidden folder to write into, which becomes `output` in the end. Where something fails it is removed; only
-    what is `Rejected` is left, under the name of `output` with `.rejected`.
+    what is `ExportMismatch` is left, under the name of `output` with `.rejected`.
 
     Raises:
         UserError: `output` is there and not an empty folder, another process makes it, or the disk refuses.
@@ -59,7 +59,7 @@ def made_whole(output: Path) -> Iterator[Path]:
                 _clear(aside)
                 yield aside
                 _become(aside, output)
-        except Rejected as rejected:
+        except ExportMismatch as rejected:
             rejected.left = free_name(output.with_name(f"{output.name}.rejected"))
             with writing(rejected.left):
                 _become(aside, rejected.left)

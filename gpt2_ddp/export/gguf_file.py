@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.folder import Rejected
+from gpt2_ddp.export.folder import ExportMismatch
 from gpt2_ddp.export.tokenizer_files import tokenizer_json
 from gpt2_ddp.files import writing
 from gpt2_ddp.model.gpt import GPT
@@ -25,7 +25,7 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
 
     Raises:
         UserError: the package is missing, the disk refuses, or llama.cpp has no such tokenizer.
-        Rejected: something in the file is not the same.
+        ExportMismatch: something in the file is not the same.
     """
     require_gguf()
     fields, tensors = {**_shape(model), **_vocabulary(tokenizer)}, _tensors(model)
@@ -63,8 +63,8 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
     definition = tokenizer_json(tokenizer)
     merges = definition["model"]["merges"] if definition["pre_tokenizer"].get("use_regex") else []
     if not merges:  # `bytes` has none, and llama.cpp insists on some
-        cure = "is no byte-level BPE like GPT-2's, and llama.cpp would encode text otherwise; leave --gguf away"
-        raise UserError("tokenizer", tokenizer.name, cure)
+        hint = "is no byte-level BPE like GPT-2's, and llama.cpp would encode text otherwise; leave --gguf away"
+        raise UserError("tokenizer", tokenizer.name, hint)
     token_of_id = {rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()}
     token_of_id |= {token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]}
     tokens, types = zip(*(token_of_id[rank] for rank in range(tokenizer.vocab_size)), strict=True)
@@ -123,8 +123,8 @@ def compare(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) 
         field = reader.get_field(key)
         found = field.contents() if field else None
         if found != (float(np.float32(value)) if isinstance(value, float) else value):
-            raise Rejected(f"{key} of {file.name} is {str(found)[:80]} instead of {str(value)[:80]}")
+            raise ExportMismatch(f"{key} of {file.name} is {str(found)[:80]} instead of {str(value)[:80]}")
     found = {tensor.name: tensor.data for tensor in reader.tensors}
     for name in sorted({*found, *tensors}):
         if name not in found or name not in tensors or not np.array_equal(found[name], tensors[name]):
-            raise Rejected(f"{name} of {file.name} is not the model's")
+            raise ExportMismatch(f"{name} of {file.name} is not the model's")

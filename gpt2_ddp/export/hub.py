@@ -34,11 +34,11 @@ class Hub:
         return str(url)
 
     @contextmanager
-    def _told(self, cure: str) -> Iterator[None]:
+    def _told(self, hint: str) -> Iterator[None]:
         from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
         try:
             yield
         except (OSError, HTTPError, HFValidationError) as error:
             reason = str(error).strip().split("\n")[0]
-            raise UserError("push_to_hub", self.repository, f"{reason}; {cure}") from error
+            raise UserError("push_to_hub", self.repository, f"{reason}; {hint}") from error

@@ -18,7 +18,7 @@ from gpt2_ddp.files import check_writable
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.lab.lessons import choose, explain
 from gpt2_ddp.lab.table import Row, as_json, as_markdown, as_page
-from gpt2_ddp.project import said
+from gpt2_ddp.project import command_for
 
 PROCESSES = 2
 
@@ -40,8 +40,8 @@ def run_lab(config: LabConfig) -> int:
         print(explain(choose((config.explain,), "explain")[0]))
         return 0
     if world_size() > 1:
-        cure = f"the lab starts its own two processes: `{said('ddp_lab')}`, without a launcher"
-        raise UserError("processes", world_size(), cure)
+        hint = f"the lab starts its own two processes: `{command_for('ddp_lab')}`, without a launcher"
+        raise UserError("processes", world_size(), hint)
     if config.output:
         check_writable(config.output)
     rows = []

@@ -15,7 +15,7 @@ GPU_CHUNK = 8192
 """Tokens of a chunk on GPUs: enough to fill the device, at a gigabyte of logits in bf16 for GPT-2's vocabulary."""
 
 
-def settle_chunk(chunk: int | Literal["auto"] | None, kind: str) -> int | None:
+def resolve_chunk(chunk: int | Literal["auto"] | None, kind: str) -> int | None:
     """What `train.loss_chunk` comes to on such a device."""
     return chunk if chunk != "auto" else GPU_CHUNK if kind == "cuda" else None
 

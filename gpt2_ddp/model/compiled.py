@@ -39,7 +39,7 @@ def missing_compiler(device: torch.device) -> str | None:
     return None
 
 
-def settle_compile(
+def resolve_compile(
     how: str, before: str | None, model: nn.Module, accelerator: Accelerator, flops: float
 ) -> tuple[str, str | None]:
     """What `train.compile` comes to: off, blocks or model; and what keeps `auto` from it, where that is not there.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import divisors
-from gpt2_ddp.model.chunked_loss import settle_chunk
+from gpt2_ddp.model.chunked_loss import resolve_chunk
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import state_numbers
 
@@ -89,7 +89,7 @@ def setting_of(
         processes,
         background,
         base,
-        settle_chunk(config.train.loss_chunk, kind),
+        resolve_chunk(config.train.loss_chunk, kind),
     )
 
 
@@ -120,7 +120,7 @@ class Block:
 Moment = list[Block]
 
 
-def moments(setting: Setting) -> dict[str, Moment]:
+def optimizer_state(setting: Setting) -> dict[str, Moment]:
     """What is alive when most is: in a step of training, in an evaluation, and while a checkpoint is saved."""
     n, n_eval = (batch * setting.model.block_size for batch in (setting.micro_batch, setting.eval_batch))
     embedding, tensors = 4 * setting.vocab_size * setting.model.n_embd, 12 * setting.model.n_layer
@@ -216,7 +216,7 @@ class Memory:
 
 def estimate(setting: Setting) -> Memory:
     """The memory of one process, at each moment and by part."""
-    at = moments(setting)
+    at = optimizer_state(setting)
     keeps = setting.kind == "cpu" and platform.libc_ver()[0] == "glibc"
     heap = {
         name: sum(block.total for block in blocks if not block.stays and keeps and block.bytes < HEAP)

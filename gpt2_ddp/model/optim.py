@@ -29,10 +29,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     if matrices:
         own = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
         groups.append({"params": matrices, "weight_decay": config.weight_decay, **own})
-    return light(Muon if matrices else AdamW)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return without_dynamo(Muon if matrices else AdamW)(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
+    )
 
 
-def light(kind: Any) -> Any:
+def without_dynamo(kind: Any) -> Any:
     """A class of optimizers that computes the same, and imports no compiler.
 
     Torch keeps Dynamo out of an optimizer by wrappers that import it at the first call: 1.1 s of CPU time, sympy and
@@ -83,7 +85,7 @@ def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
     """What may surprise about the rates of a run of so many steps, of which `step` are taken; empty for nothing."""
     end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
     branch = "train.branch_from starts a new run from one of its checkpoints with another schedule"
-    cure = f"--optim.decay_steps {steps} moves that end" if config.may_end_at(steps, step) else branch
+    hint = f"--optim.decay_steps {steps} moves that end" if config.may_end_at(steps, step) else branch
     if steps <= config.warmup_steps:
         up = f"the run ends at step {steps:,}, and its warm-up at step {config.warmup_steps:,}"
         up += f": the last rate is {last:.3g}, and optim.lr {config.lr:.3g}"
@@ -93,10 +95,10 @@ def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
     if steps > end:
         flat = steps - max(step, end)
         reached = f"the rate reaches min_lr ({low:.3g}) at step {end:,}, and the run ends at step {steps:,}"
-        return f"{reached}: {flat:,} steps train at min_lr; {cure}"
+        return f"{reached}: {flat:,} steps train at min_lr; {hint}"
     if last - low > (config.lr - low) / 20:
         ends = f"the run ends at step {steps:,}, and the schedule at step {end:,} (optim.decay_steps)"
-        return f"{ends}: the last rate is {last:.3g}, and min_lr {low:.3g}; {cure}"
+        return f"{ends}: the last rate is {last:.3g}, and min_lr {low:.3g}; {hint}"
     return ""
 
 
@@ -152,7 +154,7 @@ class NormStatistics:
         return torch.stack(self._values).tolist()
 
 
-class StepGuard:
+class UpdateSkipper:
     """Makes `optimizer.step` change nothing where the gradient norm is inf or NaN, or out of the ordinary, without
     waiting for the device.
 

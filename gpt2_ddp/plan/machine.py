@@ -94,8 +94,8 @@ def find_machine(config: PlanConfig, started: int) -> Machine:
     memory = given or _memory(name)
     if memory is None:
         near = difflib.get_close_matches(name, PEAKS, n=3, cutoff=0.3)
-        cure = f"is not known here; the nearest are {', '.join(near)}" if near else "is not known here"
-        raise UserError("gpu", config.gpu, f"{cure}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s")
+        hint = f"is not known here; the nearest are {', '.join(near)}" if near else "is not known here"
+        raise UserError("gpu", config.gpu, f"{hint}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s")
     return Machine(name, "cuda", processes, config.nodes, memory, own or peak_flops(name), False)
 
 

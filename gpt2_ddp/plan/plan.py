@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from gpt2_ddp.checkpoint.checkpointer import pays
+from gpt2_ddp.checkpoint.checkpointer import should_save_async
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
@@ -30,7 +30,7 @@ from gpt2_ddp.model.optim import state_numbers
 from gpt2_ddp.plan.cost import Count, Disk, Rate, assumed_rate, count, disk, divides, seconds
 from gpt2_ddp.plan.machine import Machine, find_machine
 from gpt2_ddp.plan.measure import Measured, base_memory, measure
-from gpt2_ddp.plan.refusals import Seen, look
+from gpt2_ddp.plan.refusals import Seen, preflight
 
 GPT2_VOCABULARY = 50_257
 """Of data that are not there to ask, and whose recipe does not say."""
@@ -92,7 +92,7 @@ def show_plan(config: PlanConfig) -> int:
     loaded = time.time() - psutil.Process().create_time()
     plan = make_plan(config, loaded)
     if is_main_process():
-        print(json.dumps(asdict(plan), indent=1) if config.json else "\n".join(words(plan)), flush=True)
+        print(json.dumps(asdict(plan), indent=1) if config.json else "\n".join(format_plan(plan)), flush=True)
     if plan.refused:
         raise UserError.join(plan.refused)
     return 0 if plan.suffices else 1
@@ -115,7 +115,7 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
     begun = time.perf_counter()  # before there is a meta device, which loads more than a training does
     base = base_memory(training) if machine.kind == "cpu" else CUDA_BASE * (1 + (machine.processes > 1))
     loaded += time.perf_counter() - begun  # a training's first step would load the same
-    seen = look(training, machine.processes)
+    seen = preflight(training, machine.processes)
     training = seen.task.config if seen.task else training
     vocab_size, is_known = _vocabulary(config, seen)
     with torch.device("meta"), without_init():
@@ -131,7 +131,9 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
     even = config.global_batch_windows % machine.processes == 0
     # elsewhere: machines with GPUs have cores and memory for it
     wish = config.checkpoint.background
-    background = pays(wish, checkpoint, machine.kind, config.data.workers) if machine.is_here else wish is not False
+    background = (
+        should_save_async(wish, checkpoint, machine.kind, config.data.workers) if machine.is_here else wish is not False
+    )
 
     def memory_of(size: int) -> Memory:
         of_run = (validates, background)
@@ -248,7 +250,7 @@ def _rate(
     return None
 
 
-def words(plan: Plan) -> list[str]:
+def format_plan(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     machine, memory, room = plan.machine, plan.memory, plan.machine.memory
     known = "" if plan.vocab_size_is_known else ", which is assumed, as the data are not there"

@@ -13,7 +13,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation.sources import survey
+from gpt2_ddp.preparation.sources import scan
 from gpt2_ddp.tasks.corpus import missing_data
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.run import Run
@@ -39,7 +39,7 @@ class Seen:
     unprepared: bool = False
 
 
-def look(config: TrainingConfig, processes: int) -> Seen:
+def preflight(config: TrainingConfig, processes: int) -> Seen:
     """Goes the way of a training up to its first step (`training.loop.train`, `Run.build`): what is refused on the
     way ends it, as it would there.
 
@@ -59,7 +59,7 @@ def look(config: TrainingConfig, processes: int) -> Seen:
         seen.unprepared = (recipe := missing_data(config)) is not None
         if recipe:
             if not recipe.source.startswith("bin:"):
-                survey(recipe)
+                scan(recipe)
         else:
             run.task.open_data()
             seen.task = run.task

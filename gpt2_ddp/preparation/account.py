@@ -7,13 +7,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gpt2_ddp.data.tokenizer import END_OF_TEXT
-from gpt2_ddp.errors import shown
+from gpt2_ddp.errors import truncate
 
 EXAMPLES = 3
 
 
 @dataclass
-class Found:
+class Tally:
     """How many of a kind there were, and where the first few."""
 
     count: int = 0
@@ -23,7 +23,7 @@ class Found:
         """Counts so many more; the first few places are kept."""
         self.count += count
         if len(self.where) < EXAMPLES:
-            self.where.append(shown(where))
+            self.where.append(truncate(where))
 
     def of(self, unit: str) -> str:
         """In words: `2 files (a; b)`."""
@@ -35,19 +35,19 @@ class Found:
 
 
 @dataclass
-class Account:
+class CorpusStats:
     """Of the files: how many are in which encoding, what cannot be decoded, which are left out. Of the text that was
     read: documents, characters, bytes in UTF-8, rows (and what columns the first one without text has instead), and how
     often the end-of-text token is spelt out in it; and a separator of documents that divides none."""
 
     encodings: dict[str, int] = field(default_factory=dict)
-    undecodable: Found = field(default_factory=Found)
-    left_out: Found = field(default_factory=Found)
+    undecodable: Tally = field(default_factory=Tally)
+    left_out: Tally = field(default_factory=Tally)
     documents: int = 0
     characters: int = 0
     bytes: int = 0
     rows: int = 0
-    without_text: Found = field(default_factory=Found)
+    without_text: Tally = field(default_factory=Tally)
     without_column: int = 0
     columns: list[str] = field(default_factory=list)
     end_of_text: int = 0
@@ -57,9 +57,9 @@ class Account:
         """Forgets what was read: a source is read several times. Nothing was found of the separator yet."""
         self.idle_separator = separator
         self.documents = self.characters = self.bytes = self.rows = self.without_column = self.end_of_text = 0
-        self.without_text = Found()
+        self.without_text = Tally()
 
-    def add(self, other: "Account") -> None:
+    def add(self, other: "CorpusStats") -> None:
         """Counts what was read after this, by another process."""
         for name in ("documents", "characters", "bytes", "rows", "without_column", "end_of_text"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -82,7 +82,7 @@ class Account:
 
 def lines(saved: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
     """An account in words, with the tokens of each split."""
-    account = TypeAdapter(Account).validate_python(saved)
+    account = TypeAdapter(CorpusStats).validate_python(saved)
     if account.encodings:
         kinds = ", ".join(f"{count:,} {name}" for name, count in account.encodings.items())
         yield f"  files         {sum(account.encodings.values()):,} ({kinds})"
@@ -95,7 +95,7 @@ def lines(saved: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
     each = ", ".join(f"{count:,} {split}" for split, count in tokens.items())
     yield f"  tokens        {each}; {account.bytes / max(1, sum(tokens.values())):.2f} bytes per token"
     if account.idle_separator:
-        yield f"  note: {shown(account.idle_separator)} (document_separator) stands nowhere between two documents"
+        yield f"  note: {truncate(account.idle_separator)} (document_separator) stands nowhere between two documents"
     if account.end_of_text:
         times = f"{account.end_of_text:,} time{'s' * (account.end_of_text > 1)}"
         yield (

@@ -23,7 +23,7 @@ ATTEMPTS = 1000
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def locked_output(folder: Path) -> Iterator[None]:
     """Makes the folder and holds it, after any other process that prepares it; leftovers are cleared.
 
     Raises:
@@ -38,7 +38,7 @@ def alone_in(folder: Path) -> Iterator[None]:
             finally:
                 _clear(folder)
                 if not (folder / MANIFEST).exists():
-                    _leave(folder, made)
+                    _remove_others(folder, made)
     finally:
         for path in made:
             with suppress(OSError):  # it is not empty
@@ -54,8 +54,8 @@ def _hold(folder: Path, made: list[Path]) -> IO[str]:
                 return _make(folder, made)
             foreign = any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists()
             if foreign and not (folder / LOCK).exists():
-                cure = "holds files that prepare_data.py did not write; choose another output, or index shards with "
-                raise UserError("output", folder, f"{cure}bin:GLOB")
+                hint = "holds files that prepare_data.py did not write; choose another output, or index shards with "
+                raise UserError("output", folder, f"{hint}bin:GLOB")
             lock = open(folder / LOCK, "w")  # noqa: SIM115 (held until the end)
         except FileNotFoundError:
             continue
@@ -99,7 +99,7 @@ def _make(folder: Path, made: list[Path]) -> IO[str]:
     return lock
 
 
-def _leave(folder: Path, made: list[Path]) -> None:
+def _remove_others(folder: Path, made: list[Path]) -> None:
     """Takes away the lock, and with it the folder if it was made here and holds nothing else."""
     if folder in made and [path.name for path in folder.iterdir()] == [LOCK]:
         _remove(folder.rename(_aside(folder)))

@@ -23,7 +23,7 @@ MARKS = {  # UTF-32's first: the shorter mark is its beginning
 }
 
 
-class Look(NamedTuple):
+class DetectedEncoding(NamedTuple):
     """What a look at a whole file has found.
 
     Attributes:
@@ -44,7 +44,7 @@ class Look(NamedTuple):
         return self.undecodable * TRACE > self.size
 
 
-def look(path: Path, named: str) -> Look:
+def detect_encoding(path: Path, named: str) -> DetectedEncoding:
     """Reads the whole file, in little memory, and says what it is.
 
     Args:
@@ -57,7 +57,7 @@ def look(path: Path, named: str) -> Look:
     with open_bytes(path) as file:
         head = file.read(BLOCK)
         if head.startswith(b"%PDF-"):  # which may be of ASCII characters alone
-            return Look(None, len(head))
+            return DetectedEncoding(None, len(head))
         marked = next((name for mark, name in MARKS.items() if head.startswith(mark)), None) or _wide(head)
         found, ascii_only = _scan(head, file, marked or "utf-8")
     is_utf8 = not found.undecodable and not ascii_only
@@ -110,7 +110,7 @@ def _wide(head: bytes) -> str | None:
     return None
 
 
-def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[Look, bool]:
+def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[DetectedEncoding, bool]:
     """What there is to say of a file, read in this encoding, and whether it is ASCII that escapes nothing."""
     decoder = codecs.getincrementaldecoder(encoding)(_note.__name__)
     size = controls = undecodable = first = lines = 0
@@ -130,7 +130,7 @@ def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[Look, bool]:
         lines += block.count(b"\n")
         block = file.read(BLOCK)
     is_text = controls * TRACE <= size
-    return Look(encoding if is_text else None, size, undecodable, first), ascii_only
+    return DetectedEncoding(encoding if is_text else None, size, undecodable, first), ascii_only
 
 
 def _count_controls(text: bytes) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation.account import Account
+from gpt2_ddp.preparation.account import CorpusStats
 from gpt2_ddp.preparation.decode import BLOCK, open_text, read_blocks
 
 MANY = 1000
@@ -21,7 +21,7 @@ Blocks = Iterable[str]
 """The text of a document, in parts of any size."""
 
 
-class Part(NamedTuple):
+class InputSplit(NamedTuple):
     """Some of the source's documents, which are one stretch of a file.
 
     Args:
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     row: int = 0
 
 
-def json_parts(path: Path) -> Iterator[Part]:
+def json_parts(path: Path) -> Iterator[InputSplit]:
     """Whole lines of an uncompressed file in UTF-8."""
     start = row = 0
     with open(path, "rb") as file:
@@ -47,11 +47,11 @@ def json_parts(path: Path) -> Iterator[Part]:
             size, lines = len(block), block.count(b"\n")
             while not block.endswith(b"\n") and (block := file.readline(BLOCK)):  # a line may be of any length
                 size, lines = size + len(block), lines + block.endswith(b"\n")
-            yield Part(path, "utf-8", size, start, row)
+            yield InputSplit(path, "utf-8", size, start, row)
             start, row = start + size, row + lines
 
 
-def parquet_parts(path: Path) -> Iterator[Part]:
+def parquet_parts(path: Path) -> Iterator[InputSplit]:
     """The row groups of a file."""
     import pyarrow.parquet
 
@@ -59,7 +59,7 @@ def parquet_parts(path: Path) -> Iterator[Part]:
         row = 0
         for index in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(index)
-            yield Part(path, "parquet", group.total_byte_size, index, row)
+            yield InputSplit(path, "parquet", group.total_byte_size, index, row)
             row += group.num_rows
 
 
@@ -118,7 +118,7 @@ def without_line_breaks(blocks: Blocks) -> Iterator[str]:
         yield text
 
 
-def json_documents(part: Part, column: str, account: Account) -> Iterator[Blocks]:
+def json_documents(part: InputSplit, column: str, account: CorpusStats) -> Iterator[Blocks]:
     """The column of a file that has one JSON object a line."""
     path = part.path
     stretch = None if part.start is None else (part.start, part.start + part.size)
@@ -144,7 +144,7 @@ def check_parquet(path: Path) -> str:
         return "parquet"
 
 
-def parquet_documents(part: Part, column: str, account: Account) -> Iterator[Blocks]:
+def parquet_documents(part: InputSplit, column: str, account: CorpusStats) -> Iterator[Blocks]:
     """The column of a row group."""
     import pyarrow.parquet
 
@@ -159,8 +159,8 @@ def parquet_documents(part: Part, column: str, account: Account) -> Iterator[Blo
                     number += 1
                     yield _text(row, column, f"{path}, row {number}", account)
     except UnicodeDecodeError as error:
-        cure = f"holds text after row {number} that is not UTF-8 ({error}), as parquet's has to be; write it again"
-        raise UserError("source", path, cure) from error
+        hint = f"holds text after row {number} that is not UTF-8 ({error}), as parquet's has to be; write it again"
+        raise UserError("source", path, hint) from error
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def _whole(path: Path) -> Iterator[None]:
         raise UserError("source", path, f"is not a whole parquet file ({error})") from error
 
 
-def hub_documents(config: PrepareConfig, account: Account) -> Iterator[Blocks]:
+def hub_documents(config: PrepareConfig, account: CorpusStats) -> Iterator[Blocks]:
     """The column of a dataset on the Hub, as it arrives."""
     import datasets
     from huggingface_hub import HfApi
@@ -189,18 +189,18 @@ def hub_documents(config: PrepareConfig, account: Account) -> Iterator[Blocks]:
             yield _text(row, config.column, f"{name}, row {number}", account)
     except (OSError, ValueError, HTTPError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        cure = f"cannot be read from the Hub ({reason}); a local file or folder, or stdlib, needs no network"
-        raise UserError("source", config.source, cure) from error
+        hint = f"cannot be read from the Hub ({reason}); a local file or folder, or stdlib, needs no network"
+        raise UserError("source", config.source, hint) from error
 
 
-def check_column(column: str, account: Account) -> None:
+def check_column(column: str, account: CorpusStats) -> None:
     """Refuses a source of whose rows none has text."""
     if account.rows and account.without_text.count == account.rows:
-        cure = f"none of {account.rows:,} rows has text there; the first, {account.without_text.where[0]}, has"
-        raise UserError("column", column, f"{cure} {', '.join(account.columns) or 'none'}")
+        hint = f"none of {account.rows:,} rows has text there; the first, {account.without_text.where[0]}, has"
+        raise UserError("column", column, f"{hint} {', '.join(account.columns) or 'none'}")
 
 
-def _text(row: dict[str, Any], column: str, where: str, account: Account) -> Blocks:
+def _text(row: dict[str, Any], column: str, where: str, account: CorpusStats) -> Blocks:
     """The row's text, in a key of this name or below keys joined by dots."""
     account.rows += 1
     try:

@@ -21,12 +21,12 @@ from gpt2_ddp.data.manifest import token_dtype
 from gpt2_ddp.data.shards import Shard
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation.account import Account
+from gpt2_ddp.preparation.account import CorpusStats
 from gpt2_ddp.preparation.building import SHARDS, remove
-from gpt2_ddp.preparation.documents import Part, check_column
+from gpt2_ddp.preparation.documents import InputSplit, check_column
 from gpt2_ddp.preparation.fast_encoder import EVERY, EncodersDiffer, fast_encoder
 from gpt2_ddp.preparation.shard_writer import ShardWriter
-from gpt2_ddp.preparation.sources import Piece, Survey, has_documents, read_parts, read_pieces, source_parts
+from gpt2_ddp.preparation.sources import DocumentChunk, Scan, has_documents, read_parts, read_pieces, source_parts
 
 CHUNK = 2**20
 """Characters, or bytes of files, that a process encodes at a time."""
@@ -37,24 +37,24 @@ AHEAD = 3
 EXPECTED_DOCUMENTS = 10
 """Splits are made by hash if the smaller one can expect so many documents; if fewer, there could be none."""
 
-Pieces = Iterable[tuple[str, Piece]]
+Pieces = Iterable[tuple[str, DocumentChunk]]
 """Pieces of documents, with the splits that the documents belong to."""
 
 
-class Chunk(NamedTuple):
+class WorkItem(NamedTuple):
     """What a process encodes at a time: pieces that were read already, or else parts of files.
 
     Args:
         account: counts what was read here, up to these pieces.
     """
 
-    pieces: list[tuple[str, Piece]]
-    parts: list[Part]
-    account: Account
+    pieces: list[tuple[str, DocumentChunk]]
+    parts: list[InputSplit]
+    account: CorpusStats
 
 
 def write_splits(
-    folder: Path, config: PrepareConfig, tokenizer: str, seen: Survey, pool: Executor, workers: int, fast: bool
+    folder: Path, config: PrepareConfig, tokenizer: str, seen: Scan, pool: Executor, workers: int, fast: bool
 ) -> dict[str, list[Shard]]:
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
 
@@ -91,8 +91,8 @@ def write_splits(
     check_column(config.column, seen.account)
     for split, shards in splits.items():
         if not shards:
-            cure = f"has too little text for a {split} split; choose another source, or val_fraction 0"
-            raise UserError("source", config.source, cure)
+            hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
+            raise UserError("source", config.source, hint)
     return splits
 
 
@@ -124,7 +124,7 @@ def _read(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
 
 
 def _encode_source(
-    config: PrepareConfig, encode: partial, fraction: float, seen: Survey, pool: Executor, workers: int
+    config: PrepareConfig, encode: partial, fraction: float, seen: Scan, pool: Executor, workers: int
 ) -> Iterator[dict[str, Path]]:
     """Files of the tokens of the source's chunks, by split, in their order."""
     seen.account.begin(config.document_separator)
@@ -135,41 +135,41 @@ def _encode_source(
             yield files
 
 
-def _chunks(config: PrepareConfig, fraction: float, seen: Survey) -> Iterator[Chunk]:
+def _chunks(config: PrepareConfig, fraction: float, seen: Scan) -> Iterator[WorkItem]:
     """The whole source, in its order."""
     if config.source.startswith("hub:") or config.max_documents:
-        whole = Survey(Account(), seen.unusual)
+        whole = Scan(CorpusStats(), seen.unusual)
         yield from _cut(read_pieces(config, whole), fraction, whole.account)
         return
-    held: list[Part] = []
+    held: list[InputSplit] = []
     for part in source_parts(config, seen):
         if part.start is None and part.size > LARGE:
             if held:
-                yield Chunk([], held, Account())
-            held, account = [], Account()
+                yield WorkItem([], held, CorpusStats())
+            held, account = [], CorpusStats()
             yield from _cut(read_parts(config, [part], account), fraction, account)
             continue
         held.append(part)
         if sum(part.size for part in held) >= CHUNK or len(held) == CHUNK // 2**10:
-            yield Chunk([], held, Account())
+            yield WorkItem([], held, CorpusStats())
             held = []
     if held:
-        yield Chunk([], held, Account())
+        yield WorkItem([], held, CorpusStats())
 
 
-def _cut(pieces: Iterable[Piece], fraction: float, account: Account) -> Iterator[Chunk]:
+def _cut(pieces: Iterable[DocumentChunk], fraction: float, account: CorpusStats) -> Iterator[WorkItem]:
     """Chunks of pieces; the last one has their account."""
     held, characters = [], 0
     for split, piece in _with_splits(pieces, fraction):
         held.append((split, piece))
         characters += len(piece.text)
         if characters >= CHUNK:
-            yield Chunk(held, [], Account())
+            yield WorkItem(held, [], CorpusStats())
             held, characters = [], 0
-    yield Chunk(held, [], account)
+    yield WorkItem(held, [], account)
 
 
-def _with_splits(pieces: Iterable[Piece], fraction: float) -> Pieces:
+def _with_splits(pieces: Iterable[DocumentChunk], fraction: float) -> Pieces:
     split = ""
     for piece in pieces:
         if piece.first:
@@ -183,8 +183,8 @@ def _unit_hash(text: str) -> float:
 
 
 def _encode(
-    folder: Path, tokenizer_name: str, fast: bool, config: PrepareConfig, fraction: float, number: int, chunk: Chunk
-) -> tuple[dict[str, Path], int, Account]:
+    folder: Path, tokenizer_name: str, fast: bool, config: PrepareConfig, fraction: float, number: int, chunk: WorkItem
+) -> tuple[dict[str, Path], int, CorpusStats]:
     """Writes the tokens of a chunk: their files by split, how many there are, and the account of what was read."""
     tokenizer = _cached_tokenizer(tokenizer_name)
     quick, unchecked = _cached_fast_encoder(tokenizer) if fast else None, EVERY
@@ -215,8 +215,8 @@ _cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
 
 
 def _in_order(
-    encode: partial, chunks: Iterator[Chunk], pool: Executor, workers: int
-) -> Iterator[tuple[dict[str, Path], int, Account]]:
+    encode: partial, chunks: Iterator[WorkItem], pool: Executor, workers: int
+) -> Iterator[tuple[dict[str, Path], int, CorpusStats]]:
     """`map` over a pool that looks only a few chunks ahead. Processes, because tiktoken is a quarter slower in threads;
     spawned, because forking a process that has threads can deadlock."""
     pending: deque[Future] = deque()

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt2_ddp.data.manifest import token_dtype
 from gpt2_ddp.data.tokenizer import GPT2_PATTERN, Tokenizer
-from gpt2_ddp.errors import shown
+from gpt2_ddp.errors import truncate
 
 SAMPLE, EVERY = 512, 2**18
 """Characters that tiktoken encodes, too, of so many: 0.2 % of them, for 3 % of the time."""
@@ -48,7 +48,7 @@ class FastEncoder:
         except BaseException as error:  # a panic of Rust's is no Exception, and its class cannot be imported
             if type(error).__module__ != "pyo3_runtime":
                 raise
-            raise EncodersDiffer(f"gigatoken panicked ({error}) at {shown(text, 60)!r}") from None
+            raise EncodersDiffer(f"gigatoken panicked ({error}) at {truncate(text, 60)!r}") from None
         return (ids + np.uint32(self.first)).astype(self.dtype)
 
     def check(self, text: str, ids: np.ndarray) -> None:
@@ -73,7 +73,7 @@ class FastEncoder:
             else:
                 ids = self.encode(text)
         if not np.array_equal(ids, self.tokenizer.encode(text)):
-            raise EncodersDiffer(f"gigatoken and tiktoken do not encode {shown(text, 60)!r} alike")
+            raise EncodersDiffer(f"gigatoken and tiktoken do not encode {truncate(text, 60)!r} alike")
 
 
 def first_id(tokenizer: Tokenizer) -> int:

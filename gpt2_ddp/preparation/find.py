@@ -35,8 +35,8 @@ def find_files(source: str, without: str | None = None) -> Iterator[Path]:
     files = map(Path, found)
     first = next(files, None)
     if first is None:
-        cure = "there is no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
-        raise UserError("source", source, cure)
+        hint = "there is no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
+        raise UserError("source", source, hint)
     yield first
     yield from files
 

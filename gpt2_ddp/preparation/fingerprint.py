@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import fsync_file, regular, sha256_file
 from gpt2_ddp.preparation.find import find_files
 from gpt2_ddp.preparation.sources import describe
@@ -91,10 +91,10 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
             if then and then != describe(config):  # of another Python
                 changes += f"; {then} then, {describe(config)} now"
     if changes:
-        cure = f"has changed since its tokens were made ({changes}); choose another output, or delete that folder"
+        hint = f"has changed since its tokens were made ({changes}); choose another output, or delete that folder"
         if then is None:
-            cure = f"has changed while it was read ({changes}); give the command again once nobody writes there"
-        raise UserError("source", config.source, cure)
+            hint = f"has changed while it was read ({changes}); give the command again once nobody writes there"
+        raise UserError("source", config.source, hint)
 
 
 def _entries(config: PrepareConfig, known: dict[str, Entry]) -> Iterator[Entry]:
@@ -145,7 +145,7 @@ def _difference(then: dict[str, Entry], now: dict[str, Entry]) -> str:
     }
     words = []
     for kind, names in kinds.items():
-        first = ", ".join(shown(name, 30) for name in names[:EXAMPLES])
+        first = ", ".join(truncate(name, 30) for name in names[:EXAMPLES])
         more = ", ..." * (len(names) > EXAMPLES)
         words.append(f"{len(names):,} {kind}" + f": {first}{more}" * bool(names))
     return "; ".join(words)

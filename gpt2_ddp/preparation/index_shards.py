@@ -55,8 +55,8 @@ def index_shards(config: PrepareConfig) -> Manifest:
     try:
         write_manifest(folder, manifest)
     except OSError as error:
-        cure = f"{MANIFEST} cannot be written into it ({error.strerror}); make it writable, or link its files elsewhere"
-        raise UserError("output", folder, cure) from error
+        hint = f"{MANIFEST} cannot be written into it ({error.strerror}); make it writable, or link its files elsewhere"
+        raise UserError("output", folder, hint) from error
     print(f"{folder} is indexed: {_summary(manifest)}")
     return manifest
 
@@ -90,6 +90,6 @@ def _index(path: Path, tokenizer: Tokenizer) -> Shard:
             digest.update(block)
             largest = np.frombuffer(block, dtype).max()
             if largest >= tokenizer.vocab_size:
-                cure = f"holds token id {largest}, but {tokenizer.name} has {tokenizer.vocab_size}; name its tokenizer"
-                raise UserError("shard", path, cure)
+                hint = f"holds token id {largest}, but {tokenizer.name} has {tokenizer.vocab_size}; name its tokenizer"
+                raise UserError("shard", path, hint)
     return Shard(path.name, tokens, HEADER_BYTES + tokens * dtype.itemsize, digest.hexdigest())

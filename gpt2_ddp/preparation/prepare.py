@@ -18,15 +18,15 @@ from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest, token_dtyp
 from gpt2_ddp.data.shards import check_shard
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, encoding_names, load_tokenizer
 from gpt2_ddp.distributed.cores import usable_cores
-from gpt2_ddp.distributed.workers import InProcess, helper_pool
+from gpt2_ddp.distributed.workers import InlineExecutor, worker_pool
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.preparation.account import lines
-from gpt2_ddp.preparation.building import alone_in
+from gpt2_ddp.preparation.building import locked_output
 from gpt2_ddp.preparation.encode import write_splits
 from gpt2_ddp.preparation.fingerprint import check_unchanged, record_source
 from gpt2_ddp.preparation.index_shards import index_shards
-from gpt2_ddp.preparation.sources import Survey, describe, read_pieces, survey
+from gpt2_ddp.preparation.sources import Scan, describe, read_pieces, scan
 from gpt2_ddp.preparation.vocabulary import make_tokenizer, suitable_vocab_size
 
 ACCOUNT = "account"
@@ -54,11 +54,11 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
     config = config.model_copy(update={"output": str(folder)})
     manifest = _finished(folder, config)  # first without the lock, since the folder may be read-only
     if manifest is None:
-        with alone_in(folder):
+        with locked_output(folder):
             manifest = _finished(folder, config)
             if manifest is None:
                 workers = config.workers or usable_cores(hyperthreads=True)
-                with helper_pool(workers) if workers > 1 else nullcontext(InProcess()) as pool:
+                with worker_pool(workers) if workers > 1 else nullcontext(InlineExecutor()) as pool:
                     return _prepare(folder, config, pool, workers, fast)
     else:
         check_unchanged(folder, config, manifest.recipe.get("fingerprint", {}), manifest.source)
@@ -78,8 +78,8 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         del recipe["vocab_size"]
     differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
     if differing:
-        cure = f"holds shards made with {', '.join(differing)}; choose another output, or delete it"
-        raise UserError("output", folder, cure)
+        hint = f"holds shards made with {', '.join(differing)}; choose another output, or delete it"
+        raise UserError("output", folder, hint)
     for shards in manifest.splits.values():
         for shard in shards:
             check_shard(folder, shard, token_dtype(manifest.vocab_size))
@@ -121,11 +121,11 @@ def _prepare(folder: Path, config: PrepareConfig, pool: Executor, workers: int, 
     return manifest
 
 
-def _look(folder: Path, config: PrepareConfig, pool: Executor) -> tuple[Survey, dict[str, Any]]:
+def _look(folder: Path, config: PrepareConfig, pool: Executor) -> tuple[Scan, dict[str, Any]]:
     """What the files are, and what they were."""
     is_hub = config.source.startswith("hub:")  # which is asked nothing more, where it does not answer
     recorded = None if is_hub else pool.submit(_record, folder, config)  # a worker hashes the files meanwhile
-    seen = survey(config)
+    seen = scan(config)
     if next(read_pieces(config, seen), None) is None:
         raise UserError("source", config.source, "has too little text for a train split: it has none")
     return seen, recorded.result() if recorded else record_source(folder, config)
@@ -146,7 +146,7 @@ def _print_account(manifest: Manifest) -> None:
         print(*lines(manifest.recipe[ACCOUNT], {split: manifest.tokens(split) for split in manifest.splits}), sep="\n")
 
 
-def _place_tokenizer(folder: Path, config: PrepareConfig, seen: Survey) -> str:
+def _place_tokenizer(folder: Path, config: PrepareConfig, seen: Scan) -> str:
     """An encoding's name; or the path, inside the folder, of the tokenizer that is trained or copied there."""
     own = folder / TOKENIZER_FILE
     given = Path(config.tokenizer)

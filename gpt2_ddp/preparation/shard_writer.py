@@ -7,7 +7,7 @@ import numpy as np
 
 from gpt2_ddp.data.manifest import HEADER_BYTES, Shard, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
-from gpt2_ddp.distributed.workers import InProcess
+from gpt2_ddp.distributed.workers import InlineExecutor
 from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file
 
 
@@ -26,7 +26,7 @@ class ShardWriter:
         self.shard_tokens = shard_tokens
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
-        self._pool = pool or InProcess()
+        self._pool = pool or InlineExecutor()
         self._shards: list[Future[Shard]] = []
         self._file = None
         self._tokens = 0

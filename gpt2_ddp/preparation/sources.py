@@ -15,12 +15,12 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import replace_surrogates
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import regular
-from gpt2_ddp.preparation.account import Account, Found
-from gpt2_ddp.preparation.decode import COMPRESSED, Look, look
+from gpt2_ddp.preparation.account import CorpusStats, Tally
+from gpt2_ddp.preparation.decode import COMPRESSED, DetectedEncoding, detect_encoding
 from gpt2_ddp.preparation.documents import (
     MANY,
     Blocks,
-    Part,
+    InputSplit,
     check_column,
     check_parquet,
     hub_documents,
@@ -43,7 +43,7 @@ JSON_LINES = {".jsonl", ".ndjson", ".json"}
 USUAL = {"utf-8", "parquet"}
 
 
-class Piece(NamedTuple):
+class DocumentChunk(NamedTuple):
     """Text of a document, and whether the document begins with it."""
 
     text: str
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 @dataclass
-class Survey:
+class Scan:
     """What a look at a source's files has found, before any long work.
 
     Attributes:
@@ -59,26 +59,26 @@ class Survey:
         unusual: the files that are not UTF-8, with their encoding, or None for those that are left out.
     """
 
-    account: Account = field(default_factory=Account)
+    account: CorpusStats = field(default_factory=CorpusStats)
     unusual: dict[str, str | None] = field(default_factory=dict)
 
 
-def survey(config: PrepareConfig) -> Survey:
+def scan(config: PrepareConfig) -> Scan:
     """Looks at all files of the source, from their first byte to their last.
 
     Raises:
         UserError: there is no text, there is text in an unknown encoding, or a bad file is to stop the work.
     """
-    found, garbled, bad = Survey(), Found(), None
+    found, garbled, bad = Scan(), Tally(), None
     account = found.account
     files = () if config.source.startswith("hub:") else find_files(config.source, config.output)
     for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
         try:
             is_parquet = _suffix(regular(path)) == ".parquet"
-            seen = Look(check_parquet(path), 0) if is_parquet else look(path, config.encoding)
+            seen = DetectedEncoding(check_parquet(path), 0) if is_parquet else detect_encoding(path, config.encoding)
             reason = "" if seen.encoding else "is not text"
         except (OSError, ValueError) as error:  # ValueError: not what its suffix says
-            seen, reason = Look(None, 0), f"cannot be read ({error})"
+            seen, reason = DetectedEncoding(None, 0), f"cannot be read ({error})"
         if seen.encoding not in USUAL:
             found.unusual[str(path)] = seen.encoding
         if seen.encoding is None:
@@ -96,40 +96,40 @@ def survey(config: PrepareConfig) -> Survey:
         raise bad
     if garbled.count:
         tried = "UTF-8" if config.encoding == "auto" else f"UTF-8 or {config.encoding}"
-        cure = f"cannot decode {garbled.of('files')} as {tried}; name another, like cp1252 (UTF-8 files stay UTF-8)"
-        raise UserError("encoding", config.encoding, cure)
+        hint = f"cannot decode {garbled.of('files')} as {tried}; name another, like cp1252 (UTF-8 files stay UTF-8)"
+        raise UserError("encoding", config.encoding, hint)
     return found
 
 
-def read_pieces(config: PrepareConfig, seen: Survey | None = None) -> Iterator[Piece]:
+def read_pieces(config: PrepareConfig, seen: Scan | None = None) -> Iterator[DocumentChunk]:
     """The source's documents in their order, always the same, cut into pieces; empty documents are left out.
 
     Args:
         config: names the source.
-        seen: what `survey` has found, where that was done already; its account counts what is read.
+        seen: what `scan` has found, where that was done already; its account counts what is read.
 
     Raises:
         UserError: the source is missing, unreadable or empty, or none of its rows has the column.
     """
-    seen = seen or survey(config)
+    seen = seen or scan(config)
     seen.account.begin(config.document_separator)
     yield from _pieces(islice(_documents(config, seen), config.max_documents), seen.account)
 
 
-def read_parts(config: PrepareConfig, parts: Iterable[Part], account: Account) -> Iterator[Piece]:
+def read_parts(config: PrepareConfig, parts: Iterable[InputSplit], account: CorpusStats) -> Iterator[DocumentChunk]:
     """The pieces of some parts of the source, which the account counts; as `read_pieces` gives those of all."""
     account.begin(config.document_separator)
     documents = _undivided(config, parts, account)
     return _pieces(_divided(config.document_separator, documents, account), account)
 
 
-def has_documents(config: PrepareConfig, number: int, seen: Survey) -> bool:
+def has_documents(config: PrepareConfig, number: int, seen: Scan) -> bool:
     """Whether the source has at least so many documents."""
     seen.account.begin(config.document_separator)
     return sum(1 for _ in islice(_documents(config, seen), min(number, config.max_documents or number))) == number
 
 
-def source_parts(config: PrepareConfig, seen: Survey) -> Iterator[Part]:
+def source_parts(config: PrepareConfig, seen: Scan) -> Iterator[InputSplit]:
     """The parts that all files of the source are made of, in their order."""
     for path in find_files(config.source, config.output):
         encoding, suffix = seen.unusual.get(str(path), "utf-8"), _suffix(path)
@@ -140,7 +140,7 @@ def source_parts(config: PrepareConfig, seen: Survey) -> Iterator[Part]:
         elif suffix in JSON_LINES and encoding == "utf-8" and path.suffix.lower() not in COMPRESSED:
             yield from json_parts(path)
         else:
-            yield Part(path, encoding, path.stat().st_size)
+            yield InputSplit(path, encoding, path.stat().st_size)
 
 
 def describe(config: PrepareConfig) -> str:
@@ -148,7 +148,7 @@ def describe(config: PrepareConfig) -> str:
     return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
 
 
-def _documents(config: PrepareConfig, seen: Survey) -> Iterator[Blocks]:
+def _documents(config: PrepareConfig, seen: Scan) -> Iterator[Blocks]:
     account = seen.account
     if config.source.startswith("hub:"):
         found = hub_documents(config, account)
@@ -158,14 +158,14 @@ def _documents(config: PrepareConfig, seen: Survey) -> Iterator[Blocks]:
     check_column(config.column, account)
 
 
-def _checked(column: str, documents: Iterable[Blocks], account: Account) -> Iterator[Blocks]:
+def _checked(column: str, documents: Iterable[Blocks], account: CorpusStats) -> Iterator[Blocks]:
     for document in documents:
         yield document
         if account.rows == account.without_column == MANY:
             check_column(column, account)
 
 
-def _divided(separator: str | None, documents: Iterable[Blocks], account: Account) -> Iterator[Blocks]:
+def _divided(separator: str | None, documents: Iterable[Blocks], account: CorpusStats) -> Iterator[Blocks]:
     for document in documents:
         if separator is None:
             yield document
@@ -176,7 +176,7 @@ def _divided(separator: str | None, documents: Iterable[Blocks], account: Accoun
                 yield without_line_breaks(part)
 
 
-def _undivided(config: PrepareConfig, parts: Iterable[Part], account: Account) -> Iterator[Blocks]:
+def _undivided(config: PrepareConfig, parts: Iterable[InputSplit], account: CorpusStats) -> Iterator[Blocks]:
     for part in parts:
         if part.encoding == "parquet":
             yield from parquet_documents(part, config.column, account)
@@ -186,12 +186,12 @@ def _undivided(config: PrepareConfig, parts: Iterable[Part], account: Account) -
             yield from text_documents(part.path, part.encoding, config.documents)
 
 
-def _pieces(documents: Iterable[Blocks], account: Account) -> Iterator[Piece]:
+def _pieces(documents: Iterable[Blocks], account: CorpusStats) -> Iterator[DocumentChunk]:
     for blocks in documents:
         for number, piece in enumerate(_cut(blocks)):
             text = piece if piece.isascii() else replace_surrogates(piece)
             account.read(text, first=number == 0)
-            yield Piece(text, first=number == 0)
+            yield DocumentChunk(text, first=number == 0)
 
 
 def _suffix(path: Path) -> str:

@@ -11,9 +11,9 @@ from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, CHARACTER, END_OF_TEXT
-from gpt2_ddp.distributed.workers import in_helper
+from gpt2_ddp.distributed.workers import run_in_worker
 from gpt2_ddp.files import fsync_file
-from gpt2_ddp.preparation.sources import Survey, read_pieces
+from gpt2_ddp.preparation.sources import Scan, read_pieces
 
 BPE_CHARACTERS = 10**9
 """A BPE is trained on the first so many characters of the source; more would hardly change it."""
@@ -21,18 +21,18 @@ SAY_SECONDS = 30
 """Between lines about the progress, where there is no terminal to draw a bar on."""
 
 
-def make_tokenizer(config: PrepareConfig, seen: Survey, path: Path) -> None:
+def make_tokenizer(config: PrepareConfig, seen: Scan, path: Path) -> None:
     """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`, durably."""
     if config.tokenizer == "bpe":
         print(f"training a BPE of {config.vocab_size:,} tokens", flush=True)
-        in_helper(_train_bpe, config, seen, path)  # where it merges, no signal would come through
+        run_in_worker(_train_bpe, config, seen, path)  # where it merges, no signal would come through
     else:
         print("collecting the characters", flush=True)
         write_characters(_told(piece.text for piece in read_pieces(config, seen)), path)
     fsync_file(path)
 
 
-def _train_bpe(config: PrepareConfig, seen: Survey, path: Path) -> None:
+def _train_bpe(config: PrepareConfig, seen: Scan, path: Path) -> None:
     def texts() -> Iterator[str]:
         yield from _told(_first(BPE_CHARACTERS, (piece.text for piece in read_pieces(config, seen))))
         print("merging", flush=True)

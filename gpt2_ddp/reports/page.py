@@ -28,7 +28,8 @@ SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
 def page(runs: Sequence[RunRecord], pictures: dict[str, Picture], shown: str) -> str:
-    """The document: the picture along the axis `shown`, the others to choose, and what the runs' files say, escaped."""
+    """The document: the picture along the axis `truncate`, the others to choose, and what the runs' files say,
+    escaped."""
     names = [run.name for run in runs]
     body = ['<section class="beside">', '<div class="charts">', *_choice(pictures, shown), "</div>", *_samples(runs)]
     body += ["</section>", "<h2>Summary</h2>", _table(["", *names], _columns([_summary(run) for run in runs]))]

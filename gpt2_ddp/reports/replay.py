@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_rollback, read_lines, standing
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -64,7 +64,7 @@ class Span:
 
 def rows_by_step(file: Path) -> Rows:
     """The row of each step that still holds."""
-    return {row["step"]: row for row in standing(_rows(file))}
+    return {row["step"]: row for row in valid_rows(_rows(file))}
 
 
 def plan(run: Path, steps: str) -> Span:
@@ -182,7 +182,7 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
     return defects
 
 
-class _Again:
+class ReplayTask:
     """A task whose run ends with the span, and which logs and evaluates where the run did."""
 
     def __init__(self, task: Task, span: Span, save: bool):
@@ -194,11 +194,11 @@ class _Again:
     def total_steps(self, epoch_size: int | None) -> int:
         return self._span.stop
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """The task's own; its feed then passes over what the run passed over here."""
-        self._task.load_state(state)
-        if self._span.passed and self._span.passed not in self._task.feed.passed:
-            self._task.feed.pass_over(*self._span.passed)
+        self._task.load_state_dict(state)
+        if self._span.passed and self._span.passed not in self._task.feed.skipped_ranges:
+            self._task.feed.skip_range(*self._span.passed)
 
     def due(self, step: int, last: bool) -> Due:
         row = self._span.rows.get(step)
@@ -210,7 +210,7 @@ def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None)
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
         torch.set_num_threads(threads or torch.get_num_threads())  # sums are in an order of their own for each number
-        return _Again(make(config, accelerator, saved), span, save)
+        return ReplayTask(make(config, accelerator, saved), span, save)
 
     return train(config, make_task).outcome
 
@@ -270,10 +270,10 @@ def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[st
     if processes != trained or (there != here and "cpu" in (there, here)):
         values = config.model_dump()
         if values["model"].get("dropout") or values["data"].get("augment"):
-            cure = (
+            hint = (
                 f"what is random in it depends on its {trained} processes and on {there}; replay it on as many of those"
             )
-            raise UserError("replay", config.kind, cure)
+            raise UserError("replay", config.kind, hint)
     return processes, reasons
 
 

@@ -58,6 +58,6 @@ def choose_axis(runs: list[RunRecord], axis: str) -> tuple[list[str], str]:
     if axis == "auto":
         axis = "tokens" if not lacking["tokens"] and not share_batch(runs) else "steps"
     if lacking[axis]:
-        cure = f"the rows of {', '.join(lacking[axis])} do not say it; choose another, or leave that run out"
-        raise UserError("axis", axis, cure)
+        hint = f"the rows of {', '.join(lacking[axis])} do not say it; choose another, or leave that run out"
+        raise UserError("axis", axis, hint)
     return [each for each in AXES if not lacking[each]], axis

@@ -14,7 +14,7 @@ import yaml
 from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, list_checkpoints
-from gpt2_ddp.checkpoint.run_files import is_event, read_lines, standing
+from gpt2_ddp.checkpoint.run_files import is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
@@ -133,8 +133,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         places = [place for place in (folder, folder.parent) if os.path.isdir(place)]
         problem = "holds no metrics.jsonl" if folder in places else "there is no such folder"
         near = sorted(str(row.parent) for place in places for row in place.glob("*/metrics.jsonl"))
-        cure = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
-        raise UserError("runs", folder, f"{problem}; {cure}")
+        hint = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
+        raise UserError("runs", folder, f"{problem}; {hint}")
     notes: list[str] = []
     rows, events = _read_standing(folder / "metrics.jsonl", notes)
     for row in rows:  # JSON has no NaN: tracking writes null where a number was not finite
@@ -170,7 +170,7 @@ def _read_standing(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     if unreadable := sum(line.row is None for line in lines):
         notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} left out")
     rows = [line.row for line in lines if line.row and _is_number(line.row.get("step"))]
-    return standing(rows), [row for row in rows if is_event(row)]
+    return valid_rows(rows), [row for row in rows if is_event(row)]
 
 
 def _read_mapping(file: Path, notes: list[str]) -> Row:

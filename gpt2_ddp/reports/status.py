@@ -37,8 +37,8 @@ def show_status(config: StatusConfig) -> int:
     if not runs:
         folder = folders[0]
         near = sorted(str(file.parent) for place in (folder, folder.parent) for file in place.glob(f"*/{STATUS}"))
-        cure = "give a run folder" + (f", like {', '.join(near[:3])}" if near else "")
-        raise UserError("runs", folder, f"holds no {STATUS}; {cure}")
+        hint = "give a run folder" + (f", like {', '.join(near[:3])}" if near else "")
+        raise UserError("runs", folder, f"holds no {STATUS}; {hint}")
     width = max(len(str(folder)) for folder in folders)
     for folder in folders:
         if folder not in runs:  # `runs/*` also has what compare_parallel.py leaves

@@ -74,8 +74,8 @@ def _check(
     if isinstance(config, TrainingConfig):
         folders = config.data.moved(command.data)
         if len(folders) != len(config.data.paths):
-            cure = f"the run was trained on {len(config.data.paths)} folders; name all of them, joined by `:`"
-            raise UserError("data", command.data, cure)
+            hint = f"the run was trained on {len(config.data.paths)} folders; name all of them, joined by `:`"
+            raise UserError("data", command.data, hint)
         manifests = read_manifests(folders)
         yield from _check_data(config, folders, manifests, command, rows | states)
     yield from _check_training(config, manifests, rows, states)

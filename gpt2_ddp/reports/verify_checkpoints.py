@@ -6,8 +6,16 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, Checkpoint, Damaged, described, list_checkpoints, verify
-from gpt2_ddp.checkpoint.run_files import METRICS, SAVED, is_rollback, standing
+from gpt2_ddp.checkpoint.checkpoint import (
+    MODEL,
+    STATE,
+    Checkpoint,
+    CorruptCheckpoint,
+    checkpoint_ref,
+    list_checkpoints,
+    verify,
+)
+from gpt2_ddp.checkpoint.run_files import METRICS, SAVED, is_rollback, valid_rows
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT, without_init
@@ -29,7 +37,7 @@ def read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
     for folder in list_checkpoints(run / "checkpoints"):
         try:
             checkpoint = verify(folder)
-        except Damaged as damage:
+        except CorruptCheckpoint as damage:
             if folder.is_dir():  # and not removed meanwhile by a run that goes on
                 defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
             continue
@@ -53,12 +61,12 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
         yield from (f"{name}: is missing" for name in gone if names[name] in still_kept)
     if not there and not kept and _was_saved(run, config, rows):
         yield "checkpoints: none is there, and the run has saved some"
-    by_step = {row["step"]: row for row in standing(rows.values())}
+    by_step = {row["step"]: row for row in valid_rows(rows.values())}
     ended = max((row["step"] for row in rows.values() if row.get("event") in ("checkpoint", "end")), default=0)
     for place, checkpoint in checkpoints.items():
         state, folder = checkpoint.state, checkpoint.path
         try:
-            step, sha256 = int(folder.name[5:]), described(folder)["sha256"]
+            step, sha256 = int(folder.name[5:]), checkpoint_ref(folder)["sha256"]
             misshapen = [*_check_shapes(run, folder, config, state)]
         except FileNotFoundError:  # removed meanwhile by a run that goes on
             continue

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import is_event, is_rollback, standing
+from gpt2_ddp.checkpoint.run_files import is_event, is_rollback, valid_rows
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -21,7 +21,7 @@ Records = dict[str, Record]
 """Rows of metrics.jsonl, events among them, or states of checkpoints, by the place where they stand."""
 
 
-class Stood(NamedTuple):
+class DataState(NamedTuple):
     """Where the data stood after a step: see `data.feed.Feed`."""
 
     position: int
@@ -31,7 +31,7 @@ class Stood(NamedTuple):
     epochs: int
 
 
-class History:
+class OrderReplay:
     """Where the data stood after each step, as `feed` replays them.
 
     Args:
@@ -42,7 +42,7 @@ class History:
         self.feed, self.unit, self.per_item = feed, unit, per_item
         self.inherited: list[tuple[int, int]] = []  # positions that the run which this one branched off passed over
         self.stood = [self._now()]
-        self._left: dict[int, Stood] = {}  # after a step that was gone back to since, as its checkpoint may have it
+        self._left: dict[int, DataState] = {}  # after a step that was gone back to since, as its checkpoint may have it
 
     def check(self, record: Record) -> Iterator[str]:
         """What is wrong with a row or a state; a rollback changes what is right from there on."""
@@ -53,7 +53,7 @@ class History:
         elif not is_event(record) and record["step"] > 0:
             yield from self._check(record)
 
-    def at(self, step: int) -> Stood:
+    def at(self, step: int) -> DataState:
         """Where the data stood after `step`, in the part of the run that was checked last."""
         while len(self.stood) <= step:
             self._inherit()
@@ -63,8 +63,8 @@ class History:
 
     def _inherit(self) -> None:
         """Passes over what the other run passed over here."""
-        while self.inherited and int(self.feed.take(self.feed.position)[0]) == self.inherited[0][0]:
-            self.feed.pass_over(*self.inherited.pop(0))
+        while self.inherited and int(self.feed.positions_from(self.feed.position)[0]) == self.inherited[0][0]:
+            self.feed.skip_range(*self.inherited.pop(0))
 
     def _check(self, record: Record) -> Iterator[str]:
         step, digest, position = record["step"], record.get("order_digest"), record.get("position")
@@ -104,12 +104,12 @@ class History:
         del self.stood[step + 1 :]
         for one in (self._left.get(step, stood), stood):  # the checkpoint may be the same again, or a newer one
             feed.seek(one.position, one.order_digest, one.passed)
-            start = int(feed.take(one.position)[0])
+            start = int(feed.positions_from(one.position)[0])
             if [start, end] == passed:
                 break
         self._left = {number: left for number, left in self._left.items() if number < step} | {step: one}
-        feed.pass_over(start, end)
-        self.stood[step] = stood._replace(order_digest=feed.order_digest, passed=list(feed.passed))
+        feed.skip_range(start, end)
+        self.stood[step] = stood._replace(order_digest=feed.order_digest, passed=list(feed.skipped_ranges))
         if (passed, digest) != ([start, end], feed.order_digest):
             right = f"{[start, end]}, order_digest {feed.order_digest[:12]}"
             yield f"passed over {passed}, order_digest {str(digest)[:12]}, not {right}"
@@ -132,12 +132,14 @@ class History:
         if self.inherited or digest != stood.order_digest:
             yield f"branched off with order_digest {str(digest)[:12]}, not {stood.order_digest[:12]}"
 
-    def _now(self) -> Stood:
+    def _now(self) -> DataState:
         feed = self.feed
-        return Stood(feed.position, feed.order_digest, list(feed.passed), feed.ended_epoch, feed.epochs)
+        return DataState(feed.position, feed.order_digest, list(feed.skipped_ranges), feed.ended_epoch, feed.epochs)
 
 
-def replay_order(config: RunConfig, manifests: Sequence[Manifest], rows: Records, states: Records) -> History | None:
+def replay_order(
+    config: RunConfig, manifests: Sequence[Manifest], rows: Records, states: Records
+) -> OrderReplay | None:
     """The order of a run. None while nothing says how many samples or processes a small job has.
 
     Args:
@@ -150,9 +152,9 @@ def replay_order(config: RunConfig, manifests: Sequence[Manifest], rows: Records
         windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
         order = order_of(config, windows if len(windows) > 1 else [items or windows[0]])
         feed = Feed(range(len(order)), config.seed, config.global_batch_windows, share, order=order)
-        return History(feed, "tokens", config.model.block_size)
+        return OrderReplay(feed, "tokens", config.model.block_size)
     assert isinstance(config, JobConfig), "the other kinds"
-    whole = [record for record in standing(known) if record.get("epoch") and "train_loss" in record]
+    whole = [record for record in valid_rows(known) if record.get("epoch") and "train_loss" in record]
     sizes = [round(record["samples"] / record["epoch"]) for record in whole]  # before checkpoints had epoch_size
     own: dict[str, Any] = config.model_dump()["data"]
     generated = own.get("sequences") or (own.get("points") if own.get("name", "clusters") == "clusters" else None)
@@ -160,7 +162,7 @@ def replay_order(config: RunConfig, manifests: Sequence[Manifest], rows: Records
     batch = newest.get("global_batch_size") or (None if config.scale_with_processes else config.train.global_batch_size)
     if not items or not batch:
         return None
-    return History(Feed(range(items), config.seed, batch, share, by_epoch=True), "samples", 1)
+    return OrderReplay(Feed(range(items), config.seed, batch, share, by_epoch=True), "samples", 1)
 
 
 def in_parts(rows: Records, states: Records) -> tuple[list[tuple[str, Record]], list[str]]:

@@ -15,7 +15,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at
-from gpt2_ddp.reports.verify_order import History, Record, Records
+from gpt2_ddp.reports.verify_order import OrderReplay, Record, Records
 from gpt2_ddp.tasks import pretraining, supervised
 from gpt2_ddp.training.task import Due
 
@@ -72,7 +72,7 @@ class Schedule:
         begun: whether there may be no row before the first start's step: it goes on from another run's checkpoint.
     """
 
-    def __init__(self, config: RunConfig, history: History, validates: bool, begun: bool):
+    def __init__(self, config: RunConfig, history: OrderReplay, validates: bool, begun: bool):
         self.config, self.history, self.validates, self.begun = config, history, validates, begun
         self.steps: int | None = None  # of the whole run, by the start in force; None before the first one
         self.peak: float | None = None  # rate of a small job

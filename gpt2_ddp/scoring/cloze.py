@@ -41,6 +41,6 @@ def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
         choices.insert(number % CHOICES, right)
         items.append(Item(before, tuple(choices), number % CHOICES, "", f"cloze, item {number}"))
     if not items:
-        cure = f"cuts items of {length} tokens, and the validation split has {len(stream):,}; prepare more text"
-        raise UserError("tasks", "cloze", cure)
+        hint = f"cuts items of {length} tokens, and the validation split has {len(stream):,}; prepare more text"
+        raise UserError("tasks", "cloze", hint)
     return items

@@ -85,8 +85,8 @@ def read_items(path: Path) -> list[Item]:
     try:
         text = read_small(path, LONGEST).decode("utf-8-sig")
     except OSError as error:
-        cure = f"cannot be read ({error.strerror}); name a jsonl file, hellaswag, lambada or cloze"
-        raise UserError("tasks", path, cure) from error
+        hint = f"cannot be read ({error.strerror}); name a jsonl file, hellaswag, lambada or cloze"
+        raise UserError("tasks", path, hint) from error
     except UnicodeDecodeError as error:
         raise UserError("tasks", path, "is not UTF-8; save it as UTF-8") from error
     return check_items(str(path), _rows(path, text))
@@ -100,8 +100,8 @@ def check_items(name: str, rows: Iterator[tuple[str, Row]]) -> list[Item]:
     for item in items:
         if (len(item.choices) == 1) != (len(items[0].choices) == 1):
             what = "nothing" if len(item.choices) == 1 else "something"
-            cure = f"has {what} to choose from, unlike {items[0].place}; make two files of them"
-            raise UserError("tasks", item.place, cure)
+            hint = f"has {what} to choose from, unlike {items[0].place}; make two files of them"
+            raise UserError("tasks", item.place, hint)
     return items
 
 

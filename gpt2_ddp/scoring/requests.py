@@ -21,8 +21,8 @@ def _requests(item: Item, tokenizer: Tokenizer, block_size: int) -> Iterator[Req
     for number, choice in enumerate(item.choices):
         before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
         if not 0 < len(continuation) <= block_size:
-            cure = f"choice {number} is {len(continuation)} tokens behind its context, of model.block_size {block_size}"
-            raise UserError("tasks", item.place, f"{cure}; 1 or more that fit can be scored")
+            hint = f"choice {number} is {len(continuation)} tokens behind its context, of model.block_size {block_size}"
+            raise UserError("tasks", item.place, f"{hint}; 1 or more that fit can be scored")
         yield Request(before + continuation, len(continuation))
 
 

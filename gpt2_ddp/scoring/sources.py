@@ -58,6 +58,6 @@ def _fetch(task: str) -> list[Item]:
         rows = datasets.load_dataset(dataset, subset, split=split)
     except (OSError, ValueError, HTTPError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        cure = f"{dataset} cannot be read from the Hub ({reason}); a jsonl file of its rows needs no network"
-        raise UserError("tasks", task, cure) from error
+        hint = f"{dataset} cannot be read from the Hub ({reason}); a jsonl file of its rows needs no network"
+        raise UserError("tasks", task, hint) from error
     return check_items(dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows)))

@@ -31,7 +31,7 @@ from gpt2_ddp.scoring.items import ItemSet
 from gpt2_ddp.scoring.result import Result, judge, save, table
 from gpt2_ddp.scoring.score import answer
 from gpt2_ddp.scoring.sources import load_sets
-from gpt2_ddp.tasks.confusion import confusion, telling_classes, told
+from gpt2_ddp.tasks.confusion import confusion, format_confusion, with_predictions
 from gpt2_ddp.tasks.confusion import save as save_classes
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
@@ -83,8 +83,8 @@ def open_splits(
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
             names = f"({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
-            cure = f"its tokens are of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
-            raise UserError("data", folder, cure)
+            hint = f"its tokens are of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
+            raise UserError("data", folder, hint)
         check_tokenizer(tokenizer, manifest, Path(folder))
     there = [number for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1]
     if not there:
@@ -174,8 +174,8 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         given.pop("data")
     for field, value in given.items():
         if value is not None:
-            cure = f"is for others; this {checkpoint.kind} run is scored on all of its own test samples: leave it away"
-            raise UserError(field, value, cure)
+            hint = f"is for others; this {checkpoint.kind} run is scored on all of its own test samples: leave it away"
+            raise UserError(field, value, hint)
     if config.data:
         saved["data"] = {**saved.get("data", {}), "path": config.data}
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
@@ -183,12 +183,12 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     job = make_job(settings, accelerator, checkpoint.state)
     data, hashed = saved.get("data", {}), checkpoint.state.get("data_hash")  # of training and test samples
     if hashed and not config.data and not hashed.endswith(job.test.sha256()):
-        cure = "has other test samples than those that the run was started with; give them back"
-        raise UserError("data", data.get("path") or data.get("name") or "generated", cure)
+        hint = "has other test samples than those that the run was started with; give them back"
+        raise UserError("data", data.get("path") or data.get("name") or "generated", hint)
     on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
     names = job.facts.get("classes")
-    score = telling_classes(job).score if names else job.score
+    score = with_predictions(job).score if names else job.score
     kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
     scores = means(kinds[:-2], values[:, :-2]) if names else means(kinds, values)
     count = scores.pop("val_samples")
@@ -204,7 +204,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
             line += f"; {folder} has the classes"
         except UserError as error:  # the run may be another's
             accelerator.print(f"note: {error}", file=sys.stderr)
-    return "\n".join([line, *filter(None, [told(counts, names)])])
+    return "\n".join([line, *filter(None, [format_confusion(counts, names)])])
 
 
 def generate_text(config: GenerateConfig) -> int:

@@ -22,7 +22,7 @@ PICTURES, COLUMNS = 24, 6
 """Wrongly classified images that are drawn, and how many in a row."""
 
 
-def telling_classes(job: Job) -> Job:
+def with_predictions(job: Job) -> Job:
     """The same, whose last two scores are each sample's class, and the one that it is taken for."""
 
     def scores(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def confusion(found: np.ndarray, classes: int) -> Counts:
     return counts
 
 
-def told(counts: Counts, names: Sequence[str]) -> str:
+def format_confusion(counts: Counts, names: Sequence[str]) -> str:
     """Lines on the classes that are taken wrongly most often, the worst first."""
     shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
     worst = sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])

@@ -69,8 +69,8 @@ def open_corpus(config: TrainingConfig) -> Corpus:
     file = both[0][0] / manifests[0].tokenizer
     tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
     if tokenizer.sha256 != manifests[0].tokenizer_sha256:
-        cure = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
-        raise UserError("tokenizer", file, cure)
+        hint = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
+        raise UserError("tokenizer", file, hint)
     for folder, manifest in both:
         check_tokenizer(tokenizer, manifest, folder)
     for prompt in config.tracking.sample_prompt:
@@ -78,8 +78,8 @@ def open_corpus(config: TrainingConfig) -> Corpus:
     windows = [Windows(TokenStream(*one, "train"), config.model.block_size) for one in both]
     for (folder, _), source in zip(both, windows, strict=True):
         if not len(source):
-            cure = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(source.stream)}"
-            raise UserError("data.path", folder, f"{cure}; use more text or a smaller model.block_size")
+            hint = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(source.stream)}"
+            raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
     names, weights = config.data.names, source_weights(config, manifests)
     validation = {names[number]: (weight, TokenStream(*both[number], "val")) for number, weight in weights.items()}
     return Corpus(manifests, tokenizer, windows, validation)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, LARGEST, TOKENIZER_FILE, Tokenizer
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import EMBEDDINGS, FIXED, HEAD, MASKS, PREFIX, from_transformers
@@ -64,8 +64,8 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
     if not os.path.isfile(path / TRANSFORMERS):
         checkpoint = find_checkpoint(path, FIELD)
         if checkpoint.state.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
-            cure = f"its tokens are of another tokenizer ({checkpoint.state['tokenizer']}) than the data's"
-            raise UserError(FIELD, path, f"{cure} ({tokenizer.name}); prepare the text with that one")
+            hint = f"its tokens are of another tokenizer ({checkpoint.state['tokenizer']}) than the data's"
+            raise UserError(FIELD, path, f"{hint} ({tokenizer.name}); prepare the text with that one")
         fit_weights(load_file(path / MODEL), model, path)
         return
     tensors = _read_tensors(path)
@@ -80,7 +80,7 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
     except ValueError as error:
         raise UserError(FIELD, path, f"cannot be continued: {error}") from error
     for note in notes:
-        print(f"note: {FIELD} = {shown(named)}: {note}", file=sys.stderr)
+        print(f"note: {FIELD} = {truncate(named)}: {note}", file=sys.stderr)
 
 
 def _fetch(named: str, patterns: list[str]) -> Path:
@@ -127,8 +127,8 @@ def _other_shape(named: str, theirs: dict[str, Any], model: ModelConfig) -> list
     ]
     positions = shape["n_positions"]
     if not isinstance(positions, int) or positions < model.block_size:
-        cure = f"{named} has {positions} positions; set it to {positions} or less"
-        wrong.append(UserError("model.block_size", model.block_size, cure))
+        hint = f"{named} has {positions} positions; set it to {positions} or less"
+        wrong.append(UserError("model.block_size", model.block_size, hint))
     return wrong
 
 
@@ -140,8 +140,8 @@ def _weight_files(path: Path) -> list[Path]:
         names = [MODEL] if os.path.isfile(path / MODEL) else [file.name for file in path.glob("*.safetensors")]
         names *= len(names) == 1
     if not names and (pickles := sorted(file.name for suffix in PICKLES for file in path.glob(suffix))):
-        cure = f"holds its weights as pickles alone ({pickles[0]}), which can run any code when they are read"
-        raise UserError(FIELD, path, f"{cure}; have transformers save it again, as safetensors")
+        hint = f"holds its weights as pickles alone ({pickles[0]}), which can run any code when they are read"
+        raise UserError(FIELD, path, f"{hint}; have transformers save it again, as safetensors")
     missing = [
         name for name in names or [f"{MODEL}, nor {INDEX} that names several"] if not os.path.isfile(path / name)
     ]
@@ -188,14 +188,14 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
     ours = {rank: _spelled(token, bytewise) for token, rank in encoding._mergeable_ranks.items()}
     for rank, token in sorted({**ours, **{rank: token for token, rank in encoding._special_tokens.items()}}.items()):
         if (found := theirs.id_to_token(rank)) != token:
-            cure = f"its tokenizer is another one: id {rank} is {found!r} there, and {token!r} in the data's"
-            raise UserError(FIELD, path, f"{cure}; prepare the text with its {TOKENIZER_FILE}")
+            hint = f"its tokenizer is another one: id {rank} is {found!r} there, and {token!r} in the data's"
+            raise UserError(FIELD, path, f"{hint}; prepare the text with its {TOKENIZER_FILE}")
     text = tokenizer.decode(sorted(ours))
     merges = ["".join(pair) for pair in json.loads(theirs.to_str())["model"].get("merges", [])]
     same_merges = merges == [token for _, token in sorted(ours.items()) if len(token) > 1]
     if not same_merges or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
-        cure = "its tokenizer has the ids of the data's, but splits or merges text otherwise"
-        raise UserError(FIELD, path, f"{cure}; prepare the text with its {TOKENIZER_FILE}")
+        hint = "its tokenizer has the ids of the data's, but splits or merges text otherwise"
+        raise UserError(FIELD, path, f"{hint}; prepare the text with its {TOKENIZER_FILE}")
     return [f"the last {rows - size:,} rows of its vocabulary are of no token of the data"] if rows > size else []
 
 

@@ -70,8 +70,8 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
     """Images of as many classes as there are by LeNet or ResNet-18, in [-1, 1]."""
     synced = config.model.sync_batchnorm
     if synced and accelerator.device.type != "cuda":
-        cure = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; leave it off"
-        raise UserError("model.sync_batchnorm", "true", cure)
+        hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; leave it off"
+        raise UserError("model.sync_batchnorm", "true", hint)
     from gpt2_ddp.tasks.images.load import load_images  # Pillow and pyarrow: not for those that read no images
 
     images = load_images(accelerator, config.data, config.seed, facts)
@@ -93,10 +93,10 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
     """
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
     if config.model.name == "lenet" and min(H, W) < LeNet.least:
-        cure = (
+        hint = (
             f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}; use resnet18, or data.image_size"
         )
-        raise UserError("model.name", "lenet", cure)
+        raise UserError("model.name", "lenet", hint)
     model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 

@@ -14,11 +14,11 @@ from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import PredictConfig
 from gpt2_ddp.distributed.launch import pick_device
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import check_writable, write_atomically, writing
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.images.augment import normalise
-from gpt2_ddp.tasks.images.decode import pixels
+from gpt2_ddp.tasks.images.decode import decode_image
 from gpt2_ddp.tasks.images.sources import image_files
 from gpt2_ddp.tasks.jobs import image_model
 from gpt2_ddp.tasks.pretraining import load_weights
@@ -50,9 +50,8 @@ def predict(config: PredictConfig) -> int:
         files, _probabilities(config, checkpoint, settings, facts, files, device), strict=True
     ):
         ranked = sorted(zip(facts["classes"], probabilities, strict=True), key=lambda pair: -pair[1])
-        print(
-            f"{shown(file, LONGEST_NAME)}: {', '.join(f'{name} {share:.2%}' for name, share in ranked[: config.top])}"
-        )
+        best = ", ".join(f"{name} {share:.2%}" for name, share in ranked[: config.top])
+        print(f"{truncate(file, LONGEST_NAME)}: {best}")
         lines.append({"file": str(file), "class": ranked[0][0], "probabilities": dict(ranked)})
     if config.output:
         with writing(Path(config.output)):
@@ -87,11 +86,11 @@ def _probabilities(
 
 def _image(file: Path, settings: ClassifierConfig, facts: Mapping[str, Any]) -> np.ndarray:
     """uint8 [H, W, 3] as the run took its images."""
-    found = pixels(file, str(file), settings.data.image_size, field="run_and_images")
+    found = decode_image(file, str(file), settings.data.image_size, field="run_and_images")
     _, H, W = facts["image_shape"]
     if found.shape != (H, W, 3):
-        cure = (
+        hint = (
             f"is {found.shape[1]} x {found.shape[0]} pixels; the run was trained on {W} x {H}, without data.image_size"
         )
-        raise UserError("run_and_images", file, f"{cure} to scale others to: scale it")
+        raise UserError("run_and_images", file, f"{hint} to scale others to: scale it")
     return found

@@ -23,9 +23,9 @@ from gpt2_ddp.data.mixture import MixedWindows, check_goes_on, identity, order_o
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.distributed.watchdog import FIRST_TIME, Watch
+from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.chunked_loss import settle_chunk
+from gpt2_ddp.model.chunked_loss import resolve_chunk
 from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, without_init
@@ -70,18 +70,18 @@ class Pretraining:
             return None if epochs else steps
         return math.ceil(epochs * epoch_size / self.config.global_batch_windows)
 
-    def load(self, watch: Watch) -> None:
+    def load(self, watchdog: Watchdog) -> None:
         """Opens the shards, which are prepared first where there are none and `data.prepare` says how; checks them."""
         config, accelerator = self.config, self.accelerator
-        watch.at("preparing data", allowance=PREPARATION.total_seconds())
+        watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
         on_every_rank(accelerator, lambda: prepare_missing_data(accelerator, config), patience=PREPARATION)
         self.open_data()
-        watch.at("reading tasks", allowance=FIRST_TIME)
+        watchdog.heartbeat("reading tasks", timeout=FIRST_TIMEOUT)
         self.load_tasks()
-        watch.at("building", allowance=PREPARATION.total_seconds() if self._begin_with else FIRST_TIME)
+        watchdog.heartbeat("building", timeout=PREPARATION.total_seconds() if self._begin_with else FIRST_TIMEOUT)
         self.build_model()
         self._try_micro_batch()
-        watch.at("hashing", allowance=PREPARATION.total_seconds())
+        watchdog.heartbeat("hashing", timeout=PREPARATION.total_seconds())
         self.check_hashes()
 
     def open_data(self) -> None:
@@ -94,8 +94,8 @@ class Pretraining:
         both = list(zip(places, self.manifests, strict=True))
         check_ranks_agree({f"{part} of data.path{at}": what for at, one in both for part, what in one.parts.items()})
         if config.eval.patience and not self.validates:
-            cure = f"{' '.join(paths)} has no validation split; set it to null"
-            raise UserError("eval.patience", config.eval.patience, cure)
+            hint = f"{' '.join(paths)} has no validation split; set it to null"
+            raise UserError("eval.patience", config.eval.patience, hint)
         sizes = [len(source) for source in windows]
         self._mixture, order = identity(self.manifests, phases_of(config, sizes)), order_of(config, sizes)
         if self._saved:
@@ -124,7 +124,7 @@ class Pretraining:
         with without_init() if is_given else nullcontext():
             self.model = GPT(config.model, self.manifest.vocab_size, self.manifest.eot)
         self.model.activation_checkpointing = config.train.activation_checkpointing
-        self.model.loss_chunk = settle_chunk(config.train.loss_chunk, accelerator.device.type)
+        self.model.loss_chunk = resolve_chunk(config.train.loss_chunk, accelerator.device.type)
         self.flops_per_unit = self.model.flops_per_token()
         if start := self._begin_with:  # of the main process; DDP gives them to the others
             from gpt2_ddp.tasks.initial_weights import load_initial_weights
@@ -199,7 +199,7 @@ class Pretraining:
         texts = sample_texts(self.model, self.tokenizer, prompts, 200, self.config.seed, poll)
         return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What the data are."""
         return {
             "tokenizer": self.manifest.tokenizer,
@@ -211,7 +211,7 @@ class Pretraining:
             **({"mixture": asdict(self._mixture)} if len(self._mixture.manifests) > 1 else {}),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing: `load` has compared the data."""
 
     def _settle_evaluation(self, saved: Checkpoint | None) -> None:
@@ -254,8 +254,8 @@ class Pretraining:
 
         if not streams:
             where = " ".join(config.data.paths)
-            cure = f"are scored where the validation split is, and {where} has none; leave them away"
-            raise UserError("eval.tasks", ", ".join(config.eval.tasks), cure)
+            hint = f"are scored where the validation split is, and {where} has none; leave them away"
+            raise UserError("eval.tasks", ", ".join(config.eval.tasks), hint)
         most, size = config.eval.task_items, config.model.block_size
         try:
             sets = load_sets(config.eval.tasks, most, self.tokenizer, size, lambda: streams[0])
@@ -298,8 +298,8 @@ class Pretraining:
         begins, steps = saved.state.get("branched_from"), self.total_steps(saved.state.get("epoch_size"))
         if begins and steps is not None and steps <= begins["step"]:
             field = "train.steps" if self.config.train.epochs is None else "train.epochs"
-            cure = f"{begins['from']} is at step {begins['step']}, which counts; raise it to go on from there"
-            raise UserError(field, getattr(self.config.train, field[6:]), cure)
+            hint = f"{begins['from']} is at step {begins['step']}, which counts; raise it to go on from there"
+            raise UserError(field, getattr(self.config.train, field[6:]), hint)
 
     def _settle_schedule(self, decay_steps: int | None) -> None:
         """Gives a schedule without a length this one."""

@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, Dataset
 
-from gpt2_ddp.data.feed import Source, prepare_loader, raised
-from gpt2_ddp.distributed.workers import helper_context
+from gpt2_ddp.data.feed import Source, prepare_loader, unwrap
+from gpt2_ddp.distributed.workers import worker_context
 
 
 class SampleSet(Source, Protocol):
@@ -103,7 +103,7 @@ def score_each(
         BatchSampler(range(len(samples)), batch_size, drop_last=False),
         even_batches=True,
         num_workers=samples.workers,
-        multiprocessing_context=helper_context() if samples.workers else None,
+        multiprocessing_context=worker_context() if samples.workers else None,
     )
     rows: list[Tensor] = []
     indices: list[Tensor] = []
@@ -111,7 +111,7 @@ def score_each(
     was_training = model.training
     model.eval()
     try:
-        for inputs, targets, index in map(raised, loader):
+        for inputs, targets, index in map(unwrap, loader):
             poll()
             with accelerator.autocast():
                 scores = score(model, inputs, targets)

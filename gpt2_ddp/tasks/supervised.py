@@ -11,14 +11,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, share
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, broadcast_tensors
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
-from gpt2_ddp.distributed.watchdog import Watch
-from gpt2_ddp.errors import UserError, shown
-from gpt2_ddp.model.optim import light, lr_at
+from gpt2_ddp.distributed.watchdog import Watchdog
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.model.optim import lr_at, without_dynamo
 from gpt2_ddp.tasks.samples import SampleSet, score_each
 from gpt2_ddp.training.task import Due, Poll, Scores
 
@@ -79,27 +79,27 @@ class Supervised:
         if config.launch.threads:
             torch.set_num_threads(config.launch.threads)
         if launched not in (None, processes):
-            cure = f"the launcher started {processes}; leave one of the two away"
-            raise UserError("launch.processes", launched, cure)
+            hint = f"the launcher started {processes}; leave one of the two away"
+            raise UserError("launch.processes", launched, hint)
         scale = processes if config.scale_with_processes else 1
         self.batch_size, self.lr = config.train.global_batch_size * scale, config.optim.lr * scale
         if self.batch_size % processes:
-            cure = f"should be a multiple of the {processes} processes that share it"
-            raise UserError("train.global_batch_size", self.batch_size, cure)
+            hint = f"should be a multiple of the {processes} processes that share it"
+            raise UserError("train.global_batch_size", self.batch_size, hint)
         if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
-            cure = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}; "
+            hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}; "
             raise UserError(
-                "scale_with_processes", config.scale_with_processes, cure + "start as many processes as before"
+                "scale_with_processes", config.scale_with_processes, hint + "start as many processes as before"
             )
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """Those of `train.epochs`."""
         return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
 
-    def load(self, watch: Watch) -> None:
+    def load(self, watchdog: Watchdog) -> None:
         """Makes the job, and compares its data with the run's."""
         config, accelerator = self.config, self.accelerator
-        watch.at("preparing data", allowance=PREPARATION.total_seconds())
+        watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
         torch.manual_seed(config.seed)
         self.job = self._make_job(config, accelerator)
         hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}
@@ -109,13 +109,12 @@ class Supervised:
         check_ranks_agree(hashes)
         for fact, here in self.job.facts.items():
             if self._saved and (there := self._saved.state.get(fact, here)) != here:
-                cure = (
-                    f"has the {fact} {shown(here, 80)}; the run was started with {shown(there, 80)}: give its data back"
-                )
-                raise UserError("data", name, cure)
+                here, there = truncate(here, 80), truncate(there, 80)
+                hint = f"has the {fact} {here}; the run was started with {there}: give its data back"
+                raise UserError("data", name, hint)
         if self._saved and self._saved.state.get("data_hash", self.data_hash) != self.data_hash:
-            cure = "are not the data that the run was started with; give those back, or choose another run_name"
-            raise UserError("data", name, cure)
+            hint = "are not the data that the run was started with; give those back, or choose another run_name"
+            raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
         self.feed = Feed(
             self.job.train,
@@ -127,8 +126,8 @@ class Supervised:
             workers=self.job.train.workers,
         )
         if self.feed.smallest_micro_batch < self.job.least_rows:
-            cure = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
-            raise UserError("train.global_batch_size", self.batch_size, cure + "try another, or larger data.image_size")
+            hint = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
+            raise UserError("train.global_batch_size", self.batch_size, hint + "try another, or larger data.image_size")
         self.model = self.job.model
         self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
 
@@ -142,24 +141,24 @@ class Supervised:
         """Sum of the samples' losses, of inputs that are transformed as in training."""
         inputs, targets = batch.rows
         outputs = model(self.job.transform(inputs, True)).float()
-        return self.job.losses(outputs, targets)[: batch.own].sum()
+        return self.job.losses(outputs, targets)[: batch.n_valid].sum()
 
     def due(self, step: int, last: bool) -> Due:
         return due(self.config, step, last, self.feed.ended_epoch, self.feed.epochs)
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
-        share(self.accelerator, dict(self.model.named_buffers()))
+        broadcast_tensors(self.accelerator, dict(self.model.named_buffers()))
         return score_job(self.accelerator, self.job, model, self.config.eval.batch_size, poll)
 
     def sample(self, poll: Poll) -> None:
         """Nothing: a job writes no text."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The batch and rate of all processes, and what the data are."""
         return {"global_batch_size": self.batch_size, "lr": self.lr, "data_hash": self.data_hash, **self.job.facts}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing: batch, rate and data have been compared."""
 
 
@@ -217,10 +216,10 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> 
     """The fused optimizer over all parameters of the plain model."""
     parameters = list(model.parameters())
     if config.name == "sgd":
-        optimizer = light(SGD)(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
+        optimizer = without_dynamo(SGD)(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
         if config.momentum:  # there from the start: a first step that is skipped would leave it uninitialised
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer
     kind = Adam if config.name == "adam" else AdamW
-    return light(kind)(parameters, lr, weight_decay=config.weight_decay, fused=True)
+    return without_dynamo(kind)(parameters, lr, weight_decay=config.weight_decay, fused=True)

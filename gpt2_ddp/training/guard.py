@@ -25,9 +25,9 @@ any order: on every rank, and nearly for every number of them."""
 class Guard:
     """Tells good steps from bad ones, the same on every rank.
 
-    A step is bad if its gradient is not finite, or its norm out of the ordinary (`model.optim.StepGuard` leaves such a
-    step out), if its loss is not finite, or exceeds its running mean by `loss_sigmas`. After `patience` bad steps in a
-    row the run has diverged, since `first_bad`.
+    A step is bad if its gradient is not finite, or its norm out of the ordinary (`model.optim.UpdateSkipper` leaves
+    such a step out), if its loss is not finite, or exceeds its running mean by `loss_sigmas`. After `patience` bad
+    steps in a row the run has diverged, since `first_bad`.
 
     Attributes:
         norms: of the good steps' gradients, on the device.
@@ -40,15 +40,15 @@ class Guard:
 
     def __init__(self, config: GuardConfig, accelerator: Accelerator):
         self.config, self._accelerator = config, accelerator
-        self.wrong, self.bad_steps = "", 0
-        self.load_state({})
+        self.problem, self.bad_steps = "", 0
+        self.load_state_dict({})
 
     @property
-    def good(self) -> int:
+    def last_good(self) -> int:
         """The last step that is known to be good, or the run's first: what was saved until then can be gone back to."""
         return max(self._begins, self.judged if self.first_bad is None else self.first_bad - 1)
 
-    def note(self, loss: Tensor, bad: Tensor) -> None:
+    def record(self, loss: Tensor, bad: Tensor) -> None:
         """Takes a step's numbers, without waiting for the device.
 
         Args:
@@ -57,7 +57,7 @@ class Guard:
         """
         self._noted.append(_Numbers(torch.stack([loss, bad])))
 
-    def review(self, step: int, stop: StopRequest) -> bool:
+    def judge(self, step: int, stop: StopRequest) -> bool:
         """Judges; once a step, of which `step` is the last one taken. On the way, all ranks hear of a stop. Collective.
 
         Returns:
@@ -71,18 +71,18 @@ class Guard:
         stop.carried = [0] * CARRIED
         if not count:  # the first steps of all
             return False
-        return self._judge(step - LATE, math.inf if not_finite else loss / FIXED, bad > 0)
+        return self._classify(step - LATE, math.inf if not_finite else loss / FIXED, bad > 0)
 
-    def _judge(self, step: int, loss: float, bad_gradient: bool) -> bool:
+    def _classify(self, step: int, loss: float, bad_gradient: bool) -> bool:
         self.judged = step
         sigmas = self.config.loss_sigmas
         limit = self.losses.limit(sigmas) if sigmas else math.inf
         if bad_gradient:
-            self.wrong = "its gradient is not finite, or its norm is out of the ordinary"
+            self.problem = "its gradient is not finite, or its norm is out of the ordinary"
         elif not math.isfinite(loss):
-            self.wrong = "its loss is not finite"
+            self.problem = "its loss is not finite"
         elif loss > limit:
-            self.wrong = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
+            self.problem = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
         else:
             if sigmas:
                 self.losses.add(loss)
@@ -93,7 +93,7 @@ class Guard:
         self.diverged = step - self.first_bad + 1 >= self.config.patience
         return True
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What checkpoints keep, so that a resumed run decides as one that was never stopped. Collective."""
         device = self._accelerator.device
         noted = torch.tensor([numbers.integers() for numbers in self._noted], device=device)
@@ -105,7 +105,7 @@ class Guard:
             "noted": sum_over_ranks(self._accelerator, noted).tolist(),
         }
 
-    def load_state(self, state: dict[str, Any], begins: int = 0) -> None:
+    def load_state_dict(self, state: dict[str, Any], begins: int = 0) -> None:
         """Goes on from `state`; where it is empty, from nothing. The run itself began after step `begins`."""
         device, self._begins = self._accelerator.device, begins
         self.judged: int = state.get("judged", 0)

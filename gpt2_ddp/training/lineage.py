@@ -19,7 +19,7 @@ BRANCHES = "branches.jsonl"
 """In a run's folder: a line for each run that began with one of its checkpoints."""
 
 
-def begin_with(
+def resolve_start(
     config: RunConfig, own: Checkpoint | None, accelerator: Accelerator
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
     """Checks that a run may go on with its `own` newest checkpoint; for one without, the checkpoint of another run that
@@ -48,16 +48,16 @@ def check_resumable(config: RunConfig, saved: Checkpoint) -> list[str]:
         UserError: naming every field that differs.
     """
     if saved.kind != config.kind:
-        cure = f"is a run of another kind, {saved.kind}; choose another run_name"
-        raise UserError("run_name", config.run_name, cure)
+        hint = f"is a run of another kind, {saved.kind}; choose another run_name"
+        raise UserError("run_name", config.run_name, hint)
     mistakes = []
     for name, now, before in _differences(config, saved, config.kept):
         if now is not None and not config.may_change(name, before, saved.state.get("step", 0)):
-            cure = f"the run was started with {before}; give that back, or choose another run_name for a new run"
+            hint = f"the run was started with {before}; give that back, or choose another run_name for a new run"
             if name.startswith("optim.") and hasattr(config.train, "branch_from"):
                 way, what = ("init_from", "weights") if name == "optim.name" else ("branch_from", "training")
-                cure += f" (train.{way} takes this one's {what} along)"
-            mistakes += UserError(name, now, cure).mistakes
+                hint += f" (train.{way} takes this one's {what} along)"
+            mistakes += UserError(name, now, hint).mistakes
     if mistakes:
         raise UserError.join(mistakes)
     return complete(type(config), saved.config)[1]
@@ -77,13 +77,13 @@ def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
     if parent.kind != config.kind:
         raise UserError(field, config.branch_from, f"is of a {parent.kind} run, and one of the same kind is wanted")
     kept = (*(part for part in config.kept if part != "optim"), "optim.name")
-    cure = "give that back: a branch goes on with its training, under another schedule"
-    cures = {"optim.name": "give that back, or take its weights alone along, by train.init_from"}
+    hint = "give that back: a branch goes on with its training, under another schedule"
+    hints = {"optim.name": "give that back, or take its weights alone along, by train.init_from"}
     mistakes = [
         mistake
         for name, now, before in _differences(config, parent, kept)
         for mistake in UserError(
-            name, now, f"{parent.path} was trained with {before}; {cures.get(name, cure)}"
+            name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}"
         ).mistakes
     ]
     if mistakes:
@@ -109,7 +109,7 @@ def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     return replace(parent, state=parent.state | own, config=config.model_dump(mode="json"))
 
 
-def tell_parent(parent: Checkpoint, run: Path, run_id: str) -> None:
+def register_branch(parent: Checkpoint, run: Path, run_id: str) -> None:
     """Adds a line to the branches.jsonl of the parent's run, which may be running. Where that cannot be written, or the
     checkpoint stands in no run, only the branch knows of it."""
     checkpoints = parent.path.absolute().parent
@@ -124,7 +124,7 @@ def tell_parent(parent: Checkpoint, run: Path, run_id: str) -> None:
         print(f"warning: {file} cannot be written ({error.strerror}): only {run} knows where it began", file=sys.stderr)
 
 
-def other_settings(config: RunConfig, parent: Checkpoint) -> str:
+def describe_overrides(config: RunConfig, parent: Checkpoint) -> str:
     """Which settings of the optimizer and its schedule a branch has of its own, in words."""
     found = _differences(config, parent, ("optim",))
     return ", ".join(f"{name} {now} ({before} there)" for name, now, before in found) or "the same schedule"

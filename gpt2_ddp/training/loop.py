@@ -14,10 +14,10 @@ from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
 from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.ranks import sum_over_ranks
-from gpt2_ddp.training.recovery import keep_start, look_behind, recover, save
+from gpt2_ddp.training.recovery import keep_start, poll_background_save, recover, save
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.session import Outcome, Session, session
-from gpt2_ddp.training.stop import GivenUp
+from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import MakeTask, Scores
 from gpt2_ddp.training.throughput import Throughput, profile
 
@@ -75,17 +75,17 @@ def train_steps(run: Run, running: Session) -> Outcome:
     """The loop over the steps that are still to be done."""
     task, stop, throughput, steps = run.task, running.stop, running.throughput, run.steps or 0
     keep_start(run)
-    if run.step == run.first_step and not run.owed and not run.scores:
-        run.owed = {"row": _place(run) | ({"order_digest": task.feed.order_digest} if run.step else {})}
-        if not follow(run, running) or run.keeps_best or stop.is_agreed:
+    if run.step == run.first_step and not run.pending and not run.scores:
+        run.pending = {"row": _place(run) | ({"order_digest": task.feed.order_digest} if run.step else {})}
+        if not finish_pending(run, running) or run.keeps_best or stop.is_agreed:
             save(run, running)
-    elif run.owed and follow(run, running):
+    elif run.pending and finish_pending(run, running):
         if run.is_complete and is_ruined(run, running):
             return "diverged"
         save(run, running)
     if stop.is_agreed:
         return "stopped"
-    run.settle()
+    run.warm_up()
     throughput.restart()
     with profile(run.config.train.profile_steps, run.folder) as profiler_step:
         while not run.is_complete:
@@ -94,10 +94,10 @@ def train_steps(run: Run, running: Session) -> Outcome:
             throughput.add(result.units)
             running.metrics.advance()
             profiler_step()
-            look_behind(run, stop)
-            run.guard.note(result.loss_sum / result.units, run.step_guard.bad)
-            number, bad = run.step, run.guard.review(run.step, stop)
-            stop.took("step", time.perf_counter() - begun)
+            poll_background_save(run, stop)
+            run.guard.record(result.loss_sum / result.units, run.step_guard.bad)
+            number, bad = run.step, run.guard.judge(run.step, stop)
+            stop.record_duration("step", time.perf_counter() - begun)
             if bad and not recover(run, running):
                 return "diverged"
             if run.step < number:
@@ -106,18 +106,18 @@ def train_steps(run: Run, running: Session) -> Outcome:
                 run.check_replicas()
             due = task.due(number, last=number == steps)
             if due.log:
-                run.owed = {"row": finite(_row(run, result, throughput))}
-            if run.owed and not due.evaluate:
-                running.metrics.log(run.owed.pop("row"))
+                run.pending = {"row": finite(_row(run, result, throughput))}
+            if run.pending and not due.evaluate:
+                running.metrics.log(run.pending.pop("row"))
             if due.sample:
-                run.owed = (run.owed or {}) | {"sample": True}
-            if not (run.owed or due.save or stop.is_agreed):
+                run.pending = (run.pending or {}) | {"sample": True}
+            if not (run.pending or due.save or stop.is_agreed):
                 continue
             with throughput.paused():
-                follow(run, running)
+                finish_pending(run, running)
                 if run.early_end and not due.sample and task.due(number, last=True).sample:
-                    run.owed = {"sample": True} | (run.owed or {})
-                    follow(run, running)
+                    run.pending = {"sample": True} | (run.pending or {})
+                    finish_pending(run, running)
                 if run.is_complete and is_ruined(run, running):
                     return "diverged"
                 if due.save or run.keeps_best or run.is_complete or stop.is_agreed:
@@ -127,14 +127,14 @@ def train_steps(run: Run, running: Session) -> Outcome:
     return "completed"
 
 
-def follow(run: Run, running: Session) -> bool:
+def finish_pending(run: Run, running: Session) -> bool:
     """Does what is owed after a step: the evaluation that its row awaits, a sample. Collective.
 
     Returns:
-        whether all is done. Where a stop came first, what is not is still in `run.owed`.
+        whether all is done. Where a stop came first, what is not is still in `run.pending`.
     """
-    metrics, stop, owed = running.metrics, running.stop, run.owed or {}
-    with suppress(GivenUp):  # an evaluation, by all ranks at the same batch
+    metrics, stop, owed = running.metrics, running.stop, run.pending or {}
+    with suppress(Interrupted):  # an evaluation, by all ranks at the same batch
         if "row" in owed:
             scores = run.evaluate(stop.poll)
             if scores or run.step > run.first_step:
@@ -145,8 +145,8 @@ def follow(run: Run, running: Session) -> bool:
         metrics.show_samples(run.step, samples)
         if done:
             del owed["sample"]
-    run.owed = owed or None
-    stop.agreed_now()
+    run.pending = owed or None
+    stop.sync()
     return not owed
 
 
@@ -184,19 +184,19 @@ def train_step(run: Run) -> StepResult:
     # look for DTensors, for an optional package and at signatures
     scaler, plain, number = accelerator.scaler, optimizer.optimizer, run.step + 1
     seed_step(run.config.seed, number, accelerator.process_index)
-    run.watch.at("data", number)
+    run.watchdog.heartbeat("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
     loss_sum, own = torch.zeros((), device=accelerator.device), 0
     for batch in step.micro_batches:
-        run.watch.at("forward/backward")
+        run.watchdog.heartbeat("forward/backward")
         with nullcontext() if batch.last else accelerator.no_sync(model):
             loss = task.loss(model, batch)
             part = loss * (accelerator.num_processes / units)
             (scaler.scale(part) if scaler else part).backward()
         loss_sum += loss.detach()
-        own += batch.own * task.units_per_item
-        run.watch.at("step" if batch.last else "data")
+        own += batch.n_valid * task.units_per_item
+        run.watchdog.heartbeat("step" if batch.last else "data")
     if scaler:
         accelerator.unscale_gradients(optimizer)
     grad_norm = nn.utils.clip_grad_norm_(run.parameters, run.config.optim.grad_clip or math.inf)
@@ -225,10 +225,10 @@ def _place(run: Run) -> dict[str, Any]:
 def _row(run: Run, result: StepResult, throughput: Throughput) -> dict[str, Any]:
     """A row of metrics.jsonl. Reading the numbers is the only place where the loop waits for the device."""
     feed = run.task.feed
-    run.watch.at("all-reduce")
+    run.watchdog.heartbeat("all-reduce")
     loss = sum_over_ranks(run.accelerator, result.loss_sum) / result.units
     loss_value, grad_norm, skipped = torch.stack([loss, result.grad_norm, run.skipped]).tolist()
-    loss_mean, not_finite = run.since_row.take()
+    loss_mean, not_finite = run.since_row.pop_mean()
     row = {
         **_place(run),
         "loss": loss_value,
@@ -241,7 +241,7 @@ def _row(run: Run, result: StepResult, throughput: Throughput) -> dict[str, Any]
         "order_digest": feed.order_digest,
     }
     if feed.ended_epoch:
-        run.scores["train_loss"] = row["train_loss"] = run.epoch.take()[0]
+        run.scores["train_loss"] = row["train_loss"] = run.epoch.pop_mean()[0]
     return row
 
 

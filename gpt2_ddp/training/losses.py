@@ -51,21 +51,21 @@ class LossSum:
             self._counted += units * counts.sum()
         self._waiting.clear()
 
-    def take(self) -> tuple[float, int]:
+    def pop_mean(self) -> tuple[float, int]:
         """The mean loss of the units that count, NaN for none, and how many did not; begins anew. Collective; waits for
         the device."""
-        loss, counted, units = self.state()
-        self.load_state((0, 0, 0))
+        loss, counted, units = self.state_dict()
+        self.load_state_dict((0, 0, 0))
         return loss / counted if counted else math.nan, units - counted
 
-    def state(self) -> tuple[float, int, int]:
+    def state_dict(self) -> tuple[float, int, int]:
         """Of all ranks: the sum, the units that count, and all units. Collective; waits for the device."""
         self._sum_up()
         own = torch.stack([self._loss, self._counted, torch.full_like(self._loss, self._units)])
         loss, counted, units = sum_over_ranks(self._accelerator, own).tolist()
         return loss, round(counted), round(units)
 
-    def load_state(self, state: Sequence[float]) -> None:
+    def load_state_dict(self, state: Sequence[float]) -> None:
         """Goes on from what all ranks had; once, so that the main process alone holds it."""
         loss, counted, units = state if self._accelerator.is_main_process else (0, 0, 0)
         self._loss.fill_(loss)

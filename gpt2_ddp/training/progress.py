@@ -27,12 +27,12 @@ class Progress:
 
     def __init__(self, patience: int | None):
         self.patience = patience
-        self.stand_at({})
+        self.load_progress({})
 
-    def stand_at(self, state: dict[str, Any]) -> None:
+    def load_progress(self, state: dict[str, Any]) -> None:
         """Takes over what a checkpoint's state says; what an older release did not write takes its default."""
         self.step: int = state.get("step", 0)
-        self.owed: dict[str, Any] | None = state.get("owed")
+        self.pending: dict[str, Any] | None = state.get("owed")
         self.rollbacks: int = state.get("rollbacks", 0)
         self.run_id: str = state.get("run_id", "")
         self.branched_from: dict[str, Any] | None = state.get("branched_from")
@@ -41,11 +41,11 @@ class Progress:
         self.best = Best(*(state.get("best_evaluation") or ()))
         self._scored = self.step if state.get("val_loss") is not None else -1
 
-    def standing(self) -> dict[str, Any]:
-        """What `stand_at` takes over, but for `metrics_chain`, which the folder knows."""
+    def progress_dict(self) -> dict[str, Any]:
+        """What `load_progress` takes over, but for `metrics_chain`, which the folder knows."""
         return {
             "step": self.step,
-            "owed": self.owed,
+            "owed": self.pending,
             "rollbacks": self.rollbacks,
             "run_id": self.run_id,
             "branched_from": self.branched_from,
@@ -68,7 +68,7 @@ class Progress:
     def is_complete(self) -> bool:
         """Whether all steps are done, with what follows them."""
         done = self.steps is not None and self.step >= self.steps
-        return (done or bool(self.early_end)) and not self.owed
+        return (done or bool(self.early_end)) and not self.pending
 
     @property
     def early_end(self) -> str:

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from gpt2_ddp.checkpoint.checkpoint import (
     Checkpoint,
     Snapshot,
-    clear_moments,
     find_checkpoint,
-    moments_of,
-    put_moments,
-    put_weights,
-    weights_of,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    reset_optimizer_state,
 )
-from gpt2_ddp.checkpoint.checkpointer import Background, pays
+from gpt2_ddp.checkpoint.checkpointer import Background, should_save_async
 from gpt2_ddp.checkpoint.metrics import LongStage
 from gpt2_ddp.checkpoint.run_files import METRICS, finite
 from gpt2_ddp.checkpoint.run_folder import RunFolder
@@ -32,17 +32,17 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.data.order import FIRST_DIGEST
 from gpt2_ddp.distributed.launch import start_run
-from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main, settle_buckets
-from gpt2_ddp.distributed.watchdog import FIRST_TIME, PATIENCE, Watch
-from gpt2_ddp.model.compiled import check_compiler, compiled, settle_compile
-from gpt2_ddp.model.optim import StepGuard
+from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main, warm_up_ddp
+from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
+from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
+from gpt2_ddp.model.optim import UpdateSkipper
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.lineage import begin_with, other_settings, tell_parent
+from gpt2_ddp.training.lineage import describe_overrides, register_branch, resolve_start
 from gpt2_ddp.training.losses import LossSum
 from gpt2_ddp.training.peaks import device_name
 from gpt2_ddp.training.progress import Progress
 from gpt2_ddp.training.replica_check import check_replicas
-from gpt2_ddp.training.stop import GivenUp, StopRequest
+from gpt2_ddp.training.stop import Interrupted, StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Sample, Scores, Task
 
 SLOW_DISK = 20e6
@@ -76,7 +76,7 @@ class Run(Progress):
 
     model: nn.Module
     optimizer: AcceleratedOptimizer
-    step_guard: StepGuard
+    step_guard: UpdateSkipper
     folder: RunFolder | None = None
     start: Snapshot | None = None
 
@@ -87,7 +87,7 @@ class Run(Progress):
         self.begun = time.monotonic()
         self.accelerator: Accelerator = start_run(config)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        self.watch = Watch(rank, world, config.train.patience_seconds)
+        self.watchdog = Watchdog(rank, world, config.train.patience_seconds)
         try:
             check_ranks_agree(config.shared)
             on_every_rank(self.accelerator, lambda: check_compiler(config.train.compile, self.accelerator.device))
@@ -98,17 +98,17 @@ class Run(Progress):
             if self.folder and hold:
                 folder, long_stage = self.folder, LongStage()
                 report = lambda facts: (folder.write_heartbeat(facts), long_stage.report(facts))  # noqa: E731
-                self.watch.report_to(report, lambda reason: folder.write_failure(self.step, reason))
-            own = on_main(self.accelerator, lambda: self.folder.checkpoints.peek() if self.folder else None)
-            self._parent, self._branch = begin_with(config, own, self.accelerator)
+                self.watchdog.report_to(report, lambda reason: folder.write_failure(self.step, reason))
+            own = on_main(self.accelerator, lambda: self.folder.checkpoints.latest_metadata() if self.folder else None)
+            self._parent, self._branch = resolve_start(config, own, self.accelerator)
             saved = own or self._branch
             self._goes_on = saved is not None
             self.task: Task = make_task(config, self.accelerator, saved)
             self.steps = self.task.total_steps(saved.state.get("epoch_size") if saved else None)
-            self.stand_at(saved.state if saved else {})
+            self.load_progress(saved.state if saved else {})
             if self.is_complete:  # what is complete is whole, too
                 newest = self.newest()
-                self.stand_at(newest.state if newest else {})
+                self.load_progress(newest.state if newest else {})
         except BaseException as error:
             self.__exit__(None, error)
             raise
@@ -118,7 +118,7 @@ class Run(Progress):
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if error:
-            self.watch.failed(error)
+            self.watchdog.failed(error)
         self.close()
 
     @property
@@ -140,21 +140,21 @@ class Run(Progress):
             wrap: puts something around the plain model, on its device, before Accelerate prepares it.
         """
         accelerator, task = self.accelerator, self.task
-        task.load(self.watch)
-        self.watch.at("building", allowance=FIRST_TIME)
+        task.load(self.watchdog)
+        self.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
         self.steps = task.total_steps(len(task.feed.order))
         if parent := self._parent:  # is it whole still? Its run may have removed it meanwhile
             on_main(accelerator, lambda: find_checkpoint(parent.path, "train.branch_from"))
         newest = self.newest() or self._branch
         assert newest or not self._goes_on, "its checkpoints were removed meanwhile, and the weights are those of none"
-        self.stand_at(newest.state if newest else {})
+        self.load_progress(newest.state if newest else {})
         if self.is_complete:
             return
         plain = wrap(task.model.to(accelerator.device))
-        self.compile = self._settle_compile(newest)
+        self.compile = self._resolve_compile(newest)
         module = compiled(plain, self.compile)
         plain_optimizer = task.build_optimizer()
-        self.step_guard = StepGuard(plain_optimizer, self.config.guard.skip, self.config.guard.norm_sigmas)
+        self.step_guard = UpdateSkipper(plain_optimizer, self.config.guard.skip, self.config.guard.norm_sigmas)
         self.guard = Guard(self.config.guard, accelerator)
         # both are on their device; looking would import torch.distributed.tensor and sympy, for half a second
         self.model, self.optimizer = accelerator.prepare(module, plain_optimizer, device_placement=[False, False])
@@ -162,22 +162,22 @@ class Run(Progress):
         self.skipped = torch.zeros((), device=accelerator.device)
         self.epoch, self.since_row = LossSum(accelerator), LossSum(accelerator)
         if newest:
-            self.restore(newest.read() if self.folder else None)
+            self.load_state_dict(newest.read() if self.folder else None)
         self.run_id = self.run_id or on_main(accelerator, lambda: uuid.uuid4().hex[:8])
         on_main(accelerator, self._record_start)
         if parent:
-            accelerator.print(f"note: branches off {parent.path}, with {other_settings(self.config, parent)}")
+            accelerator.print(f"note: branches off {parent.path}, with {describe_overrides(self.config, parent)}")
 
-    def _settle_compile(self, newest: Checkpoint | None) -> str:
+    def _resolve_compile(self, newest: Checkpoint | None) -> str:
         """What `train.compile` comes to; auto stays what it was, on as many devices of the same kind."""
         accelerator, task, state = self.accelerator, self.task, newest.state if newest else {}
         same = all(state.get(name) == value for name, value in self._place.items())
         before, left = state.get("compile") if same else None, (self.steps or 0) - self.step
         flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
-        how, missing = settle_compile(self.config.train.compile, before, task.model, accelerator, flops)
+        how, missing = resolve_compile(self.config.train.compile, before, task.model, accelerator, flops)
         if missing:
             accelerator.print(f"note: trains without torch.compile, which needs {missing} (train.compile)")
-        self.watch.compiles = how != "off"
+        self.watchdog.compiles = how != "off"
         return how
 
     @property
@@ -185,18 +185,18 @@ class Run(Progress):
         """What this run trains on."""
         return {"processes": self.accelerator.num_processes, "device": device_name(self.accelerator.device)}
 
-    def capture(self) -> Snapshot | None:
+    def state_dict(self) -> Snapshot | None:
         """Everything a checkpoint of the present step holds; on the main process. Its tensors are the run's own, which
         the next step changes: `Snapshot.copied` keeps them. Collective."""
         task, feed, scaler = self.task, self.task.feed, self.accelerator.scaler
-        (epoch_loss, epoch_units, _), since_row = self.epoch.state(), self.since_row.state()
-        skipped, guard, facts = round(self.skipped.item()), self.guard.state(), self._facts()
+        (epoch_loss, epoch_units, _), since_row = self.epoch.state_dict(), self.since_row.state_dict()
+        skipped, guard, facts = round(self.skipped.item()), self.guard.state_dict(), self._facts()
         if self.folder is None:
             return None
         state = {
-            **self.standing(),
+            **self.progress_dict(),
             "position": feed.position,
-            "passed": list(feed.passed),
+            "passed": list(feed.skipped_ranges),
             "order_digest": feed.order_digest,
             task.unit: feed.consumed * task.units_per_item,
             "epoch_loss": epoch_loss,
@@ -208,9 +208,9 @@ class Run(Progress):
             "scaler": scaler.state_dict() if scaler else None,
             **facts,
         }
-        weights, moments = weights_of(task.model), moments_of(task.model, self.optimizer.optimizer)
+        weights, moments = model_state(task.model), optimizer_state(task.model, self.optimizer.optimizer)
         whole = Snapshot(finite(state), dump(self.config), weights, moments, task.files)
-        return whole if self.config.saves_moments else whole.without_moments()
+        return whole if self.config.saves_optimizer else whole.without_optimizer()
 
     def _facts(self) -> dict[str, Any]:
         """What this process trains, and with what: in its checkpoints, and in the row of its start."""
@@ -218,32 +218,32 @@ class Run(Progress):
             "kind": self.config.kind,
             "run_id": self.run_id,
             "epoch_size": len(self.task.feed.order),
-            **self.task.state(),
+            **self.task.state_dict(),
             **self._place,
             "threads": torch.get_num_threads(),
             "compile": self.compile,
             "versions": {"torch": torch.__version__},
         }
 
-    def restore(self, snapshot: Snapshot | None) -> None:
+    def load_state_dict(self, snapshot: Snapshot | None) -> None:
         """Puts all ranks at the step of a snapshot that the main process holds (None on the others). Collective; at any
         step, and in place, so that nothing is compiled or connected anew. What an older release did not write takes its
         default."""
         task, held = self.task, snapshot or Snapshot({}, "", {}, {})
         state = on_main(self.accelerator, lambda: held.state)
-        put_weights(self.accelerator, held.model, task.model)
+        load_model_state(self.accelerator, held.model, task.model)
         if state.get("moments", True):
-            put_moments(self.accelerator, held.optimizer, task.model, self.optimizer.optimizer)
+            load_optimizer_state(self.accelerator, held.optimizer, task.model, self.optimizer.optimizer)
         else:
-            clear_moments(self.optimizer.optimizer)
+            reset_optimizer_state(self.optimizer.optimizer)
             self.accelerator.print(
                 f"note: the checkpoint of step {state['step']} has no moments of the optimizer "
                 "(checkpoint.save_optimizer): they begin at zero again"
             )
         if state.get("scaler") and self.accelerator.scaler:
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.stand_at(state)
-        self.guard.load_state(state.get("guard", {}), self.first_step)
+        self.load_progress(state)
+        self.guard.load_state_dict(state.get("guard", {}), self.first_step)
         position = state["position"] if "position" in state else state.get("samples", 0)  # of the first small jobs
         task.feed.seek(position, state.get("order_digest", FIRST_DIGEST), state.get("passed", []))
         self.skipped.fill_(state.get("skipped", 0))
@@ -251,9 +251,9 @@ class Run(Progress):
         summed = state.get("epoch_loss")  # the first releases did not sum a GPT's: this epoch's mean will be null
         summed = summed if summed is not None else math.nan if in_epoch else 0.0
         units = state.get("epoch_units", in_epoch)
-        self.epoch.load_state((summed, units, units))
-        self.since_row.load_state(state.get("since_row", (0, 0, 0)))
-        task.load_state(state)
+        self.epoch.load_state_dict((summed, units, units))
+        self.since_row.load_state_dict(state.get("since_row", (0, 0, 0)))
+        task.load_state_dict(state)
 
     def check_replicas(self) -> None:
         """Raises: Corrupted, on every rank, where they do not all hold the same parameters and moments. Collective."""
@@ -264,25 +264,25 @@ class Run(Progress):
         unless it is the `last` one, when `saved` has. Collective."""
         self.saved()
         self.check_replicas()
-        snapshot = self.capture()
-        self.watch.at("save", allowance=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
+        snapshot = self.state_dict()
+        self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
         on_main(self.accelerator, lambda: self._save(snapshot, last) if snapshot else None)
 
     def saved(self) -> None:
         """Waits until the checkpoints are on disk. Collective. Raises: UserError, on every rank, where the disk refused
         what was written behind the training."""
-        self.watch.at("save", allowance=self.background.limit)
+        self.watchdog.heartbeat("save", timeout=self.background.limit)
         on_main(self.accelerator, self.background.wait)
 
     def _save(self, snapshot: Snapshot, last: bool) -> None:
-        good, bad = self.guard.good, self.guard.first_bad is not None
+        good, bad = self.guard.last_good, self.guard.first_bad is not None
         size = 0 if self._memory else snapshot.bytes
         wish, workers = self.config.checkpoint.background, self.config.loader_workers
-        if last or not pays(wish, size, self.accelerator.device.type, workers):
+        if last or not should_save_async(wish, size, self.accelerator.device.type, workers):
             self._write(snapshot, good, bad)
         else:
             copy = snapshot.copied(self._memory)
-            limit = (self.config.train.patience_seconds or PATIENCE) + snapshot.bytes / SLOW_DISK
+            limit = (self.config.train.patience_seconds or TIMEOUT) + snapshot.bytes / SLOW_DISK
             self.background.start(lambda: self._write(copy, good, bad), limit)
 
     def _write(self, snapshot: Snapshot, good: int, bad: bool) -> None:
@@ -300,9 +300,9 @@ class Run(Progress):
         """The task's scores of the present parameters. Collective.
 
         Raises:
-            GivenUp: as `poll` does, which is called now and then.
+            Interrupted: as `poll` does, which is called now and then.
         """
-        self.watch.at("evaluate")
+        self.watchdog.heartbeat("evaluate")
         # not Accelerate's unwrap_model, which imports Dynamo, for a second
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         scores = self.task.evaluate(model, poll)
@@ -311,18 +311,18 @@ class Run(Progress):
 
     def sample(self, write: Callable[[], list[Sample] | None], stop: StopRequest) -> tuple[bool, list[Sample] | None]:
         """Has the main process write samples. Collective; whether that was not given up, and there the samples."""
-        self.watch.at("sample")
+        self.watchdog.heartbeat("sample")
         done, samples = False, None
-        with suppress(GivenUp):
-            samples = stop.follow_main(write)
+        with suppress(Interrupted):
+            samples = stop.run_on_main(write)
             done = True
         return on_main(self.accelerator, lambda: done), samples
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         """Has DDP settle its gradient buckets before the first step, on a micro-batch laid out like all others."""
-        self.watch.at("settle")
+        self.watchdog.heartbeat("settle")
         loss = lambda: self.task.loss(self.model, self.task.feed.first_micro_batch())  # noqa: E731
-        settle_buckets(self.model, self.optimizer, loss)
+        warm_up_ddp(self.model, self.optimizer, loss)
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint of its own, all files hashed; None for a new run. Collective. Raises: UserError
@@ -332,16 +332,16 @@ class Run(Progress):
     def _record_start(self) -> None:
         if self.folder:
             # keep_last may have been lowered for a disk that is full
-            self.folder.checkpoints.prune(self.guard.good if self.guard.first_bad else None)
+            self.folder.checkpoints.prune(self.guard.last_good if self.guard.first_bad else None)
             config = self.config.model_dump(mode="json")
             self.folder.record_start(self, {**self._facts(), "steps": self.steps, "config": config})
             self.folder.write_config(self.config)
             if self.branched_from and self.is_at_start:
                 feed = self.task.feed
-                stands = {"position": feed.position, "passed": feed.passed, "order_digest": feed.order_digest}
+                stands = {"position": feed.position, "passed": feed.skipped_ranges, "order_digest": feed.order_digest}
                 self.folder.append(METRICS, {"event": "branch", **self.branched_from, **stands})
             if self._parent:
-                tell_parent(self._parent, self.folder.path, self.run_id)
+                register_branch(self._parent, self.folder.path, self.run_id)
 
     def close(self) -> None:
         """Lets other trainers into the folder, once nothing is written to it any more, and ends the watch, which may
@@ -350,4 +350,4 @@ class Run(Progress):
         self.start = None
         if self.folder:
             self.folder.release()
-        self.watch.close()
+        self.watchdog.close()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from gpt2_ddp.distributed.signals import heard_by, is_impatient
+from gpt2_ddp.distributed.signals import install_handlers, is_second_interrupt
 
 
 class Agreement:
@@ -47,7 +47,7 @@ CARRIED = 4
 """Further integers that travel with a rank's wish to stop: the guard's (`training.guard`)."""
 
 
-class GivenUp(BaseException):
+class Interrupted(BaseException):
     """Something long that follows a step was broken off, as a stop was asked for; what it was is still owed. It is no
     Exception: nobody is to take it for a failure."""
 
@@ -88,10 +88,10 @@ class StopRequest:
                 self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
         self._agreement, self._done, self._is_main = Agreement(accelerator, 2 + CARRIED), 0, accelerator.is_main_process
         self._slowest = {"step": 0.0, "save": 0.0}
-        self.restore_handlers = heard_by(self._on_signal)
+        self.restore_handlers = install_handlers(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if is_impatient(number):
+        if is_second_interrupt(number):
             raise KeyboardInterrupt
         self.request(signal.Signals(number).name)
 
@@ -99,7 +99,7 @@ class StopRequest:
         """Asks all ranks to stop after the step that they are in, or the one after it."""
         self.reason = self.reason or reason
 
-    def took(self, what: str, seconds: float) -> None:
+    def record_duration(self, what: str, seconds: float) -> None:
         """Learns how long a `step` or a `save` takes: two steps and a save pass until a stop is agreed on and saved."""
         self._slowest[what] = max(self._slowest[what], seconds)
         self.reserve = 2 * self._slowest["step"] + 1.5 * self._slowest["save"]
@@ -117,25 +117,26 @@ class StopRequest:
             self.is_agreed = True
         return self.is_agreed
 
-    def agreed_now(self) -> bool:
+    def sync(self) -> bool:
         """The same, with what any rank has heard until now; the ranks wait for each other."""
         return self.agreed() or self.agreed()
 
     def poll(self) -> None:
-        """To be called by all ranks at the same places of something long. Raises: GivenUp, on all of them alike, when
-        a stop was asked for meanwhile."""
+        """To be called by all ranks at the same places of something long. Raises: Interrupted, on all of them alike,
+        when a stop was asked for meanwhile."""
         self._progress()
         if self.agreed():
-            raise GivenUp
+            raise Interrupted
 
-    def follow_main(self, work: Callable[[], T]) -> T | None:
+    def run_on_main(self, work: Callable[[], T]) -> T | None:
         """Has the main process alone do what takes long and polls, and the others poll along until it is done.
 
         Returns:
             on the main process, what `work` returned.
 
         Raises:
-            GivenUp: on all ranks, when a stop was asked for meanwhile; on the others also when it was right at the end.
+            Interrupted: on all ranks, when a stop was asked for meanwhile; on the others also when it was right at the
+            end.
         """
         result, self._done = None, 0
         if self._is_main:

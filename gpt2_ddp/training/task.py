@@ -10,14 +10,15 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.data.feed import Feed, MicroBatch
-from gpt2_ddp.distributed.watchdog import Watch
+from gpt2_ddp.distributed.watchdog import Watchdog
 
 Scores = dict[str, float | int]
 """An evaluation's results, as metrics.jsonl names them; `val_loss` among them decides which checkpoint is the best."""
 
 
 Poll = Callable[[], None]
-"""Called now and then by what takes long: a sign of life. Raises `training.stop.GivenUp` where a stop was asked for."""
+"""Called now and then by what takes long: a sign of life. Raises `training.stop.Interrupted` where a stop was asked
+for."""
 
 
 class Sample(NamedTuple):
@@ -63,7 +64,7 @@ class Task(Protocol):
     @property
     def model(self) -> nn.Module: ...
 
-    def load(self, watch: Watch) -> None:
+    def load(self, watchdog: Watchdog) -> None:
         """Reads the data and makes `feed` and `model`; tells the watch what takes long. Raises: UserError, on every
         rank alike."""
 
@@ -94,11 +95,11 @@ class Task(Protocol):
     def sample(self, poll: Poll) -> list[Sample] | None:
         """Texts to show, on the main process alone; None for a task that writes none. Calls `poll` for every token."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Plain JSON values that checkpoints keep besides the run's own: what the data are, the task's own fields."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes its fields back from a checkpoint's state.json; one that is missing there takes its default."""
 
 

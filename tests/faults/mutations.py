@@ -15,7 +15,7 @@ from runs import training_config
 
 from gpt2_ddp.config.base import MOST
 from gpt2_ddp.data.shards import verify_shards
-from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError
+from gpt2_ddp.errors import FIELD, HINT, VALUE, UserError
 
 CASES = [(0, 100), pytest.param(1, 1000, marks=pytest.mark.soak)]
 """Seeds, and how many cases of each."""
@@ -58,7 +58,7 @@ def check_told(error: UserError) -> None:
     assert 0 < len(error.mistakes) <= MOST + 1
     for mistake in error.mistakes:
         assert mistake.isprintable(), mistake
-        assert 0 < len(mistake) <= FIELD + VALUE + CURE + 10, mistake
+        assert 0 < len(mistake) <= FIELD + VALUE + HINT + 10, mistake
 
 
 def flip(content: bytes, rng: random.Random) -> bytes:

@@ -118,13 +118,13 @@ def script_on_a_disk_that_refuses(arguments: list[str], run: Path, place: str, n
 
 
 @pytest.mark.parametrize(
-    ("place", "number", "cure", "together"),
+    ("place", "number", "hint", "together"),
     [
         ("write checkpoints/.step-00000006.tmp/optimizer.safetensors", errno.EDQUOT, "quota", True),
         pytest.param("write metrics.jsonl", errno.EIO, "mend that disk", False, marks=pytest.mark.slow),
     ],
 )
-def test_all_ranks_end(corpus, tmp_path, halfway, place, number, cure, together):
+def test_all_ranks_end(corpus, tmp_path, halfway, place, number, hint, together):
     """Where a checkpoint is saved all ranks raise the same; elsewhere the others find that the main process is gone."""
     shutil.copytree(halfway, tmp_path / "runs")
     arguments = write_config(tmp_path, training_config(corpus, tmp_path / "runs", FURTHER))
@@ -136,7 +136,7 @@ def test_all_ranks_end(corpus, tmp_path, halfway, place, number, cure, together)
         assert process.exitcode is not None
     lines = [line for line in (main[1] + other[1]).splitlines() if line.startswith("error:")]
     assert len(lines) == 1
-    assert all(part in lines[0] for part in (cure, place.split("/")[-1].split()[-1]))
+    assert all(part in lines[0] for part in (hint, place.split("/")[-1].split()[-1]))
     assert main[0] == 2
     assert other[0] == 2 if together else other[0] != 0
     assert steps(tmp_path / "runs/run") == [5]

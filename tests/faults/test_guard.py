@@ -11,7 +11,7 @@ from ranks import run_ranks
 from runs import job_config, newest_checkpoint, said, state_of, train, train_with_faults, training_config, untimed
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
-from gpt2_ddp.checkpoint.run_files import standing
+from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import RegressionConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -71,7 +71,7 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
     run = tmp_path / "bad/run"
     (event,) = [row for row in untimed(run) if "event" in row]
     assert (event["step"], event["from"], event["passed"]) == (5, 14, [12 * 5, 12 * 14])
-    ours, theirs = (standing(untimed(tmp_path / name / "run"))[-1] for name in ("bad", "clean"))
+    ours, theirs = (valid_rows(untimed(tmp_path / name / "run"))[-1] for name in ("bad", "clean"))
     assert ours["step"] == theirs["step"] == 20
     assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=0.02)
     assert ours["skipped"] == 0  # those of the stretch that does not stand
@@ -191,14 +191,14 @@ def judgements(cut: int = 0) -> list[tuple]:
     config = GuardConfig(loss_sigmas=6.0, patience=3)
     guard, stop, found = Guard(config, accelerator), Stop(), []
     for step, loss in enumerate(LOSSES, 1):
-        guard.note(torch.tensor(loss), torch.tensor(float(step == 33)))
-        bad = guard.review(step, stop)
-        found.append((guard.judged, bad, guard.first_bad, guard.diverged, guard.good, guard.losses.values[0]))
+        guard.record(torch.tensor(loss), torch.tensor(float(step == 33)))
+        bad = guard.judge(step, stop)
+        found.append((guard.judged, bad, guard.first_bad, guard.diverged, guard.last_good, guard.losses.values[0]))
         if step == cut:
-            state = json.loads(json.dumps(guard.state()))
+            state = json.loads(json.dumps(guard.state_dict()))
             guard, stop = Guard(config, accelerator), Stop()
-            guard.load_state(state)
-            assert guard.state() == state
+            guard.load_state_dict(state)
+            assert guard.state_dict() == state
     return found
 
 
@@ -227,10 +227,10 @@ def test_a_guard_without_a_bad_step_knows_where_the_run_began():
 
     place = {"device": torch.device("cpu"), "is_main_process": True}
     guard = Guard(GuardConfig(), SimpleNamespace(**place))
-    guard.load_state({}, begins=7)
-    assert (guard.good, guard.judged, guard.bad_steps) == (7, 0, 0)
-    guard.load_state({"judged": 9, "first_bad": 9}, begins=7)
-    assert guard.good == 8
+    guard.load_state_dict({}, begins=7)
+    assert (guard.last_good, guard.judged, guard.bad_steps) == (7, 0, 0)
+    guard.load_state_dict({"judged": 9, "first_bad": 9}, begins=7)
+    assert guard.last_good == 8
     assert _Numbers().integers() == [0, 0, 0, 0]
     assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
     assert _Numbers(torch.tensor([-1e30, 0.0])).integers() == [1, -LARGEST * 2**32, False, 0]

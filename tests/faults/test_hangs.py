@@ -214,7 +214,7 @@ def first_step_takes(config: JobConfig, folder: Path, seconds: float) -> str:
     """The settling pass and the first steps of both ranks take longer than the patience of everything else."""
     from gpt2_ddp.tasks.supervised import Supervised
 
-    watch.PATIENCE = seconds / 3
+    watch.TIMEOUT = seconds / 3
     original, calls = Supervised.loss, []
 
     def loss(*args):
@@ -243,7 +243,7 @@ def endless_steps(config: JobConfig, folder: Path) -> str:
         if run.step == STEP and not (folder / "enough").exists():
             (folder / f"here-{run.accelerator.process_index}").touch()
             while not (folder / "enough").exists():
-                run.watch.progress()
+                run.watchdog.progress()
                 time.sleep(0.1)
         return original(run)
 

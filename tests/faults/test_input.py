@@ -22,7 +22,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.config.yaml_file import LARGEST, PROJECT
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.errors import CURE, FIELD, VALUE, UserError, shown
+from gpt2_ddp.errors import FIELD, HINT, VALUE, UserError, truncate
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.verify import verify_run
@@ -102,10 +102,10 @@ def test_messages_are_short_lines():
     error = UserError("f" * 5000, "v" * 5000 + "end\0\x1b[2J\n\u202e", "c\n  " * 5000)
     check_told(error)
     (message,) = error.mistakes
-    assert len(message) > 0.9 * (FIELD + VALUE + CURE)
+    assert len(message) > 0.9 * (FIELD + VALUE + HINT)
     assert r"end\x00\x1b[2J\n\u202e" in message
-    assert shown("x" * 20, 20) == "x" * 20
-    assert shown("beginning and end", 14) == "begi ...  end"
+    assert truncate("x" * 20, 20) == "x" * 20
+    assert truncate("beginning and end", 14) == "begi ...  end"
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: in
         if here and fault == "worker":
             for child in psutil.Process().children():
                 child.kill()
-        position = int(run.task.feed.take(run.task.feed.position)[0])
+        position = int(run.task.feed.positions_from(run.task.feed.position)[0])
         times = math.nan if POISON[0] <= position < POISON[1] else 1.0
         handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
         try:

@@ -74,7 +74,7 @@ def leave_stuck_workers() -> tuple[float, int]:
     from gpt2_ddp.distributed.launch import build_accelerator
 
     multiprocessing.set_start_method("fork", force=True)
-    accelerator, later = build_accelerator("cpu", "no"), Order(1, 1000).at(np.arange(5, 40)).tolist()
+    accelerator, later = build_accelerator("cpu", "no"), Order(1, 1000).items_at(np.arange(5, 40)).tolist()
     feed = Feed(Numbers(1000, stuck=tuple(later)), 1, 1, interleaved(1, 1), accelerator, workers=4)
     list(feed.next_step().micro_batches)
     workers = psutil.Process().children()

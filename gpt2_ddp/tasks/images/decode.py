@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
 
 Stored = bytes | Path | np.ndarray
@@ -18,7 +18,7 @@ PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
 """Pillow's modes of 8 bits that have no transparency, or say it elsewhere."""
 
 
-def pixels(
+def decode_image(
     stored: Stored, where: str, size: int | None, as_stored: bool = False, field: str = "data.path"
 ) -> np.ndarray:
     """uint8 [H, W, 3] of an image of any mode; the first frame where there are several.
@@ -44,12 +44,12 @@ def pixels(
         # by its own words, the file would be named again, or an object in memory
         told = "of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
         strerror = getattr(error, "strerror", None)  # where the system refused
-        cure = f"cannot be read ({strerror})" if strerror else f"is not an image ({told})"
-        raise UserError(field, where, cure) from error
+        hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({told})"
+        raise UserError(field, where, hint) from error
     if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
         shape = " x ".join(map(str, found.shape))
-        cure = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"
-        raise UserError("data.path", where, cure)
+        hint = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"
+        raise UserError("data.path", where, hint)
     return found
 
 
@@ -57,7 +57,7 @@ def _open(stored: Stored) -> Image.Image:
     if isinstance(stored, np.ndarray):
         return Image.fromarray(stored)
     if not isinstance(stored, bytes | Path):  # a table's cell may hold anything
-        raise TypeError(f"there is {shown(stored, 40)} instead")
+        raise TypeError(f"there is {truncate(stored, 40)} instead")
     return Image.open(io.BytesIO(stored if isinstance(stored, bytes) else regular(stored).read_bytes()))
 
 

@@ -70,8 +70,8 @@ def read_cifar(folder: Path, names: str, split: str, labels: Sequence[str]) -> t
                 raise ValueError("labels that do not fit")
             found += [str(classes[label]) for label in content[kind]]
         except (StopIteration, LookupError, AttributeError, TypeError, ValueError) as error:
-            cure = f"is not as CIFAR's archive has it ({error!r}); unpack the archive again"
-            raise UserError("data.path", folder / file, cure) from error
+            hint = f"is not as CIFAR's archive has it ({error!r}); unpack the archive again"
+            raise UserError("data.path", folder / file, hint) from error
     return np.concatenate(images), found
 
 
@@ -133,6 +133,6 @@ def _unpickle(path: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("no dictionary")
     except (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, pickle.UnpicklingError) as error:
-        cure = f"is not a file of CIFAR's archive ({error}); unpack the archive again"
-        raise UserError("data.path", path, cure) from error
+        hint = f"is not a file of CIFAR's archive ({error}); unpack the archive again"
+        raise UserError("data.path", path, hint) from error
     return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in found.items()}

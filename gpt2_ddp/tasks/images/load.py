@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
-from gpt2_ddp.data.feed import Reading, as_read, raised
+from gpt2_ddp.data.feed import ErrorsAsItems, as_read, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, on_every_rank
-from gpt2_ddp.distributed.workers import helper_context
-from gpt2_ddp.errors import UserError, shown
-from gpt2_ddp.tasks.images.decode import pixels
-from gpt2_ddp.tasks.images.sources import Split, number_classes, read_source, some
+from gpt2_ddp.distributed.workers import worker_context
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.tasks.images.decode import decode_image
+from gpt2_ddp.tasks.images.sources import Split, join_first, number_classes, read_source
 from gpt2_ddp.tasks.samples import Samples, SampleSet, hash_of
 
 Shape = tuple[int, ...]
@@ -82,13 +82,15 @@ class StoredImages:
 
     def _decode(self, item: int) -> np.ndarray:
         where = self.where(item)
-        found = pixels(self.split.images[int(self.rows[item])], where, self.config.image_size, as_stored(self.config))
+        found = decode_image(
+            self.split.images[int(self.rows[item])], where, self.config.image_size, as_stored(self.config)
+        )
         if found.shape[:2] != self.shape[1:]:
             H, W = self.shape[1:]
-            cure = (
+            hint = (
                 f"is {found.shape[1]} x {found.shape[0]} pixels, others are {W} x {H}; have all of them scaled to one "
             )
-            raise UserError("data.path", where, f"{cure}size, like --data.image_size {min(H, W)}")
+            raise UserError("data.path", where, f"{hint}size, like --data.image_size {min(H, W)}")
         return found
 
 
@@ -147,7 +149,7 @@ def read_images(
             raise UserError("data.path" if config.path else "data.name", source, f"split {split} is empty")
     classes, numbers = number_classes(splits, source, facts.get("classes"), CIFAR_CLASSES.get(config.name))
     first = splits["train"]
-    H, W = pixels(first.images[0], first.where(0), config.image_size, as_stored(config)).shape[:2]
+    H, W = decode_image(first.images[0], first.where(0), config.image_size, as_stored(config)).shape[:2]
     shape: Shape = tuple(facts.get("image_shape") or (3, H, W))
     rows = {split: np.arange(len(of.images)) for split, of in splits.items()}
     if "test" not in splits:
@@ -166,7 +168,7 @@ def read_images(
     if tell:
         notes += [*_without_images(source, classes, stored), *_duplicates(stored, digests)]
         for note in notes:
-            print(f"note: {shown(note, NOTE)}", file=sys.stderr)
+            print(f"note: {truncate(note, NOTE)}", file=sys.stderr)
     return Images(found["train"], found["test"], classes, shape)
 
 
@@ -175,7 +177,7 @@ def _hold_out(n: int, source: str, config: ClassifierDataConfig, seed: int) -> t
     held = min(max(round(n * config.test_fraction), 1), n - 1)
     if held < 1:
         raise UserError("data.path", source, "has one image; give some to train on and some to test on")
-    order = Order(seed, n).at(np.arange(n)).astype(np.int64)
+    order = Order(seed, n).items_at(np.arange(n)).astype(np.int64)
     told = f"{held:,} of {n:,} images, drawn by seed {seed}, are held out (data.test_fraction)"
     rows = {"test": np.sort(order[:held]), "train": np.sort(order[held:])}
     return rows, f"{source} has no split test, val or validation: {told}"
@@ -197,16 +199,16 @@ def _look_at(images: StoredImages) -> list[bytes]:
     digests: list[bytes] = []
 
     def batches() -> Iterator[Tensor]:
-        context = helper_context() if images.workers else None
+        context = worker_context() if images.workers else None
         scan = DataLoader(
-            Reading(_Scanned(images)),
+            ErrorsAsItems(_Scanned(images)),
             SCANNED,
             num_workers=images.workers,
             collate_fn=as_read,
             multiprocessing_context=context,
             generator=torch.Generator(),  # or starting it would draw from the one that makes the initial weights
         )
-        for read in map(raised, scan):
+        for read in map(unwrap, scan):
             digests.extend(map(_digest, read))
             yield read
 
@@ -236,7 +238,8 @@ def _without_images(source: str, classes: list[str], stored: Mapping[str, Stored
     for split, images in stored.items():
         counts = torch.bincount(images.targets, minlength=len(classes)).tolist()
         if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
-            yield f"{source}: no {split} image of {len(missing):,} of the {len(classes):,} classes: {some(missing)}"
+            names = join_first(missing)
+            yield f"{source}: no {split} image of {len(missing):,} of the {len(classes):,} classes: {names}"
 
 
 def _duplicates(stored: Mapping[str, StoredImages], digests: Mapping[str, list[bytes]]) -> Iterator[str]:

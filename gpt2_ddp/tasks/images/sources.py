@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
-from gpt2_ddp.errors import UserError, shown
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.preparation.find import find_files
 from gpt2_ddp.tasks.images.decode import Stored
 from gpt2_ddp.tasks.images.formats import CIFAR_FILES, read_cifar, read_idx
@@ -35,7 +35,7 @@ SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".
 SUFFIXES |= {".pbm", ".pgm", ".pnm", ".ppm"}
 BESIDE = {".csv", ".db", ".html", ".ini", ".json", ".jsonl", ".md", ".txt", ".xml", ".yaml", ".yml"}
 """Suffixes of what lies beside images, and is left out without a word."""
-CURE = (
+HINT = (
     "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
     "unpacked archive of CIFAR or MNIST"
 )
@@ -73,8 +73,8 @@ def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[st
     splits = _read_folder(config, config.path) if config.path else _of_tables(hub_tables(config.name), config)
     if "train" not in splits:
         field = "data.path" if config.path else "data.name"
-        cure = f"has no split train, but {', '.join(sorted(splits)) or 'none'}; name files or folders train and test"
-        raise UserError(field, source, cure)
+        hint = f"has no split train, but {', '.join(sorted(splits)) or 'none'}; name files or folders train and test"
+        raise UserError(field, source, hint)
     test = next((name for name in TEST if name in splits and not _unlabelled(splits[name])), None)
     used = {"train": "train"} | ({"test": test} if test else {})
     rest = sorted(name or "files of no split" for name in splits if name not in used.values())
@@ -89,7 +89,7 @@ def _unlabelled(split: Split) -> bool:
 
 def _read_folder(config: ClassifierDataConfig, folder: str) -> dict[str, Split]:
     if not os.path.isdir(folder):
-        raise UserError("data.path", folder, f"there is no such folder; {CURE}")
+        raise UserError("data.path", folder, f"there is no such folder; {HINT}")
     place, files = Path(folder), _files_below(folder, "data.path")
     if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
         return _of_tables(saved_tables(folder), config)
@@ -114,8 +114,8 @@ def _idx_splits(folder: Path) -> Iterator[tuple[str, Split]]:
             if images and labels:
                 found, numbers = read_idx(images[0]), read_idx(labels[0])
                 if found.ndim != 3 or numbers.shape != found.shape[:1]:
-                    cure = f"holds {found.shape} pixels for {numbers.shape} labels; give the files of one set"
-                    raise UserError("data.path", images[0], cure)
+                    hint = f"holds {found.shape} pixels for {numbers.shape} labels; give the files of one set"
+                    raise UserError("data.path", images[0], hint)
                 yield split, Split(str(images[0]), [*found], numbers.tolist())
 
 
@@ -145,7 +145,7 @@ def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
         if not found:
             raise UserError(field, name, f"has no images in it{others and f', but {others}'}; name others")
         if others:
-            print(f"note: {shown(name)}: {others} left out", file=sys.stderr)
+            print(f"note: {truncate(name)}: {others} left out", file=sys.stderr)
         yield from found
 
 
@@ -176,9 +176,9 @@ def _is_denied(file: Path) -> bool:
 def _others(files: Iterable[Path]) -> str:
     """How many files of which suffixes are none of images, but may be meant as some; the most first."""
     counts = Counter(
-        shown(file.suffix or "without a suffix", 20) for file in files if not _is_image(file)
+        truncate(file.suffix or "without a suffix", 20) for file in files if not _is_image(file)
     ).most_common()
-    return some([f"{count:,} {suffix}" for suffix, count in counts if suffix.lower() not in BESIDE])
+    return join_first([f"{count:,} {suffix}" for suffix, count in counts if suffix.lower() not in BESIDE])
 
 
 def _class_folders(folder: str, files: Sequence[Path]) -> dict[str, Split]:
@@ -188,18 +188,18 @@ def _class_folders(folder: str, files: Sequence[Path]) -> dict[str, Split]:
     images = {file: names for file, names in parts.items() if _is_image(file)}
     if not images:
         others = _others(files)
-        raise UserError("data.path", folder, f"has no images in it{others and f', but {others}'}; {CURE}")
+        raise UserError("data.path", folder, f"has no images in it{others and f', but {others}'}; {HINT}")
     of_splits = any(names[0].lower() == "train" and len(names) > 2 for names in images.values())
     nested = {names[0] for names in images.values() if len(names) > 2}
     nested -= {names[0] for names in images.values() if len(names) == 2}
     if nested and not of_splits:
-        cure = f"has folders of folders ({', '.join(sorted(nested)[:4])}), but none named train; name the splits "
-        raise UserError("data.path", folder, f"{cure}train and test, or put each class's images into its own folder")
+        hint = f"has folders of folders ({', '.join(sorted(nested)[:4])}), but none named train; name the splits "
+        raise UserError("data.path", folder, f"{hint}train and test, or put each class's images into its own folder")
     found: dict[str, Split] = {}
     depth = "SPLIT/CLASS" if of_splits else "CLASS"
     for file, names in images.items():
         if len(names) < depth.count("/") + 2:
-            raise UserError("data.path", file, f"is not in a folder {depth}, as others are; {CURE}")
+            raise UserError("data.path", file, f"is not in a folder {depth}, as others are; {HINT}")
         split, label = (names[0].lower(), names[1]) if of_splits else ("train", names[0])
         own = found.setdefault(split, Split(_place(folder, split), [], []))
         if split in ("train", *TEST):
@@ -218,7 +218,7 @@ def _left_out(folder: Path, files: Iterable[Path], classes: Set[str]) -> str:
     empty = sorted({*empty} - classes)
     others = _others(files)
     notes = [f"{others} left out; save as .png or .jpg what is to be taken"] if others else []
-    notes += [f"there are no images in {some(empty)}"] if empty else []
+    notes += [f"there are no images in {join_first(empty)}"] if empty else []
     return f"{folder}: {'; '.join(notes)}" if notes else ""
 
 
@@ -248,12 +248,12 @@ def number_classes(
         wrong = next((row for row, name in enumerate(names) if name not in place), None)
         if wrong is not None:
             label = splits[split].labels[wrong]
-            cure = f"has the label {shown(label)}; labels are {_told(known)}"
-            raise UserError("data.path", splits[split].where(wrong), cure)
+            hint = f"has the label {truncate(label)}; labels are {_told(known)}"
+            raise UserError("data.path", splits[split].where(wrong), hint)
     if len(known) < 2 or len(known) > (count or len(known)):
         wanted = f"{count} at most" if count else "2 at least"
-        cure = f"has {len(known)} classes ({_told(known)}), where there should be {wanted}; data.name images takes any"
-        raise UserError("data.path", source, cure)
+        hint = f"has {len(known)} classes ({_told(known)}), where there should be {wanted}; data.name images takes any"
+        raise UserError("data.path", source, hint)
     return [*known], {split: [place[str(name)] for name in names] for split, names in named.items()}
 
 
@@ -271,9 +271,9 @@ def _name(names: Sequence[str] | None, label: Any) -> str | None:
 def _told(names: Sequence[str]) -> str:
     if not names:
         return "whole numbers from 0, or texts"
-    return f"0 to {len(names) - 1}" if [*names] == [*map(str, range(len(names)))] else some(names)
+    return f"0 to {len(names) - 1}" if [*names] == [*map(str, range(len(names)))] else join_first(names)
 
 
-def some(names: Sequence[str]) -> str:
+def join_first(names: Sequence[str]) -> str:
     """The first eight, and whether there are more."""
     return ", ".join([*map(str, names[:8]), *(["..."] if len(names) > 8 else [])])

@@ -135,8 +135,8 @@ def _pick(field: str, given: str | None, usual: Sequence[str], typed: list[str],
     found = [name for name in usual if name in table.features] or (typed if len(typed) == 1 and not given else [])
     if not found:
         there = ", ".join(table.features) or "none"
-        cure = f"split {split} has no column {' or '.join(usual)}, but {there}, in all of its files; name it"
-        raise UserError(f"data.{field}", given, cure)
+        hint = f"split {split} has no column {' or '.join(usual)}, but {there}, in all of its files; name it"
+        raise UserError(f"data.{field}", given, hint)
     return found[0]
 
 
@@ -192,11 +192,11 @@ def hub_tables(name: str) -> dict[str, Table]:
     try:
         return _arrow_tables(datasets.load_dataset(source))
     except (OSError, ValueError, HTTPError, datasets.exceptions.DatasetsError) as error:
-        cure = (
+        hint = (
             f"cannot be had from the Hub here ({type(error).__name__}); download the parquet files of "
             f"huggingface.co/datasets/{source} where there is a network and give their folder as --data.path"
         )
-        raise UserError("data.name", name, cure) from error
+        raise UserError("data.name", name, hint) from error
 
 
 def _arrow_tables(splits: Any) -> dict[str, Table]:
@@ -229,7 +229,7 @@ def split_files(folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
     if set(found) == {""}:
         words = sorted({leading_word(file.name) for file in files})
         if len(words) > 1:
-            cure = f"has parquet files {', '.join(words)}, none of which is a split's; name them train and test"
-            raise UserError("data.path", folder, cure)
+            hint = f"has parquet files {', '.join(words)}, none of which is a split's; name them train and test"
+            raise UserError("data.path", folder, hint)
         return {"train": found[""]}
     return found
