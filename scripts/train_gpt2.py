@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from subprocess import CalledProcessError
 
 from gpt2_ddp.config.cli import run_command
-from gpt2_ddp.config.defaults import training_default
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.child import run_script
 from gpt2_ddp.distributed.environment import exit_code, is_main_process
 from gpt2_ddp.errors import UserError

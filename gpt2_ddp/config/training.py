@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -352,3 +352,24 @@ class TrainingConfig(RunConfig):
                     f"should come after the phase before, by a block of {WINDOWS_PER_BLOCK} windows (model.block_size)"
                 )
                 yield "data.phases", phase.at_tokens, f"{hint}, {WINDOWS_PER_BLOCK * self.model.block_size} tokens"
+
+
+BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
+
+
+def training_default(flags: Mapping[str, Any]) -> tuple[str, str]:
+    """The preset of a training without `--config`: one for the built-in corpus, one for other data.
+
+    Args:
+        flags: values of the command line, by dotted names.
+
+    Returns:
+        The file, relative to the project's folder, and a note for the user, which may be empty.
+    """
+    own = DataConfig().paths[0]
+    given = flags.get("data.path", own)
+    data = " ".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+    if os.path.normpath(data) == os.path.normpath(own):
+        return BUILT_IN, ""
+    note = f"note: no --config, so {data} is trained on with {OWN_TEXT}; README.md has one for each size of text"
+    return OWN_TEXT, note
