@@ -12,8 +12,8 @@ from subprocess import CalledProcessError
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.training import TrainingConfig, training_default
-from gpt2_ddp.distributed.child import run_script
 from gpt2_ddp.distributed.environment import exit_code, is_main_process
+from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import is_newer
 from gpt2_ddp.project import command_for

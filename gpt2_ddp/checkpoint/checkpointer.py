@@ -27,7 +27,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
     write,
 )
-from gpt2_ddp.distributed.cores import spare_core
+from gpt2_ddp.distributed.environment import spare_core
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_folder, writing
 

@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 from gpt2_ddp.config.base import MOST, Command, flat, join_errors, leaves, nearest, sections
 from gpt2_ddp.config.yaml_file import read_yaml
-from gpt2_ddp.distributed.child import CHILD, end_with_parent
 from gpt2_ddp.distributed.environment import is_main_process, under_launcher
+from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.errors import UserError, truncate
 

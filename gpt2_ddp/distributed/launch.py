@@ -24,8 +24,7 @@ from accelerate.utils import (
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.cores import usable_cores
-from gpt2_ddp.distributed.environment import accelerate_words, is_main_process, under_launcher, world_size
+from gpt2_ddp.distributed.environment import accelerate_words, is_main_process, under_launcher, usable_cores, world_size
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
