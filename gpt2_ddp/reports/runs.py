@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, list_checkpoints
 from gpt2_ddp.checkpoint.run_files import is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
-from gpt2_ddp.config.yaml_file import read_yaml
+from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 from gpt2_ddp.reports.status import health
