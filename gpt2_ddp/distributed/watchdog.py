@@ -121,26 +121,14 @@ class Watchdog:
         patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence. None: TIMEOUT or ten
             times the slowest stage so far, whichever is more, and FIRST_TIMEOUT at the first occurrence.
         store: rendezvous store; None: the process group's.
-        explain: returns the message for a verdict.
-        exit_code: of the processes that a verdict ends.
-
-    Attributes:
-        compiles: whether graphs are compiled, which needs FIRST_TIMEOUT in any case.
     """
 
-    compiles = False
+    compiles = False  # whether graphs are compiled, which needs FIRST_TIMEOUT in any case
+    explain: Callable[[Verdict], str] = staticmethod(lambda verdict: verdict.reason)  # returns the message for the user
+    exit_code = 1  # of the processes that a verdict ends
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        patience: float | None,
-        store: Store | None = None,
-        explain: Callable[[Verdict], str] = lambda verdict: verdict.reason,
-        exit_code: int = 1,
-    ):
+    def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None):
         self._rank, self._world, self._patience = rank, world, patience
-        self._explain, self._exit_code = explain, exit_code
         self._thread = threading.get_ident()
         self._ended = threading.Event()
         # written by the main thread
@@ -281,7 +269,7 @@ class Watchdog:
 
     def _end(self, verdict: Verdict) -> None:
         """Prints, records and carries out a verdict: ends this process and the stuck ones."""
-        verdict = verdict._replace(reason=self._explain(verdict))
+        verdict = verdict._replace(reason=self.explain(verdict))
         if not self._verdict and self._world > 1:
             self._offer = verdict
             if not self._deliver():  # rank 0's store is lost: the first rank of this machine reports
@@ -298,7 +286,7 @@ class Watchdog:
         last.join(AFTERMATH)  # the disk may block
         if self._is_speaker and self._world > 1:
             time.sleep(3 * HEARTBEAT_INTERVAL)  # until the other ranks have read the verdict
-        os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
+        os._exit(self.exit_code)  # the main thread may be inside a collective that never returns
 
     # The other threads
 
