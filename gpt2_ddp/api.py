@@ -177,7 +177,7 @@ def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
 def _best_step(run: Path) -> int:
     """Of the checkpoints that are there, the one with the lowest val_loss."""
     from gpt2_ddp.checkpoint.checkpoint import find_checkpoint, list_checkpoints
-    from gpt2_ddp.training.losses import Best
+    from gpt2_ddp.training.progress import Best
 
     best = Best()
     for place in list_checkpoints(run / "checkpoints"):

@@ -35,7 +35,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     set_aside,
     verify,
 )
-from gpt2_ddp.checkpoint.checkpointer import Background, CheckpointFolder
+from gpt2_ddp.checkpoint.checkpointer import Background, Checkpointer
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
@@ -61,7 +61,7 @@ def snapshot(state: dict, config: str = "seed: 1\n") -> Snapshot:
 
 
 def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None, **state: object) -> Path:
-    return CheckpointFolder(folder, keep_last).save(snapshot({"step": step, "val_loss": val_loss, **state}))
+    return Checkpointer(folder, keep_last).save(snapshot({"step": step, "val_loss": val_loss, **state}))
 
 
 def steps(folder: Path) -> list[int]:
@@ -88,7 +88,7 @@ def put_back(folder: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays] 
         torch.manual_seed(7)
         written = snapshot({"step": 3})
         wrote = as_arrays(written.model), as_arrays(written.optimizer)
-        read = verify(CheckpointFolder(folder).save(written)).read()
+        read = verify(Checkpointer(folder).save(written)).read()
 
     def places() -> list[int]:
         moments = [optimizer.state[p][kind] for p in model.parameters() for kind in sorted(optimizer.state[p])]
@@ -204,7 +204,7 @@ def test_a_broken_manifest_is_damage(tmp_path, text):
 def test_falls_back_to_the_newest_intact_and_says_why(tmp_path, capsys):
     save(tmp_path, 1), save(tmp_path, 2), save(tmp_path, 3)
     (tmp_path / "step-00000003/model.safetensors").write_bytes(b"x")
-    found = CheckpointFolder(tmp_path).newest()
+    found = Checkpointer(tmp_path).newest()
     assert (found.path.name, found.state["step"]) == ("step-00000002", 2)
     warning = capsys.readouterr().err
     assert "step-00000003/model.safetensors" in warning
@@ -214,12 +214,12 @@ def test_falls_back_to_the_newest_intact_and_says_why(tmp_path, capsys):
 
 
 def test_refuses_to_start_from_scratch_when_none_is_intact(tmp_path):
-    assert CheckpointFolder(tmp_path).newest() is None
+    assert Checkpointer(tmp_path).newest() is None
     save(tmp_path, 1)
     (tmp_path / "step-00000001/state.json").unlink()
     for _ in range(2):  # the second time, all that is left is called *.corrupt
         with pytest.raises(UserError, match="none is intact"):
-            CheckpointFolder(tmp_path).newest()
+            Checkpointer(tmp_path).newest()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_refuses_to_start_from_scratch_when_none_is_intact(tmp_path):
 def test_keeps_the_newest_and_the_best(tmp_path, keep_last, saves, kept):
     """The best of those that scored the same tokens: of a run whose eval.tokens were changed, both are kept. A loss
     that is not finite is never the best."""
-    checkpoints = CheckpointFolder(tmp_path, keep_last)
+    checkpoints = Checkpointer(tmp_path, keep_last)
     for step, (val_loss, tokens) in enumerate(saves, 1):
         checkpoints.save(snapshot({"step": step, "val_loss": val_loss, "metrics": {"val_tokens": tokens}}))
     assert steps(tmp_path) == kept
@@ -241,7 +241,7 @@ def test_keeps_the_newest_and_the_best(tmp_path, keep_last, saves, kept):
 
 def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
     """Files, then their folder's manifest, then the name, each fsynced; a crash between leaves a whole checkpoint."""
-    CheckpointFolder(tmp_path, keep_last=1).save(snapshot({"step": 1}))
+    Checkpointer(tmp_path, keep_last=1).save(snapshot({"step": 1}))
     done = []
     fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
 
@@ -260,7 +260,7 @@ def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "rename", note_rename)
     monkeypatch.setattr(shutil, "rmtree", note_rmtree)
-    CheckpointFolder(tmp_path, keep_last=1).save(snapshot({"step": 2}))
+    Checkpointer(tmp_path, keep_last=1).save(snapshot({"step": 2}))
     files = ["config.yaml", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert done == [
         ("remove", ".step-00000002.tmp"),
@@ -286,11 +286,11 @@ def test_a_damaged_one_does_not_count_and_is_not_removed(tmp_path, capsys):
 def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     save(tmp_path, 1)
     (tmp_path / ".step-00000002.tmp").mkdir()
-    assert CheckpointFolder(tmp_path).newest().path.name == "step-00000001"
+    assert Checkpointer(tmp_path).newest().path.name == "step-00000001"
     assert [place.name for place in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def save_in(background: bool, checkpoints: CheckpointFolder, what: Snapshot) -> None:
+def save_in(background: bool, checkpoints: Checkpointer, what: Snapshot) -> None:
     """Saves in this thread, or behind it."""
     if not background:
         checkpoints.save(what)
@@ -353,11 +353,11 @@ def test_peeking_reads_the_small_files_alone(tmp_path):
     save(tmp_path, 1), save(tmp_path, 2)
     weights = tmp_path / "step-00000002/model.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
-    assert CheckpointFolder(tmp_path).latest_metadata().state["step"] == 2
+    assert Checkpointer(tmp_path).latest_metadata().state["step"] == 2
     (tmp_path / "step-00000002/state.json").write_text("{}")
-    assert CheckpointFolder(tmp_path).latest_metadata().state["step"] == 1
+    assert Checkpointer(tmp_path).latest_metadata().state["step"] == 1
     assert steps(tmp_path) == [1, 2]
-    assert CheckpointFolder(tmp_path / "none").latest_metadata() is None
+    assert Checkpointer(tmp_path / "none").latest_metadata() is None
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def test_peeking_reads_the_small_files_alone(tmp_path):
     ],
 )
 def test_a_checkpoint_knows_its_kind(tmp_path, state, config, kind):
-    place = CheckpointFolder(tmp_path).save(snapshot({"step": 1, **state}, yaml.safe_dump(config)))
+    place = Checkpointer(tmp_path).save(snapshot({"step": 1, **state}, yaml.safe_dump(config)))
     assert verify(place).kind == kind
 
 
@@ -399,18 +399,18 @@ def killed_at_every_operation(folder: Path, scenario: str, background: bool) -> 
     while True:
         shutil.rmtree(folder, ignore_errors=True)
         for step in (0, 1) if scenario == "no room" else (1,):
-            CheckpointFolder(folder).save(dataclasses.replace(first, state={**first.state, "step": step}))
+            Checkpointer(folder).save(dataclasses.replace(first, state={**first.state, "step": step}))
         child = os.fork()
         if not child:
             told, limit = 0, kills + 1
             if scenario == "no room":
                 checkpoint._free_bytes = lambda folder: 0
-            save_in(background, CheckpointFolder(folder, keep_last=1), second)
+            save_in(background, Checkpointer(folder, keep_last=1), second)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if scenario != "again":
             assert [verify(place) for place in list_checkpoints(folder)], kills
-        found = CheckpointFolder(folder, keep_last=1)
+        found = Checkpointer(folder, keep_last=1)
         newest = found.newest()
         assert newest, kills
         assert newest.state in (first.state, second.state), kills
@@ -441,11 +441,11 @@ def test_killed_while_a_step_is_replaced_the_new_one_counts(tmp_path):
     place.rename(tmp_path / ".step-00000001.replaced")
     (tmp_path / "new/step-00000001").rename(tmp_path / ".step-00000001.tmp")
     (tmp_path / "new").rmdir()
-    found = CheckpointFolder(tmp_path).newest()
+    found = Checkpointer(tmp_path).newest()
     assert (found.path, found.state["mark"]) == (place, "new")
     assert list(tmp_path.iterdir()) == [place]
     place.rename(tmp_path / ".step-00000001.replaced")
-    assert CheckpointFolder(tmp_path).newest().state["mark"] == "new"
+    assert Checkpointer(tmp_path).newest().state["mark"] == "new"
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
@@ -505,7 +505,7 @@ def test_room_is_made_only_once_that_is_recorded(tmp_path, monkeypatch):
     save(tmp_path, 2)
     monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: 0)
     said: list[tuple] = []
-    folder = CheckpointFolder(tmp_path, keep_last=2)
+    folder = Checkpointer(tmp_path, keep_last=2)
     folder.save(snapshot({"step": 3}), record=lambda row: said.append((row["event"], row["kept"], steps(tmp_path))))
     assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
 
@@ -535,13 +535,13 @@ def test_who_only_looks_leaves_everything_where_it_is(tmp_path):
     (place / "state.json").unlink()
     (tmp_path / ".step-00000002.tmp").mkdir()
     with pytest.raises(UserError, match="none is intact"):
-        CheckpointFolder(tmp_path, hold=False).newest()
+        Checkpointer(tmp_path, hold=False).newest()
     assert {file.name for file in tmp_path.iterdir()} == {"step-00000001", ".step-00000002.tmp"}
 
 
 def test_checkpoints_after_a_step_are_removed(tmp_path):
     one = snapshot({})
-    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints = Checkpointer(tmp_path)
     for step in (2, 4, 6, 8):
         checkpoints.save(dataclasses.replace(one, state={"step": step}))
     assert steps(tmp_path) == [4, 6, 8]
@@ -551,7 +551,7 @@ def test_checkpoints_after_a_step_are_removed(tmp_path):
 
 def test_the_newest_good_one_and_those_after_it_are_kept(tmp_path):
     one = snapshot({})
-    checkpoints = CheckpointFolder(tmp_path, keep_last=1)
+    checkpoints = Checkpointer(tmp_path, keep_last=1)
     for step in (1, 2, 3, 4, 5):
         checkpoints.save(dataclasses.replace(one, state={"step": step}), good=3)
     assert steps(tmp_path) == [3, 4, 5]
@@ -565,7 +565,7 @@ def test_each_one_is_verified_once_and_a_damaged_one_in_silence(tmp_path, monkey
     (tmp_path / "step-00000003/state.json").write_text("{}")
     seen = []
     monkeypatch.setattr(checkpoint, "verify", lambda place: seen.append(place.name) or verify(place))
-    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints = Checkpointer(tmp_path)
     for _ in range(2):
         assert checkpoints.newest_until(9) == tmp_path / "step-00000002"
     assert seen == ["step-00000001", "step-00000002", "step-00000003", "step-00000003"]

@@ -11,7 +11,7 @@ import torch
 from commands import expect_error
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, model_state, optimizer_state
-from gpt2_ddp.checkpoint.checkpointer import CheckpointFolder
+from gpt2_ddp.checkpoint.checkpointer import Checkpointer
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
@@ -276,7 +276,7 @@ def checkpoint(tmp_path_factory):
     moments = optimizer_state(model, optimizer)
     for step in (1, 2):
         snapshot = Snapshot({"step": step} | state, dump(config), model_state(model), moments, (file,))
-        CheckpointFolder(folder / "checkpoints").save(snapshot)
+        Checkpointer(folder / "checkpoints").save(snapshot)
     return folder
 
 

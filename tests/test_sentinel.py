@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.training.replica_check import Corrupted, _accuse, check_replicas, sum_of
+from gpt2_ddp.training.replica_check import ReplicaMismatch, _accuse, check_replicas, sum_of
 
 
 class Flip(NamedTuple):
@@ -55,7 +55,7 @@ def trained(config: RunConfig, steps: int):
 def message_of(check: Callable[[int], None], step: int) -> str:
     try:
         check(step)
-    except Corrupted as error:
+    except ReplicaMismatch as error:
         return str(error)
     return ""
 
@@ -197,7 +197,7 @@ def flipped_in_training(config: TrainingConfig) -> str:
     loop.train_step = train_step
     try:
         return loop.train(config, Pretraining).outcome
-    except Corrupted as corrupted:
+    except ReplicaMismatch as corrupted:
         return str(corrupted)
 
 

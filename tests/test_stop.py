@@ -51,7 +51,7 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     run.Run.build, stop.StopRequest.poll = built, polled
     run.Run.evaluate, run.Run.sample = entering("evaluate", run.Run.evaluate), entering("sample", run.Run.sample)
     score.answer = entering("tasks", score.answer)
-    checkpoint.CheckpointFolder.save = entering("save", checkpoint.CheckpointFolder.save)
+    checkpoint.Checkpointer.save = entering("save", checkpoint.Checkpointer.save)
     return train(config), now["after"]
 
 

@@ -125,7 +125,7 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     run = RunFolder(config)
 
     def start(cut_to: int, *log: int, loss: float) -> Trackers:
-        run.cut_metrics(cut_to)
+        run.cut_rows(cut_to)
         trackers = Trackers(lambda _, action: action())
         trackers.start(config, "id", run.path)
         for step in log:

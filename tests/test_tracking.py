@@ -23,7 +23,7 @@ def test_what_a_checkpoint_still_owes_is_not_there_twice(corpus, tmp_path, owed)
     for name in (METRICS, SAMPLES):
         for step in (3, 4):
             run.append(name, {"step": step})
-    run.cut_metrics(4, owed=owed)
+    run.cut_rows(4, owed=owed)
     left = {name: [json.loads(line)["step"] for line in (run.path / name).open()] for name in (METRICS, SAMPLES)}
     assert left == {METRICS: [3] if "row" in owed else [3, 4], SAMPLES: [3] if "sample" in owed else [3, 4]}
 
@@ -36,12 +36,12 @@ def test_rows_are_cut_behind_the_one_that_a_checkpoint_names(corpus, tmp_path, c
         run.append(METRICS, {"step": step})
         chains.append(run.chain)
     lines = metrics.read_text().splitlines()
-    run.cut_metrics(1, 0, chains[3], {"event": "start", "step": 1})
+    run.cut_rows(1, 0, chains[3], {"event": "start", "step": 1})
     assert metrics.read_text().splitlines()[:-1] == lines[:4]
     text, chain = split_chain(metrics.read_text().splitlines()[-1])
     assert chain == run.chain == next_chain(chains[3], text)
     assert capsys.readouterr().err == ""
-    run.cut_metrics(1, 0, chains[5])
+    run.cut_rows(1, 0, chains[5])
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 1, 1]
     assert "the row that the checkpoint of step 1 follows is not there as it was written" in capsys.readouterr().err
 
@@ -52,7 +52,7 @@ def test_files_are_cut_back_and_a_torn_line_is_no_damage(corpus, tmp_path, capsy
         run.append(name, {"step": 1})
         run.append(name, {"step": 2})
         (run.path / name).write_bytes((run.path / name).read_bytes() + b'{"step": 1, "\xc3')
-    run.cut_metrics(1)
+    run.cut_rows(1)
     rows = [split_chain((run.path / name).read_text().rstrip("\n"))[0] for name in (METRICS, SAMPLES)]
     assert rows == ['{"step": 1}'] * 2
     assert not list(run.path.glob("*.damaged*"))
@@ -80,13 +80,13 @@ def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(corpus, tmp_path, cap
     damaged = b'{"step": 1}\n' + line + b'\n\n{"event": "x", "step": 3}\n{"step": 4}\n'
     for aside in (f"{name}.damaged", f"{name}.damaged-2"):
         (run.path / name).write_bytes(damaged)
-        run.cut_metrics(3)
+        run.cut_rows(3)
         assert (run.path / name).read_text() == '{"step": 1}\n{"event": "x", "step": 3}\n'
         assert (run.path / aside).read_bytes() == damaged
         (warning,) = capsys.readouterr().err.splitlines()
         assert warning.startswith(f"warning: {run.path / name}: line 2 ")
         assert aside in warning
-    run.cut_metrics(3)
+    run.cut_rows(3)
     assert capsys.readouterr().err == ""
 
 
@@ -95,7 +95,7 @@ def test_what_is_no_file_is_set_aside(corpus, tmp_path, capsys, make):
     """Without reading it: a FIFO would wait for its writer for ever."""
     run = RunFolder(training_config(corpus, tmp_path))
     make(run.path / METRICS)
-    run.cut_metrics(3)
+    run.cut_rows(3)
     run.append(METRICS, {"step": 4})
     assert split_chain((run.path / METRICS).read_text().rstrip()) == ('{"step": 4}', run.chain)
     assert (run.path / "metrics.jsonl.damaged").exists()
@@ -150,5 +150,5 @@ def test_without_a_number_of_rollbacks_rows_are_cut_by_their_steps(corpus, tmp_p
     run = RunFolder(training_config(corpus, tmp_path))
     for row in ({"step": 1}, {"step": 3}, {"event": "rollback", "step": 1, "from": 3}, {"step": 2}, {"step": 3}):
         run.append(METRICS, row)
-    run.cut_metrics(2)
+    run.cut_rows(2)
     assert [json.loads(line)["step"] for line in (run.path / METRICS).read_text().splitlines()] == [1, 2]

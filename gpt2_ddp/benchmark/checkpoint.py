@@ -27,7 +27,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     optimizer_state,
     verify,
 )
-from gpt2_ddp.checkpoint.checkpointer import Background, CheckpointFolder
+from gpt2_ddp.checkpoint.checkpointer import Background, Checkpointer
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.files import fsync_file, fsync_folder
@@ -132,12 +132,12 @@ class Training:
 
     def save_ours(self) -> None:
         """Standing still, as `checkpoint.background no` does."""
-        CheckpointFolder(self.place).save(self.snapshot())
+        Checkpointer(self.place).save(self.snapshot())
 
     def save_behind(self) -> None:
         """A copy, which is written while training goes on."""
         copy = self.snapshot().copied(self.memory)
-        self.background.start(lambda: CheckpointFolder(self.place).save(copy), limit=3600)
+        self.background.start(lambda: Checkpointer(self.place).save(copy), timeout=3600)
 
     def resume_ours(self) -> None:
         """Verifies what it reads."""

@@ -28,11 +28,11 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.building import locked_output
 from gpt2_ddp.preparation.shard_writer import ShardWriter
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training.loop import train_steps
-from gpt2_ddp.training.peaks import device_name, peak_flops
+from gpt2_ddp.training.loop import train_loop
+from gpt2_ddp.training.peaks import peak_flops
 from gpt2_ddp.training.run import Run
-from gpt2_ddp.training.session import session
 from gpt2_ddp.training.task import Due
+from gpt2_ddp.training.throughput import device_name
 
 BARE = "bare PyTorch loop"
 PRESET = "configs/gpt2_124m.yaml"
@@ -108,8 +108,9 @@ def ours(turns: StepTimer, config: TrainingConfig) -> None:
 
     with redirect_stderr(io.StringIO()), Run(config, Timed) as run:
         run.build()
-        with session(run) as running:
-            train_steps(run, running)
+        run.start()
+        train_loop(run)
+        run.finish("completed")
 
 
 def short_run(

@@ -1,4 +1,4 @@
-"""Checkpoints that verify themselves: `step-XXXXXXXX/` folders, of which a run's `CheckpointFolder` keeps some.
+"""Checkpoints that verify themselves: `step-XXXXXXXX/` folders, of which a run's `Checkpointer` keeps some.
 
 Each holds model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, the tokenizer
 where it is a file, and manifest.json with the size and SHA-256 of each of them, and its own; a flipped bit in any file
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -162,6 +161,8 @@ def _pin(tensor: Tensor) -> None:
         weakref.finalize(tensor, runtime.cudaHostUnregister, tensor.data_ptr())
 
 
+FORMAT = 1
+"""Of a checkpoint folder. Within it, a field that is missing takes its default, and an unknown one is ignored."""
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
 TRANSFORMERS = "config.json"
@@ -209,23 +210,13 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        """What it is a training of, like `gpt2`; the first releases did not write it down."""
-        return self.state.get("kind") or guess_kind(self.config)
+        """What it is a training of, like `gpt2`."""
+        return self.state["kind"]
 
     def read(self) -> Snapshot:
         """All of it, weights and moments included."""
         model, optimizer = load_file(self.path / MODEL), load_file(self.path / OPTIMIZER)
         return Snapshot(self.state, yaml.safe_dump(self.config), model, optimizer)
-
-
-def guess_kind(saved: dict[str, Any]) -> str:
-    """The kind of a run whose config.yaml holds `saved`, by a field that no other kind has."""
-    marks = (
-        ("train", "global_batch_tokens", "gpt2"),
-        ("data", "weight", "regression"),
-        ("data", "sequences", "transformer"),
-    )
-    return next((kind for section, field, kind in marks if field in (saved.get(section) or {})), "classifier")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -284,15 +275,19 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
 
     Raises:
         CorruptCheckpoint: naming the first file that is missing, cut short or changed.
+        UserError: it is of another format.
     """
     try:
         manifest = json.loads(read_small(checkpoint / MANIFEST, 2**20))
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-        sealed = manifest["version"] == 1 or manifest["sha256"] == seal(manifest)  # the first releases did not seal it
+        format, sealed = manifest.get("format"), manifest["sha256"] == seal(manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(checkpoint / MANIFEST, f"cannot be read ({error})") from error
     if not sealed:
         raise CorruptCheckpoint(checkpoint / MANIFEST, "its SHA-256 is not the one that was written")
+    if format != FORMAT:
+        hint = f"is of format {format}, and this release reads format {FORMAT}; use the release that wrote it"
+        raise UserError("checkpoint", checkpoint, hint)
     for name in (MODEL, OPTIMIZER, STATE, CONFIG):
         if name not in files:
             raise CorruptCheckpoint(checkpoint / MANIFEST, f"does not list {name}")
@@ -371,26 +366,8 @@ def write(snapshot: Snapshot, folder: Path) -> None:
         with writing(folder / name):
             size, sha256 = write_hashed(folder / name, contents[name])
             files[name] = {"bytes": size, "sha256": sha256}
-    manifest = {"version": 2, "files": files}
+    manifest = {"format": FORMAT, "files": files}
     write_atomically(folder / MANIFEST, json.dumps({**manifest, "sha256": seal(manifest)}, indent=1))
-
-
-def set_aside(snapshot: Snapshot, folder: Path) -> Snapshot:
-    """The same from files in `folder` that have no name, so that they are gone with it, or with the process, however
-    that ends. Its tensors take memory only once they are read.
-
-    Raises:
-        UserError: as `writing`.
-    """
-
-    def written(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        with writing(folder), TemporaryFile(dir=folder) as file:
-            file.writelines(as_safetensors(tensors))
-            file.flush()
-            return load_file(f"/dev/fd/{file.fileno()}")  # mapped, which holds the file when it is closed
-
-    model, optimizer = written(snapshot.model), written(snapshot.optimizer)
-    return replace(snapshot, state=deepcopy(snapshot.state), model=model, optimizer=optimizer)
 
 
 def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:

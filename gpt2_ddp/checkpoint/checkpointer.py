@@ -1,6 +1,6 @@
-"""The checkpoints of a run: which of them are kept, and what a crash between two of them leaves.
+"""The checkpoints of a run: saving, in the background or not, keeping some and deleting the others.
 
-A checkpoint is made in a hidden folder beside its place, fsynced and renamed, so that it is there whole or not at all.
+A checkpoint is made in a hidden folder beside its place, fsynced and renamed, so it is there whole or not at all.
 """
 
 import math
@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
     Checkpoint,
@@ -27,18 +28,19 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
     write,
 )
+from gpt2_ddp.checkpoint.run_files import METRICS
 from gpt2_ddp.distributed.environment import spare_core
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import fsync_folder, writing
+from gpt2_ddp.files import fsync_file, fsync_folder, writing
 
 
 def should_save_async(wish: bool | str, size: int, device: str, workers: int) -> bool:
-    """Whether checkpoints are written behind the training.
+    """Whether checkpoints are saved in the background.
 
     Args:
-        wish: `checkpoint.background`.
-        size: bytes of the copy that they are written from.
-        device: that is trained on: cpu, cuda or mps. workers: of the loader.
+        wish: `checkpoint.background`; auto needs a spare core and memory for the copy.
+        size: bytes of the copy.
+        device: cpu, cuda or mps. workers: loader processes.
     """
     if not isinstance(wish, bool):
         return spare_core(device, torch.get_num_threads(), workers) and psutil.virtual_memory().available > 1.25 * size
@@ -46,93 +48,123 @@ def should_save_async(wish: bool | str, size: int, device: str, workers: int) ->
 
 
 class Background:
-    """Does what it is given beside the thread that gives it; what that raises is raised where it is waited for.
+    """One task at a time in a thread; `wait` raises its error.
+
+    A thread is enough: hashing, writing and fsync release Python's lock, and a thread sees the copied memory and ends
+    with the process.
 
     Attributes:
-        limit: seconds that the present work, or the last one, may take.
-        failed: whether the work has raised something that nobody has been told yet.
+        timeout: seconds that the present task, or the last one, may take.
+        failed: whether the task raised an error that `wait` has not raised yet.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._begun = self._ended = self.limit = 0.0
+        self._begun = self._ended = self.timeout = 0.0
         self.failed = False
 
-    def start(self, work: Callable[[], object], limit: float) -> None:
-        """Begins the work, which is to take no longer than `limit` seconds; waits for what is being done still."""
+    def start(self, task: Callable[[], object], timeout: float) -> None:
+        """Waits for the task before it, and starts this one."""
         self.wait()
-        self._begun, self._ended, self.limit = time.monotonic(), 0.0, limit
-        self._thread = threading.Thread(target=self._do, args=(work,), name="background", daemon=True)
+        self._begun, self._ended, self.timeout = time.monotonic(), 0.0, timeout
+        self._thread = threading.Thread(target=self._run, args=(task,), name="background", daemon=True)
         self._thread.start()
 
-    def _do(self, work: Callable[[], object]) -> None:
+    def _run(self, task: Callable[[], object]) -> None:
         try:
-            work()
-        except BaseException as error:  # whatever it is, it is raised by `wait`
+            task()
+        except BaseException as error:  # `wait` raises it
             self._error, self.failed = error, True
         self._ended = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """What the work takes, up to now, or took; 0 where there was none."""
+        """Duration of the task, up to now or in all; 0 if there was none."""
         return (self._ended or time.monotonic()) - self._begun if self._begun else 0.0
 
     @property
     def is_working(self) -> bool:
-        """Whether something is being done."""
+        """Whether the task still runs."""
         return bool(self._begun) and not self._ended
 
     @property
-    def is_late(self) -> bool:
-        """Whether that goes on for longer than it was to take."""
-        return self.is_working and self.seconds > self.limit
+    def is_overdue(self) -> bool:
+        """Whether the task has run for longer than its timeout."""
+        return self.is_working and self.seconds > self.timeout
 
     def join(self) -> None:
-        """Waits until nothing is being done."""
+        """Waits until the task has ended."""
         if self._thread:
             self._thread.join()
             self._thread = None
 
     def wait(self) -> None:
-        """The same. Raises: what the work raised, once."""
+        """Waits until the task has ended, and raises its error, once."""
         self.join()
         error, self._error, self.failed = self._error, None, False
         if error:
             raise error
 
 
-class CheckpointFolder:
-    """The checkpoints of one run, as its main process sees them.
+class Checkpointer:
+    """The checkpoints of one run; on its main process.
 
     Args:
-        hold: whether the run is held (`RunFolder`), so that what is found broken may be put right.
+        folder: RUN/checkpoints.
+        keep_last: newest checkpoints to keep.
+        lock: whether this process has locked the run, so that a damaged folder may be repaired.
+        record: is called with each event: a checkpoint that was written, or room that is made for one.
+
+    Attributes:
+        first_step: the step that the run starts after. Its checkpoint is for a rollback only.
     """
 
-    def __init__(self, folder: Path, keep_last: int = 3, hold: bool = True):
-        self.folder = folder
-        self.keep_last = keep_last
-        self._hold = hold
-        self._verified: dict[Path, dict[str, Any]] = {}  # checked by this process, with their state
+    first_step = 0
 
-    def save(
-        self, snapshot: Snapshot, good: int | None = None, record: Callable[[dict[str, Any]], None] = lambda saved: None
-    ) -> Path:
-        """Writes the checkpoint of step `snapshot.state["step"]`, durably, and only then removes what is no longer
-        kept; before, where the disk has no room for it otherwise. See `prune`.
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 3,
+        lock: bool = True,
+        record: Callable[[dict[str, Any]], None] = lambda event: None,
+    ):
+        self.folder, self.keep_last, self._lock, self._record = folder, keep_last, lock, record
+        self.background = Background()
+        self._memory: dict[str, Tensor] = {}  # of the copies that it writes
+        self._verified: dict[Path, dict[str, Any]] = {}  # states of those that this process has verified
+
+    def save(self, snapshot: Snapshot, last_good: int | None = None, timeout: float | None = None) -> None:
+        """Saves the checkpoint of step `snapshot.state["step"]` durably, and then deletes what `prune` deletes. Where
+        the disk has no room, deletes first.
 
         Args:
-            record: is told in between which one is there (`checkpoint_ref`), and the steps of those that are kept; and
-                of these before some are removed to make room.
+            last_good: last step known to be good.
+            timeout: seconds; writes a copy in the background. None: waits for the disk.
 
         Raises:
             UserError: the disk refuses; the checkpoints are as they were, and nothing half made is left.
         """
-        place = self.place(snapshot.state["step"])
+        if timeout is None:
+            self._write(snapshot, last_good)
+        else:
+            self.background.wait()
+            copy = snapshot.copied(self._memory)
+            self.background.start(lambda: self._write(copy, last_good), timeout)
+
+    def copy_bytes(self, snapshot: Snapshot) -> int:
+        """Bytes of host memory that a background save of this snapshot allocates; later ones reuse them."""
+        return 0 if self._memory else snapshot.bytes
+
+    def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
+        place, rows = self.place(snapshot.state["step"]), self.folder.parent / METRICS
+        if rows.is_file():  # the checkpoint has the chain of the last of them
+            with writing(rows):
+                fsync_file(rows)
         temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
         if _free_bytes(self.folder) < snapshot.bytes:
-            keep = self._to_keep(good, snapshot.state)
-            record({"event": "room", "step": snapshot.state["step"], "kept": steps_of(keep)})
+            keep = self._to_keep(last_good, snapshot.state)
+            self._record({"event": "room", "step": snapshot.state["step"], "kept": steps_of(keep)})
             self._delete_except(keep)
         try:
             write(snapshot, temporary)
@@ -144,18 +176,17 @@ class CheckpointFolder:
                 if replaced.exists():
                     shutil.rmtree(replaced)
         except UserError:
-            with suppress(UserError):  # what cannot be removed now is by the next start
+            with suppress(UserError):  # what cannot be removed now is removed by the next start
                 self.recover()
             raise
         self._verified[place] = snapshot.state
-        keep = self._to_keep(good)
-        record({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
+        keep = self._to_keep(last_good)
+        self._record({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
         self._delete_except(keep)
-        return place
 
     def recover(self) -> None:
-        """Puts right what a save left that was killed or refused: of a checkpoint between its old and its new form the
-        new one, which is whole by then, gets the name; what is half made or half removed goes."""
+        """Repairs what a killed or refused save left. The new form of a replaced checkpoint gets the name, as it is
+        whole by then; half-made and half-removed folders are deleted."""
         with writing(self.folder):
             for replaced in self.folder.glob(".step-*.replaced"):
                 place = replaced.with_name(replaced.name[1 : -len(".replaced")])
@@ -166,22 +197,19 @@ class CheckpointFolder:
                 shutil.rmtree(leftover)
 
     def latest_metadata(self) -> Checkpoint | None:
-        """The newest checkpoint whose small files are right, without looking at its weights: what a run may decide by
-        before it does anything long."""
+        """The newest checkpoint whose small files are intact; the weights are not read."""
         return newest_intact(self.folder, weights=False, quiet=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose hashes are right; None when there is none at all. Removes what a killed process
-        left half made or half removed.
-
-        A damaged one on the way is renamed to `*.corrupt`, with a warning on stderr that names file and reason.
+        """The newest intact checkpoint, all files hashed; None when there is none at all. Repairs the folder. A corrupt
+        one is renamed to `*.corrupt`, with a warning on stderr that names file and reason.
 
         Raises:
             UserError: when checkpoints exist, but none is intact.
         """
-        if self._hold:
+        if self._lock:
             self.recover()
-        found = newest_intact(self.folder, put_aside=self._hold)
+        found = newest_intact(self.folder, put_aside=self._lock)
         if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
             hint = "holds checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
@@ -190,48 +218,51 @@ class CheckpointFolder:
         return found
 
     def place(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """The folder of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
 
     def newest_until(self, step: int) -> Path | None:
-        """The newest intact checkpoint of a step that is not after `step`; its hashes are checked once."""
+        """The newest intact checkpoint of `step` or before; its hashes are checked once."""
         return next((place for place, state in reversed(self._intact().items()) if state["step"] <= step), None)
 
     def remove_after(self, step: int) -> None:
-        """Removes the checkpoints of steps after `step`, which the run has gone back to."""
+        """Deletes the checkpoints of later steps, which a rollback has undone."""
         self._delete_except([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
 
-    def prune(self, good: int | None = None) -> None:
-        """Removes verified checkpoints but the newest `keep_last` and the best; a damaged one is left as it is.
+    def prune(self, last_good: int | None = None) -> None:
+        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need.
 
         Args:
-            good: the last step that is known to be good: the newest checkpoint until there is kept as well, to go back
-                to, and those after it, of which nothing is known yet.
+            last_good: last step known to be good. The newest checkpoint until there is kept, and those after it. The
+                checkpoint of the run's first step is deleted once there is a later one until `last_good`.
         """
-        self._delete_except(self._to_keep(good))
+        self._delete_except(self._to_keep(last_good))
 
-    def _to_keep(self, good: int | None = None, coming: dict[str, Any] | None = None) -> list[Path]:
-        """Of the checkpoints that are there, those that `prune` leaves.
+    def _to_keep(self, last_good: int | None = None, coming: dict[str, Any] | None = None) -> list[Path]:
+        """The checkpoints that `prune` keeps.
 
         Args:
-            coming: state of a checkpoint that needs the room, also of those; counted as if it were there already. The
-                newest of those that are there stays nevertheless.
+            coming: state of a checkpoint that is counted as if it were there already. The newest that is there stays
+                nevertheless.
         """
-        there = list_checkpoints(self.folder)
-        if len(there) + (coming is not None) <= self.keep_last:
+        there, first = list_checkpoints(self.folder), self.place(self.first_step)
+        if len(there) + (coming is not None) <= self.keep_last and first not in there:
             return there
         intact = self._intact(warn=True)
         counted = intact | ({self.place(coming["step"]): coming} if coming else {})
-        best: dict[Any, tuple[float, Path]] = {}  # by what it scored: losses over other tokens do not compare
+        best: dict[Any, tuple[float, Path]] = {}  # by the tokens scored: losses over other tokens do not compare
         for place, state in counted.items():
             loss, tokens = state.get("val_loss"), (state.get("metrics") or {}).get("val_tokens")
             if loss is not None and math.isfinite(loss):
                 best[tokens] = min(best.get(tokens, (loss, place)), (loss, place))
-        keep = {*sorted(counted)[-self.keep_last :], *list(intact)[-1:], *(place for _, place in best.values())}
-        if good is not None:
-            until = [place for place, state in intact.items() if state["step"] <= good]
+        keep = {*sorted(counted)[-self.keep_last :], *list(intact)[-1:]}
+        if last_good is not None:
+            until = [place for place, state in intact.items() if state["step"] <= last_good]
             after = [place for place in intact if place not in until]
+            if coming is None and first in until[:-1]:
+                keep.discard(first)
             keep |= {*until[-1:], *(after if coming is None else [])}
+        keep |= {place for _, place in best.values()}
         return [place for place in there if place in keep or place not in intact]
 
     def _delete_except(self, keep: list[Path]) -> None:

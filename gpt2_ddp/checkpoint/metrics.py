@@ -5,14 +5,13 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, finite
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.training.task import Sample
 
 if TYPE_CHECKING:
     from gpt2_ddp.checkpoint.trackers import Trackers
@@ -82,6 +81,13 @@ class LongStage:
 
 
 T = TypeVar("T")
+
+
+class Sample(NamedTuple):
+    """A text that the model wrote, which begins with the prompt."""
+
+    prompt: str
+    text: str
 
 
 class Metrics:

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from gpt2_ddp.files import free_name, fsync_file, writing
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
-SAVED = ".saved"
-"""There once a checkpoint was: without any, the run is not at its beginning, but has lost them."""
 
 
 def read_status(folder: Path) -> dict[str, Any]:
@@ -28,8 +26,8 @@ def read_status(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def is_held(folder: Path) -> bool:
-    """Whether a trainer holds the run folder. Not for the trainer itself, which would let go of it thereby."""
+def is_locked(folder: Path) -> bool:
+    """Whether a trainer has locked the run folder. Not for the trainer itself, which this would unlock."""
     try:
         lock = os.open(folder / ".lock", os.O_RDONLY)
     except OSError:

@@ -33,3 +33,13 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
         raise UserError.join(
             [f"in {place}: {mistake}; give the run's own file back" for mistake in error.mistakes]
         ) from error
+
+
+def guess_kind(saved: dict[str, Any]) -> str:
+    """The kind of a run whose config.yaml holds `saved`, by a field that no other kind has."""
+    marks = (
+        ("train", "global_batch_tokens", "gpt2"),
+        ("data", "weight", "regression"),
+        ("data", "sequences", "transformer"),
+    )
+    return next((kind for section, field, kind in marks if field in (saved.get(section) or {})), "classifier")

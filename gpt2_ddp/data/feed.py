@@ -158,6 +158,14 @@ class Feed:
         self._stop_loading()
         self.position, self.order_digest, self.skipped_ranges = position, order_digest, [(a, b) for a, b in passed]
 
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, for checkpoints: `position`, `passed` (the skipped ranges) and `order_digest`."""
+        return {"position": self.position, "passed": list(self.skipped_ranges), "order_digest": self.order_digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Seeks to what `state_dict` returned. A missing field takes its default."""
+        self.seek(state.get("position", 0), state.get("order_digest", FIRST_DIGEST), state.get("passed", []))
+
     def skip_range(self, start: int, stop: int) -> None:
         """Leaves the positions [start, stop), which no step has taken, out of all steps to come."""
         assert self.position <= start < stop, "what was trained on cannot be passed over"

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gpt2_ddp.errors import UserError, truncate
 
@@ -91,7 +92,7 @@ def _raise_on_every_rank(errors: Sequence[UserError | None]) -> None:
             raise error
 
 
-def warm_up_ddp(model: nn.Module, optimizer: AcceleratedOptimizer, loss: Callable[[], Tensor]) -> None:
+def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
     """Runs one backward pass of zero gradients, so that DDP builds its final buckets before the first step.
 
     DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
@@ -107,3 +108,31 @@ def warm_up_ddp(model: nn.Module, optimizer: AcceleratedOptimizer, loss: Callabl
         optimizer.zero_grad(set_to_none=False)  # as in training: they stay views of the buckets
         for buffer, value in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(value)
+
+
+class AsyncSum:
+    """Sums of a few integers over all ranks, returned one call late: no rank waits for another, no GPU is synchronised.
+
+    Each call starts a small all-reduce on a gloo group and returns the result of the call before. Sums of integers are
+    the same in any order.
+
+    Args:
+        size: how many integers; their sums must stay below 2^63.
+    """
+
+    def __init__(self, accelerator: Accelerator, size: int):
+        self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        self._sums: Sequence[int] | Tensor = [0] * size
+        self._pending: dist.Work | None = None
+
+    def exchange(self, values: Sequence[int]) -> list[int]:
+        """Starts the sum of `values`; returns the sums of the call before, zeros at first. Every rank calls it equally
+        often and gets the same result."""
+        if self._pending is not None:
+            self._pending.wait()
+        sums = list(map(int, self._sums))
+        self._sums = values
+        if self._group is not None:
+            self._sums = torch.tensor(values, dtype=torch.int64)
+            self._pending = dist.all_reduce(self._sums, group=self._group, async_op=True)
+        return sums

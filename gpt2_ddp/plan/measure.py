@@ -25,9 +25,8 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.plan.cost import Rate
 from gpt2_ddp.tasks.pretraining import Pretraining
-from gpt2_ddp.training.loop import train_steps
+from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.run import Run
-from gpt2_ddp.training.session import session
 from gpt2_ddp.training.task import Due
 
 STEPS, READING = 25, 5
@@ -119,10 +118,11 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
         with run:
             run.build()
             start = loaded + time.perf_counter() - begun
-            with session(run) as running:
-                first = time.perf_counter()
-                train_steps(run, running)
-                whole = time.perf_counter() - first
+            run.start()
+            first = time.perf_counter()
+            train_loop(run)
+            whole = time.perf_counter() - first
+            run.finish("completed")
             rows = [line.row or {} for line in read_lines(Path(folder) / "measured" / METRICS)] if run.folder else []
             memory = _peak(run.accelerator)
         rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")][1:]

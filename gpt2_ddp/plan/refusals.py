@@ -53,7 +53,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
         split_batch(config.global_batch_windows, processes, 1)
         return Pretraining(config, accelerator, saved)
 
-    with redirect_stdout(sys.stderr), _noting(seen), Run(config, make_task, hold=False) as run:
+    with redirect_stdout(sys.stderr), _noting(seen), Run(config, make_task, lock=False) as run:
         assert isinstance(run.task, Pretraining)
         seen.step, seen.complete = run.step, run.is_complete
         seen.unprepared = (recipe := missing_data(config)) is not None

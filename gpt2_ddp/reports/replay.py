@@ -32,11 +32,11 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
-from gpt2_ddp.training.lineage import check_resumable
 from gpt2_ddp.training.loop import train
-from gpt2_ddp.training.peaks import device_name
-from gpt2_ddp.training.session import Outcome
+from gpt2_ddp.training.progress import Outcome
+from gpt2_ddp.training.resume import check_resumable
 from gpt2_ddp.training.task import Due, Task
+from gpt2_ddp.training.throughput import device_name
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
 """What is a sum over ranks, in some order."""

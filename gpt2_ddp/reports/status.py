@@ -6,7 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import STATUS, is_held
+from gpt2_ddp.checkpoint.run_files import STATUS, is_locked
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError
@@ -68,10 +68,10 @@ def health(folder: Path, now: float | None = None) -> Health:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Health("unknown", 0, now - written, f"{STATUS} is damaged")
     if state != "running":
-        words = f"a trainer prepares to go on; it was {state}" if is_held(folder) else reason.partition("\n")[0]
-        return Health("starting" if is_held(folder) else state, step, now - written, words)
+        words = f"a trainer prepares to go on; it was {state}" if is_locked(folder) else reason.partition("\n")[0]
+        return Health("starting" if is_locked(folder) else state, step, now - written, words)
     if not who.pid:  # of a release that did not say who it was
-        held = is_held(folder)
+        held = is_locked(folder)
         return Health("running" if held else "dead", step, now - written, "" if held else "no trainer holds its folder")
     place, silence = f"pid {who.pid} on {who.host}", f"no sign of life for {now - beat:.0f} s"
     if who.is_gone:

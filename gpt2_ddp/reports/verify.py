@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST, guess_kind
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_event
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.kinds import guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig

@@ -15,7 +15,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     list_checkpoints,
     verify,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS, SAVED, is_rollback, valid_rows
+from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback, valid_rows
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.gpt import GPT, without_init
@@ -59,7 +59,7 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
     if gone:  # or removed meanwhile by a run that goes on: that says so in its rows first
         _, still_kept = _recorded(read_metrics(run / METRICS)[0])
         yield from (f"{name}: is missing" for name in gone if names[name] in still_kept)
-    if not there and not kept and _was_saved(run, config, rows):
+    if not there and not kept and recorded:
         yield "checkpoints: none is there, and the run has saved some"
     by_step = {row["step"]: row for row in valid_rows(rows.values())}
     ended = max((row["step"] for row in rows.values() if row.get("event") in ("checkpoint", "end")), default=0)
@@ -105,14 +105,6 @@ def _recorded(rows: Records) -> tuple[dict[int, str], list[int]]:
         if is_rollback(row):
             kept = [step for step in kept if step <= row["step"]]
     return recorded, kept
-
-
-def _was_saved(run: Path, config: RunConfig, rows: Records) -> bool:
-    """Whether a run had checkpoints, by what releases left that did not record them."""
-    every = config.checkpoint.every if isinstance(config, TrainingConfig) else None
-    epochs = any("train_loss" in row for row in rows.values())
-    far = every is not None and any(row["step"] > every for row in rows.values())
-    return (run / SAVED).exists() or far or (every is None and epochs)
 
 
 def _check_shapes(run: Path, folder: Path, config: RunConfig, state: Record) -> Iterator[str]:

@@ -15,7 +15,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify_checkpoints import Checkpoints
 from gpt2_ddp.reports.verify_order import Record, Records
-from gpt2_ddp.training.lineage import check_resumable
+from gpt2_ddp.training.resume import check_resumable
 
 FIXED = (
     "kind",

@@ -37,7 +37,7 @@ from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
 from gpt2_ddp.tasks.samples import score_each
 from gpt2_ddp.tasks.supervised import means
-from gpt2_ddp.training.losses import Best
+from gpt2_ddp.training.progress import Best
 
 LONGEST = 2**28
 """Bytes of a file of prompts."""

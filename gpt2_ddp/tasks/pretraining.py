@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint, find_checkpoint, fit_weights, still_there
+from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved, split_batch
@@ -31,8 +32,9 @@ from gpt2_ddp.model.evaluate import evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.optim import build_optimizer, lr_at, schedule_note
 from gpt2_ddp.tasks.corpus import open_corpus, prepare_missing_data
-from gpt2_ddp.training.peaks import device_name
-from gpt2_ddp.training.task import Due, Poll, Sample, Scores
+from gpt2_ddp.training.progress import Scores
+from gpt2_ddp.training.task import Due, Poll
+from gpt2_ddp.training.throughput import device_name
 
 if TYPE_CHECKING:
     from gpt2_ddp.scoring.items import ItemSet

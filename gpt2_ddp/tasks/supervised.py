@@ -20,7 +20,8 @@ from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.model.optim import lr_at, without_dynamo
 from gpt2_ddp.tasks.samples import SampleSet, score_each
-from gpt2_ddp.training.task import Due, Poll, Scores
+from gpt2_ddp.training.progress import Scores
+from gpt2_ddp.training.task import Due, Poll
 
 
 @dataclass(frozen=True)

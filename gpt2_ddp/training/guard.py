@@ -1,7 +1,8 @@
-"""A guard against divergence: it judges each step from sums over all ranks, a fixed number of steps late."""
+"""The guard against divergence: it judges each step from sums over all ranks, two steps late."""
 
 import math
 from collections import deque
+from enum import Enum
 from typing import Any
 
 import torch
@@ -9,74 +10,63 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
-from gpt2_ddp.distributed.ranks import sum_over_ranks
-from gpt2_ddp.model.optim import NormStatistics, RunningStatistics
-from gpt2_ddp.training.stop import CARRIED, StopRequest
+from gpt2_ddp.distributed.ranks import AsyncSum, sum_over_ranks
+from gpt2_ddp.training.optimizer import RunningStatistics
 
 LATE = 2
-"""Steps after which a step is judged: its numbers are read from the device one step late, and summed up over the ranks
-one step later. So nothing waits, and any number of ranks decides at the same step."""
+"""Steps between a step and its verdict. Its numbers are read from the device one step late, and summed over the ranks
+one step later. So nothing waits, and every number of ranks decides at the same step."""
 
 FIXED, LARGEST = 2**32, 2**20
-"""What 1 is as a fixed-point number, and the largest loss. Losses are summed up as integers, which have the same sum in
-any order: on every rank, and nearly for every number of them."""
+"""The fixed-point number for 1, and the largest loss. Sums of integers are the same in any order."""
+
+SUMS = 4
+"""Integers per step: ranks, fixed-point loss, whether it is not finite, whether the gradient is bad."""
+
+Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
+"""Of a step. `DIVERGED`: it is the last of `guard.patience` bad steps in a row."""
 
 
 class Guard:
-    """Tells good steps from bad ones, the same on every rank.
+    """Judges steps, equally on every rank.
 
-    A step is bad if its gradient is not finite, or its norm out of the ordinary (`model.optim.UpdateSkipper` leaves
-    such a step out), if its loss is not finite, or exceeds its running mean by `loss_sigmas`. After `patience` bad
-    steps in a row the run has diverged, since `first_bad`.
+    A step is bad if its gradient is bad (`GuardedOptimizer`), if its loss is not finite, or if its loss exceeds the
+    running mean by `loss_sigmas`.
 
     Attributes:
-        norms: of the good steps' gradients, on the device.
-        losses: of the good steps.
-        judged: the last step that was judged.
-        first_bad: first step of the present stretch of bad ones; None where the last one judged was good.
-        wrong: what was wrong with the last bad step, in words. bad_steps: how many this process has seen.
-        diverged: whether the stretch is as long as `patience`.
+        judged: the last step with a verdict.
+        first_bad: first of the bad steps in a row; None after a good one.
+        problem: what was wrong with the last bad step.
+        bad_steps: how many bad steps this process has seen.
     """
 
     def __init__(self, config: GuardConfig, accelerator: Accelerator):
         self.config, self._accelerator = config, accelerator
-        self.problem, self.bad_steps = "", 0
+        self.problem, self.bad_steps, self._sums = "", 0, AsyncSum(accelerator, SUMS)
         self.load_state_dict({})
 
     @property
     def last_good(self) -> int:
-        """The last step that is known to be good, or the run's first: what was saved until then can be gone back to."""
-        return max(self._begins, self.judged if self.first_bad is None else self.first_bad - 1)
+        """The last step known to be good, or the run's first: a rollback may go back to its checkpoint."""
+        return max(self._first_step, self.judged if self.first_bad is None else self.first_bad - 1)
 
-    def record(self, loss: Tensor, bad: Tensor) -> None:
-        """Takes a step's numbers, without waiting for the device.
+    def judge(self, step: int, loss: Tensor, bad: Tensor) -> Verdict:
+        """The verdict on step `step - LATE`. Collective, once a step; does not wait for the device.
 
         Args:
-            loss: this rank's part of the step's mean loss, scalar.
+            step: the last one taken.
+            loss: this rank's part of its mean loss, scalar.
             bad: whether its gradient was bad, fp32 scalar.
         """
-        self._noted.append(_Numbers(torch.stack([loss, bad])))
+        self._numbers.append(_Numbers(torch.stack([loss, bad])))
+        count, loss_sum, not_finite, bad_gradient = self._sums.exchange(self._numbers[0].integers())
+        if not count:  # before the first step
+            return Verdict.OK
+        return self._classify(step - LATE, math.inf if not_finite else loss_sum / FIXED, bad_gradient > 0)
 
-    def judge(self, step: int, stop: StopRequest) -> bool:
-        """Judges; once a step, of which `step` is the last one taken. On the way, all ranks hear of a stop. Collective.
-
-        Returns:
-            whether a step was found to be bad.
-        """
-        if self._unsent is not None:
-            stop.agreed(self._unsent.integers())
-            self._unsent, stop.carried = None, [0] * CARRIED
-        stop.agreed(self._noted[0].integers())
-        count, loss, not_finite, bad = stop.carried
-        stop.carried = [0] * CARRIED
-        if not count:  # the first steps of all
-            return False
-        return self._classify(step - LATE, math.inf if not_finite else loss / FIXED, bad > 0)
-
-    def _classify(self, step: int, loss: float, bad_gradient: bool) -> bool:
-        self.judged = step
-        sigmas = self.config.loss_sigmas
-        limit = self.losses.limit(sigmas) if sigmas else math.inf
+    def _classify(self, step: int, loss: float, bad_gradient: bool) -> Verdict:
+        self.judged, sigmas = step, self.config.loss_sigmas
+        limit = self.losses.limit(sigmas).item() if sigmas else math.inf
         if bad_gradient:
             self.problem = "its gradient is not finite, or its norm is out of the ordinary"
         elif not math.isfinite(loss):
@@ -85,45 +75,41 @@ class Guard:
             self.problem = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
         else:
             if sigmas:
-                self.losses.add(loss)
-            self.first_bad, self.diverged = None, False
-            return False
+                self.losses.add(torch.tensor(loss, dtype=torch.float64), torch.tensor(True))
+            self.first_bad = None
+            return Verdict.OK
         self.bad_steps += 1
         self.first_bad = self.first_bad or step
-        self.diverged = step - self.first_bad + 1 >= self.config.patience
-        return True
+        return Verdict.DIVERGED if step - self.first_bad + 1 >= self.config.patience else Verdict.BAD
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints keep, so that a resumed run decides as one that was never stopped. Collective."""
-        device = self._accelerator.device
-        noted = torch.tensor([numbers.integers() for numbers in self._noted], device=device)
+        """State for checkpoints: a resumed run judges as one without a stop. Collective."""
+        numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)
         return {
             "judged": self.judged,
             "first_bad": self.first_bad,
-            "norms": self.norms.read(),
-            "losses": list(self.losses.values),
-            "noted": sum_over_ranks(self._accelerator, noted).tolist(),
+            "losses": self.losses.state_dict(),
+            "noted": sum_over_ranks(self._accelerator, numbers).tolist(),
         }
 
-    def load_state_dict(self, state: dict[str, Any], begins: int = 0) -> None:
-        """Goes on from `state`; where it is empty, from nothing. The run itself began after step `begins`."""
-        device, self._begins = self._accelerator.device, begins
+    def load_state_dict(self, state: dict[str, Any], first_step: int = 0) -> None:
+        """Loads what `state_dict` returned, for a run that started after `first_step`. Collective."""
+        self._first_step = first_step
         self.judged: int = state.get("judged", 0)
         self.first_bad: int | None = state.get("first_bad")
-        self.diverged = False
-        self.norms = NormStatistics(device, state.get("norms"))
-        self.losses = RunningStatistics(state.get("losses"))
-        sums = state.get("noted", []) if self._accelerator.is_main_process else []
-        noted = [_Numbers(sums=numbers) for numbers in sums] or [_Numbers() for _ in range(LATE)]
-        self._noted = deque(noted, maxlen=LATE)
-        self._unsent: _Numbers | None = noted[0]  # what was under way between the ranks when the state was taken
+        self.losses = RunningStatistics(torch.device("cpu"), state.get("losses"))
+        sums = state.get("noted") or [[0] * SUMS] * LATE
+        if not self._accelerator.is_main_process:  # the sums are of all ranks
+            sums = [[0] * SUMS] * LATE
+        self._numbers = deque([_Numbers(sums=numbers) for numbers in sums], maxlen=LATE)
+        self._sums.exchange(self._numbers[0].integers())  # was on its way between the ranks
 
 
 class _Numbers:
-    """A step's numbers, on their way from the device; or their sums over all ranks, from a checkpoint."""
+    """The numbers of a step, copied from the device without waiting; or their sums over all ranks."""
 
     def __init__(self, values: Tensor | None = None, sums: list[int] | None = None):
-        self._sums, self._values, self._copied = sums or [0] * CARRIED, values, None
+        self._sums, self._values, self._copied = sums or [0] * SUMS, values, None
         if values is not None and values.device.type == "cuda":
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
@@ -131,8 +117,7 @@ class _Numbers:
             self._copied.record()
 
     def integers(self) -> list[int]:
-        """How many ranks they are of; and, summed over these, the loss in fixed point, whether it is not finite, and
-        whether the gradient is bad."""
+        """The `SUMS` integers of this rank."""
         if self._values is None:
             return self._sums
         if self._copied is not None:

@@ -2,9 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
-from accelerate.utils import gather_object
-
 
 class Peak(NamedTuple):
     """Dense bf16 FLOP/s with fp32 accumulation, in 1e12; the form it is built in; and the figure's source, which often
@@ -75,24 +72,6 @@ PEAKS = {
 and are not here: a name that is like another says nothing."""
 
 
-def device_name(device: torch.device) -> str:
-    """What it is, as runs record it: a GPU's exact name, or cpu."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def peak_flops(name: str) -> float | None:
-    """FLOP/s of the device of this name; None where no data sheet says."""
+    """FLOP/s of the GPU of this name; None if it is not in the table."""
     return PEAKS[name].tera * 1e12 if name in PEAKS else None
-
-
-def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float | None, list[str]]:
-    """FLOP/s of all ranks' devices together, None where one is not known; and the names of those. Collective.
-
-    Args:
-        device: this rank's.
-        own: FLOP/s of each device, by the user's word (`tracking.peak_flops`).
-    """
-    name = device_name(device)
-    found = gather_object([(name, own or peak_flops(name))])
-    unknown = sorted({name for name, peak in found if peak is None})
-    return (None if unknown else sum(peak for _, peak in found)), unknown

@@ -1,90 +1,137 @@
-"""How far a run is, in plain values: what a checkpoint's state says of it besides data, model and guard."""
+"""The progress of a run, in plain values: its step, its scores and best evaluation, and what is pending."""
 
 import math
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import finite
-from gpt2_ddp.training.losses import Best
-from gpt2_ddp.training.task import Scores
+
+Scores = dict[str, float | int]
+"""Results of an evaluation, by their names in metrics.jsonl. The lowest `val_loss` decides which checkpoint is best."""
+
+Outcome = Literal["completed", "stopped", "diverged"]
+"""How a run ended without an error. `stopped`: early, on request, with a checkpoint saved. `diverged`: its newest steps
+are of no use."""
+
+
+@dataclass
+class Pending:
+    """The work that follows a step. A stop may interrupt it. Then the checkpoint keeps it, and a resumed run
+    finishes it.
+
+    Attributes:
+        row: row of metrics.jsonl, empty once it is written.
+        evaluate: whether an evaluation is due, whose scores join the row.
+        sample: whether a sample is due.
+    """
+
+    row: dict[str, Any] = field(default_factory=dict)
+    evaluate: bool = False
+    sample: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.row) or self.evaluate or self.sample
+
+
+class Best(NamedTuple):
+    """The evaluation with the lowest val_loss.
+
+    Args:
+        tokens: how many it scored. A different number starts anew: losses over other tokens do not compare.
+        since: evaluations after it, in a row.
+    """
+
+    step: int = 0
+    val_loss: float = math.inf
+    tokens: float | None = None
+    since: int = 0
+
+    def after(self, step: int, scores: Scores) -> "Best":
+        """The best evaluation once `scores` are known. Scores without a val_loss change nothing."""
+        loss, tokens = scores.get("val_loss", math.nan), scores.get("val_tokens")
+        if math.isfinite(loss) and (loss < self.val_loss or tokens != self.tokens):
+            return Best(step, loss, tokens)
+        return self._replace(since=self.since + 1) if "val_loss" in scores and math.isfinite(self.val_loss) else self
 
 
 class Progress:
-    """How far a run is, and whether it goes on.
+    """How far a run is, and whether it is complete.
+
+    Args:
+        patience: evaluations in a row without a new lowest val_loss that end the run; None: no limit.
 
     Attributes:
-        steps: of the whole run; None where that is not known before it is built.
-        patience: after how many evaluations in a row without a new lowest val_loss it ends; None: after none.
+        steps: of the whole run; None until they are known.
         step: optimizer steps taken.
-        scores: the newest of each. best: the best evaluation.
-        owed: what the present step is still to be followed by, as a stop came first; None for nothing. Its `row` awaits
-            an evaluation; `sample` is one that was not shown.
-        rollbacks: how often the run went back to an earlier step.
-        branched_from: checkpoint of another run that this one began with (`lineage.branch_off`), or None.
-        metrics_chain: of the last row that there was when the checkpoint was taken that the run stood at last.
+        pending: work that follows the present step.
+        rollbacks: how many there were.
+        branched_from: checkpoint of another run that this one started from (`training.branch`), or None.
+        metrics_chain: chain of the last row before the checkpoint that was loaded last.
+        scores: the newest of each name. best: the best evaluation.
     """
 
     steps: int | None = None
 
     def __init__(self, patience: int | None):
         self.patience = patience
-        self.load_progress({})
+        Progress.load_state_dict(self, {})
 
-    def load_progress(self, state: dict[str, Any]) -> None:
-        """Takes over what a checkpoint's state says; what an older release did not write takes its default."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned. A missing field takes its default."""
         self.step: int = state.get("step", 0)
-        self.pending: dict[str, Any] | None = state.get("owed")
+        self.pending = Pending(**(state.get("owed") or {}))
         self.rollbacks: int = state.get("rollbacks", 0)
         self.run_id: str = state.get("run_id", "")
         self.branched_from: dict[str, Any] | None = state.get("branched_from")
         self.metrics_chain: str | None = state.get("metrics_chain")
         self.scores: Scores = dict(state.get("metrics", {}))
         self.best = Best(*(state.get("best_evaluation") or ()))
-        self._scored = self.step if state.get("val_loss") is not None else -1
+        self._scored_at = self.step if state.get("val_loss") is not None else -1
 
-    def progress_dict(self) -> dict[str, Any]:
-        """What `load_progress` takes over, but for `metrics_chain`, which the folder knows."""
+    def state_dict(self) -> dict[str, Any]:
+        """The fields of a checkpoint's state.json that `load_state_dict` reads, without `metrics_chain`."""
         return {
             "step": self.step,
-            "owed": self.pending,
+            "owed": asdict(self.pending) if self.pending else None,
             "rollbacks": self.rollbacks,
             "run_id": self.run_id,
             "branched_from": self.branched_from,
             "metrics": finite(self.scores),
             "best_evaluation": self.best if math.isfinite(self.best.val_loss) else None,
-            "val_loss": self.scores.get("val_loss") if self._scored == self.step else None,
+            "val_loss": self.scores.get("val_loss") if self._scored_at == self.step else None,
         }
 
     @property
     def first_step(self) -> int:
-        """The step that the run begins after: 0, or where it branched off."""
+        """The step that the run starts after: 0, or the step where it branched off."""
         return self.branched_from["step"] if self.branched_from else 0
 
     @property
-    def is_at_start(self) -> bool:
-        """Whether it has not got any further than to begin, so that none of its rows stands."""
-        return self.step == self.first_step and not (self.metrics_chain or self.scores)
+    def is_new(self) -> bool:
+        """Whether the evaluation before the first step is still to be made."""
+        return self.step == self.first_step and not self.pending and not self.scores
 
     @property
     def is_complete(self) -> bool:
-        """Whether all steps are done, with what follows them."""
+        """Whether all steps are taken and nothing is pending."""
         done = self.steps is not None and self.step >= self.steps
         return (done or bool(self.early_end)) and not self.pending
 
     @property
     def early_end(self) -> str:
-        """Why no further step is taken although some may be left, in words; empty where they are."""
+        """Why the run ends before its last step; empty if it does not."""
         patience, best = self.patience, self.best
         if patience is None or best.since < patience:
             return ""
         return f"eval.patience = {patience}: since step {best.step}, no val_loss was below its {best.val_loss:.4f}"
 
     @property
-    def keeps_best(self) -> bool:
-        """Whether the present step is the best, and is to be saved for that."""
-        return self.patience is not None and self._scored == self.best.step == self.step
+    def is_new_best(self) -> bool:
+        """Whether the present step has the best evaluation and `eval.patience` asks to save it."""
+        return self.patience is not None and self._scored_at == self.best.step == self.step
 
-    def scored(self, scores: Scores) -> None:
-        """Takes over an evaluation of the present step."""
+    def add_scores(self, scores: Scores) -> None:
+        """Records an evaluation of the present step."""
         self.scores |= scores
         self.best = self.best.after(self.step, scores)
-        self._scored = self.step
+        self._scored_at = self.step

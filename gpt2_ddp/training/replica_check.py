@@ -25,7 +25,7 @@ SHOWN = 3
 """Tensors of a rank that are named; more of them are counted."""
 
 
-class Corrupted(Exception):
+class ReplicaMismatch(Exception):
     """Ranks differ in what they should have alike. The message names rank, host and tensor."""
 
 
@@ -39,7 +39,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, optimizer: Optimi
         step: which it is, for the message.
 
     Raises:
-        Corrupted: on every rank alike, when a tensor is not the same on all of them.
+        ReplicaMismatch: on every rank alike, when a tensor is not the same on all of them.
     """
     if accelerator.num_processes == 1:
         return
@@ -54,7 +54,7 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, optimizer: Optimi
     if torch.equal(extremes[0], ~extremes[1]):
         return
     hosts, of_ranks = gather_object([socket.gethostname()]), gather_object([sums.tolist()])
-    raise Corrupted(_accuse(list(tensors), hosts, of_ranks, step))
+    raise ReplicaMismatch(_accuse(list(tensors), hosts, of_ranks, step))
 
 
 def sum_of(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""A run: opened by cheap checks, built by long work, and at any step captured and restored on all ranks together."""
+"""A training run: opened by cheap checks, built by long work, trained, saved and closed."""
 
-import math
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,102 +23,125 @@ from gpt2_ddp.checkpoint.checkpoint import (
     optimizer_state,
     reset_optimizer_state,
 )
-from gpt2_ddp.checkpoint.checkpointer import Background, should_save_async
-from gpt2_ddp.checkpoint.metrics import LongStage
+from gpt2_ddp.checkpoint.checkpointer import Checkpointer, should_save_async
+from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import METRICS, finite
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.data.order import FIRST_DIGEST
-from gpt2_ddp.distributed.launch import start_run
+from gpt2_ddp.distributed.launch import describe_precision, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main, warm_up_ddp
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
-from gpt2_ddp.model.optim import UpdateSkipper
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.lineage import describe_overrides, register_branch, resolve_start
 from gpt2_ddp.training.losses import LossSum
-from gpt2_ddp.training.peaks import device_name
-from gpt2_ddp.training.progress import Progress
-from gpt2_ddp.training.replica_check import check_replicas
+from gpt2_ddp.training.optimizer import GuardedOptimizer
+from gpt2_ddp.training.progress import Outcome, Progress, Scores
+from gpt2_ddp.training.resume import resolve_start
 from gpt2_ddp.training.stop import Interrupted, StopRequest
-from gpt2_ddp.training.task import MakeTask, Poll, Sample, Scores, Task
+from gpt2_ddp.training.task import MakeTask, Poll, Task
+from gpt2_ddp.training.throughput import Throughput, device_name
 
 SLOW_DISK = 20e6
-"""Bytes per second that a checkpoint's disk is to take at least, before the watch loses patience with it."""
+"""Bytes per second of the slowest disk for checkpoints, in timeouts."""
 
 
 class Run(Progress):
-    """A training of one task, from wherever its folder's newest checkpoint stands.
+    """A training of one task, from the newest checkpoint in its folder.
 
-    Making one connects the processes, takes the folder's lock and refuses what can be refused by small files: nothing
-    long has happened yet, and a folder that was not there is not left behind. `build` does the rest, `close` gives the
-    folder back.
+    Opening a run connects the processes, locks the folder and performs only cheap checks. It leaves no new folder
+    behind on failure. Then `build` does the long work, `start` begins training and `finish` ends it. An exception
+    inside `with` is recorded as a failure.
 
     Args:
-        hold: False is for who only asks what would be refused: the folder is looked at (`RunFolder`), not taken.
+        lock: False to check the folder without taking it.
 
     Attributes:
-        folder: on the main process alone.
-        watch: is told where this rank is.
-        skipped: steps that changed nothing, fp32 on the device.
-        epoch: losses since an epoch ended, without skipped steps. since_row: since the last row, as far as finite.
-        start: what the run began with, to go back to until there is a good checkpoint; on the main process's disk.
-        background: writes checkpoints there, while training goes on.
-        guard: which steps were good. step_guard: leaves bad ones out.
-        model, optimizer: as Accelerate prepared them; the plain model is the task's.
-        parameters: the model's, as asking it walks through all of its modules.
+        folder, checkpoints: on the main process; None on the others.
+        model, optimizer: prepared by Accelerate. `task.model` is the plain model.
+        parameters: those of the model, listed once.
+        skipped: number of steps that changed nothing, fp32 scalar on the device.
+        epoch: losses since the last epoch ended, without skipped steps. since_row: losses since the last row.
+        reason: why the run diverged.
 
     Raises:
         UserError: for whatever the user has to mend, on every rank alike.
     """
 
     model: nn.Module
-    optimizer: AcceleratedOptimizer
-    step_guard: UpdateSkipper
+    optimizer: GuardedOptimizer
     folder: RunFolder | None = None
-    start: Snapshot | None = None
+    stop: StopRequest
+    metrics: Metrics
+    throughput: Throughput
 
-    def __init__(self, config: RunConfig, make_task: MakeTask, hold: bool = True):
+    def __init__(self, config: RunConfig, make_task: MakeTask, lock: bool = True):
         super().__init__(config.eval_patience)
-        self.background = Background()
-        self._memory: dict[str, Tensor] = {}  # of the copies that it writes from
-        self.begun = time.monotonic()
+        self.begun, self.reason, self._is_started = time.monotonic(), "", False
         self.accelerator: Accelerator = start_run(config)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.watchdog = Watchdog(rank, world, config.train.patience_seconds)
         try:
-            check_ranks_agree(config.shared)
-            on_every_rank(self.accelerator, lambda: check_compiler(config.train.compile, self.accelerator.device))
-            opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
-            on_main(self.accelerator, lambda: opened.append(RunFolder(config, hold)))
-            if opened:
-                self.folder = opened[0]
-            if self.folder and hold:
-                folder, long_stage = self.folder, LongStage()
-                report = lambda facts: (folder.write_heartbeat(facts), long_stage.report(facts))  # noqa: E731
-                self.watchdog.report_to(report, lambda reason: folder.write_failure(self.step, reason))
-            own = on_main(self.accelerator, lambda: self.folder.checkpoints.latest_metadata() if self.folder else None)
-            self._parent, self._branch = resolve_start(config, own, self.accelerator)
-            saved = own or self._branch
-            self._goes_on = saved is not None
-            self.task: Task = make_task(config, self.accelerator, saved)
-            self.steps = self.task.total_steps(saved.state.get("epoch_size") if saved else None)
-            self.load_progress(saved.state if saved else {})
-            if self.is_complete:  # what is complete is whole, too
-                newest = self.newest()
-                self.load_progress(newest.state if newest else {})
+            self._open(config, make_task, lock)
         except BaseException as error:
             self.__exit__(None, error)
             raise
+
+    def _open(self, config: RunConfig, make_task: MakeTask, lock: bool) -> None:
+        check_ranks_agree(config.shared)
+        on_every_rank(self.accelerator, lambda: check_compiler(config.train.compile, self.accelerator.device))
+        opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
+        on_main(self.accelerator, lambda: opened.append(RunFolder(config, lock)))
+        self.folder = folder = opened[0] if opened else None
+        if folder and lock:
+            long_stage = LongStage()
+            report = lambda status: (folder.write_heartbeat(status), long_stage.report(status))  # noqa: E731
+            self.watchdog.report_to(report, lambda reason: folder.write_failure(self.step, reason))
+        own = on_main(self.accelerator, lambda: folder.checkpoints.latest_metadata() if folder else None)
+        self._parent, self._branch = resolve_start(config, own, self.accelerator)
+        saved = own or self._branch
+        self._resumes = saved is not None
+        self.task: Task = make_task(config, self.accelerator, saved)
+        self.steps = self.task.total_steps(saved.state.get("epoch_size") if saved else None)
+        super().load_state_dict(saved.state if saved else {})
+        if self.is_complete:  # verify what is complete
+            newest = self.newest()
+            super().load_state_dict(newest.state if newest else {})
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if error:
-            self.watchdog.failed(error)
+            self._record_failure(error)
+        if self._is_started:
+            self.stop.restore_handlers()
+            self.metrics.close()
+            if not error:
+                self.metrics.finish()
+                self.accelerator.end_training()
         self.close()
+
+    def _record_failure(self, error: BaseException) -> None:
+        """Reports an exception to the other ranks, to the user and in status.json. No checkpoint is saved: other ranks
+        may be gone, and the newest checkpoint is good."""
+        self.watchdog.failed(error)  # ends this process if another rank is to blame
+        if not self._is_started:
+            return
+        if isinstance(error, UserError) and not self.folder and not error.on_every_rank:  # unknown to the main process
+            print(f"error: rank {self.accelerator.process_index}: {error}", file=sys.stderr)
+        if self.folder:
+            with suppress(UserError):  # of a full disk: the first error matters
+                self.folder.write_status("failed", self.step, f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Unlocks the folder once nothing is written to it any more, and ends the watchdog."""
+        if self.checkpoints:
+            self.checkpoints.background.join()
+        if self.folder:
+            self.folder.release()
+        self.watchdog.close()  # may wait for the other ranks
 
     @property
     def config(self) -> Any:
@@ -127,51 +149,66 @@ class Run(Progress):
         return self.task.config
 
     @property
+    def checkpoints(self) -> Checkpointer | None:
+        """The run's checkpoints, on the main process."""
+        return self.folder.checkpoints if self.folder else None
+
+    @property
     def best_checkpoint(self) -> Path | None:
-        """The one of the best evaluation, where that is not the newest; on the main process."""
-        place = self.folder.checkpoints.place(self.best.step) if self.folder else None
+        """The checkpoint of the best evaluation, if the newest is another; on the main process."""
+        place = self.checkpoints.place(self.best.step) if self.checkpoints else None
         return place if place and self.best.step < self.step and place.is_dir() else None
 
+    def newest(self) -> Checkpoint | None:
+        """The newest intact checkpoint of this run, all files hashed; None for a new run. Collective. Raises: UserError
+        where there are some and none is intact."""
+        return on_main(self.accelerator, lambda: self.checkpoints.newest() if self.checkpoints else None)
+
     def build(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
-        """The long work: data, model and optimizer, and all ranks at the newest checkpoint. A run that turns out to be
-        complete is not built.
+        """Loads the data, builds model and optimizer, and loads the newest checkpoint on all ranks. Stops early if the
+        run turns out to be complete.
 
         Args:
-            wrap: puts something around the plain model, on its device, before Accelerate prepares it.
+            wrap: wraps the plain model, on its device, before Accelerate prepares it.
         """
         accelerator, task = self.accelerator, self.task
         task.load(self.watchdog)
+        config = self.config  # resolved
         self.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
         self.steps = task.total_steps(len(task.feed.order))
-        if parent := self._parent:  # is it whole still? Its run may have removed it meanwhile
+        if parent := self._parent:  # its run may have removed it meanwhile
             on_main(accelerator, lambda: find_checkpoint(parent.path, "train.branch_from"))
         newest = self.newest() or self._branch
-        assert newest or not self._goes_on, "its checkpoints were removed meanwhile, and the weights are those of none"
-        self.load_progress(newest.state if newest else {})
+        assert newest or not self._resumes, "its checkpoints were removed meanwhile, and the weights are those of none"
+        super().load_state_dict(newest.state if newest else {})
         if self.is_complete:
             return
         plain = wrap(task.model.to(accelerator.device))
         self.compile = self._resolve_compile(newest)
-        module = compiled(plain, self.compile)
-        plain_optimizer = task.build_optimizer()
-        self.step_guard = UpdateSkipper(plain_optimizer, self.config.guard.skip, self.config.guard.norm_sigmas)
-        self.guard = Guard(self.config.guard, accelerator)
         # both are on their device; looking would import torch.distributed.tensor and sympy, for half a second
-        self.model, self.optimizer = accelerator.prepare(module, plain_optimizer, device_placement=[False, False])
+        self.model, prepared = accelerator.prepare(
+            compiled(plain, self.compile), task.build_optimizer(), device_placement=[False, False]
+        )
+        self.optimizer = GuardedOptimizer(prepared, accelerator, config.guard.skip, config.guard.norm_sigmas)
+        self.guard = Guard(config.guard, accelerator)
         self.parameters = list(self.model.parameters())
         self.skipped = torch.zeros((), device=accelerator.device)
         self.epoch, self.since_row = LossSum(accelerator), LossSum(accelerator)
         if newest:
-            self.load_state_dict(newest.read() if self.folder else None)
+            self.load(newest.read() if self.folder else None)
+        if self.checkpoints:
+            self.checkpoints.first_step = self.first_step
         self.run_id = self.run_id or on_main(accelerator, lambda: uuid.uuid4().hex[:8])
         on_main(accelerator, self._record_start)
         if parent:
-            accelerator.print(f"note: branches off {parent.path}, with {describe_overrides(self.config, parent)}")
+            from gpt2_ddp.training.branch import describe_overrides
+
+            accelerator.print(f"note: branches off {parent.path}, with {describe_overrides(config, parent)}")
 
     def _resolve_compile(self, newest: Checkpoint | None) -> str:
-        """What `train.compile` comes to; auto stays what it was, on as many devices of the same kind."""
+        """The value of `train.compile`; `auto` keeps the checkpoint's on as many devices of the same kind."""
         accelerator, task, state = self.accelerator, self.task, newest.state if newest else {}
-        same = all(state.get(name) == value for name, value in self._place.items())
+        same = all(state.get(name) == value for name, value in self._devices.items())
         before, left = state.get("compile") if same else None, (self.steps or 0) - self.step
         flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
         how, missing = resolve_compile(self.config.train.compile, before, task.model, accelerator, flops)
@@ -181,173 +218,227 @@ class Run(Progress):
         return how
 
     @property
-    def _place(self) -> dict[str, Any]:
-        """What this run trains on."""
+    def _devices(self) -> dict[str, Any]:
         return {"processes": self.accelerator.num_processes, "device": device_name(self.accelerator.device)}
 
-    def state_dict(self) -> Snapshot | None:
-        """Everything a checkpoint of the present step holds; on the main process. Its tensors are the run's own, which
-        the next step changes: `Snapshot.copied` keeps them. Collective."""
-        task, feed, scaler = self.task, self.task.feed, self.accelerator.scaler
-        (epoch_loss, epoch_units, _), since_row = self.epoch.state_dict(), self.since_row.state_dict()
-        skipped, guard, facts = round(self.skipped.item()), self.guard.state_dict(), self._facts()
-        if self.folder is None:
-            return None
-        state = {
-            **self.progress_dict(),
-            "position": feed.position,
-            "passed": list(feed.skipped_ranges),
-            "order_digest": feed.order_digest,
-            task.unit: feed.consumed * task.units_per_item,
-            "epoch_loss": epoch_loss,
-            "epoch_units": epoch_units,
-            "since_row": since_row,
-            "skipped": skipped,
-            "guard": guard,
-            "metrics_chain": self.folder.chain,
-            "scaler": scaler.state_dict() if scaler else None,
-            **facts,
-        }
-        weights, moments = model_state(task.model), optimizer_state(task.model, self.optimizer.optimizer)
-        whole = Snapshot(finite(state), dump(self.config), weights, moments, task.files)
-        return whole if self.config.saves_optimizer else whole.without_optimizer()
-
     def _facts(self) -> dict[str, Any]:
-        """What this process trains, and with what: in its checkpoints, and in the row of its start."""
+        """What is trained, and on what: in checkpoints and in the row of each start."""
         return {
             "kind": self.config.kind,
             "run_id": self.run_id,
             "epoch_size": len(self.task.feed.order),
             **self.task.state_dict(),
-            **self._place,
+            **self._devices,
             "threads": torch.get_num_threads(),
             "compile": self.compile,
             "versions": {"torch": torch.__version__},
         }
 
-    def load_state_dict(self, snapshot: Snapshot | None) -> None:
-        """Puts all ranks at the step of a snapshot that the main process holds (None on the others). Collective; at any
-        step, and in place, so that nothing is compiled or connected anew. What an older release did not write takes its
-        default."""
-        task, held = self.task, snapshot or Snapshot({}, "", {}, {})
-        state = on_main(self.accelerator, lambda: held.state)
-        load_model_state(self.accelerator, held.model, task.model)
+    def _record_start(self) -> None:
+        if not self.folder:
+            return
+        # keep_last may have been lowered for a disk that is full
+        self.folder.checkpoints.prune(self.guard.last_good if self.guard.first_bad else None)
+        facts = {**self._facts(), "steps": self.steps, "config": self.config.model_dump(mode="json")}
+        self.folder.record_start({"step": self.step, **facts}, self.rollbacks, self.metrics_chain, self.pending.sample)
+        self.folder.write_config(self.config)
+        if self._parent and self.branched_from:
+            from gpt2_ddp.training.branch import register_branch
+
+            self.folder.append(METRICS, {"event": "branch", **self.branched_from, **self.task.feed.state_dict()})
+            register_branch(self._parent, self.folder.path, self.run_id)
+
+    def start(self) -> None:
+        """Installs the signal handlers, starts the trackers and records that the run is running. Collective."""
+        config, folder = self.config, self.folder
+        self.metrics = Metrics(folder, self.step, self.steps or 0)
+        self.stop = StopRequest(self.accelerator, self.begun, config.train.max_minutes, self.watchdog.progress)
+        self.throughput = Throughput(self.task, self.accelerator.device, config.tracking.peak_flops)
+        self._is_started = True
+        if folder:
+            self.metrics.start_trackers(config, self.run_id)
+            folder.write_status("running", self.step)
+        self.metrics.print(self._describe_start())
+        if note := self.throughput.why_no_mfu():
+            self.metrics.print(note)
+
+    def _describe_start(self) -> str:
+        accelerator, task = self.accelerator, self.task
+        shares = task.feed.share(task.feed.step_size)
+        units = max(len(ranks[accelerator.process_index]) for ranks in shares) * task.units_per_item
+        return (
+            f"{self.config.run_name} {f'goes on from step {self.step}' if self.step else 'starts'}: "
+            f"{sum(map(Tensor.numel, self.parameters)):,} parameters, {accelerator.num_processes} x "
+            f"{accelerator.device.type}, precision {describe_precision(accelerator)}; "
+            f"a step is {len(shares)} x {units:,} {task.unit} per process"
+        )
+
+    def finish(self, outcome: Outcome) -> None:
+        """Waits for the last save and records how training ended. Collective."""
+        self.wait_for_save()
+        self.watchdog.heartbeat("ending", timeout=FIRST_TIMEOUT)  # a tracker may have much to send yet
+        reason = self.stop.reason if outcome == "stopped" else self.reason or self.early_end
+        if self.folder:
+            self.folder.record_end(outcome, self.step, reason)
+        resume = "; the same command goes on from there" if outcome == "stopped" else ""
+        end = f"{self.config.run_name} {outcome} at step {self.step}{f' ({reason})' if reason else ''}"
+        self.metrics.print(f"{end}{resume}")
+        if best := self.best_checkpoint:
+            self.metrics.print(f"its lowest val_loss, {self.best.val_loss:.4f}, is that of {best}")
+
+    def record_completed(self) -> None:
+        """Prints that the run is complete already, and records what its last process could not."""
+        more = f"{self.early_end}; raise that" if self.early_end else "raise its number of steps or epochs"
+        self.accelerator.print(f"{self.config.run_name} is complete at step {self.step}; {more} to go on")
+        if self.folder:
+            self.folder.record_completed(self.step, self.rollbacks, self.metrics_chain, self.early_end)
+        self.accelerator.end_training()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state but weights and optimizer state, in plain JSON values; complete on the main process.
+        Collective; waits for the device."""
+        epoch_loss, epoch_units, _ = self.epoch.state_dict()
+        scaler, task = self.accelerator.scaler, self.task
+        return {
+            **super().state_dict(),
+            **task.feed.state_dict(),
+            task.unit: task.feed.consumed * task.units_per_item,
+            "epoch_loss": epoch_loss,
+            "epoch_units": epoch_units,
+            "since_row": self.since_row.state_dict(),
+            "skipped": round(self.skipped.item()),
+            "guard": {**self.guard.state_dict(), "norms": self.optimizer.norms.state_dict()},
+            "metrics_chain": self.folder.chain if self.folder else None,
+            "scaler": scaler.state_dict() if scaler else None,
+            **self._facts(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned, on all ranks. A missing field takes its default. Collective."""
+        super().load_state_dict(state)
+        guard = state.get("guard", {})
+        self.guard.load_state_dict(guard, self.first_step)
+        self.optimizer.norms.load_state_dict(guard.get("norms"))
+        self.task.feed.load_state_dict(state)
+        self.skipped.fill_(state.get("skipped", 0))
+        units = state.get("epoch_units", 0)
+        self.epoch.load_state_dict((state.get("epoch_loss", 0.0), units, units))
+        self.since_row.load_state_dict(state.get("since_row", (0, 0, 0)))
+        if state.get("scaler") and self.accelerator.scaler:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.task.load_state_dict(state)
+
+    def snapshot(self) -> Snapshot | None:
+        """Everything that a checkpoint of the present step holds, on the main process. Its tensors are the run's own,
+        which the next step changes. Collective."""
+        state = self.state_dict()
+        if self.folder is None:
+            return None
+        model, plain = self.task.model, self.optimizer.plain
+        whole = Snapshot(
+            finite(state), dump(self.config), model_state(model), optimizer_state(model, plain), self.task.files
+        )
+        return whole if self.config.saves_optimizer else whole.without_optimizer()
+
+    def load(self, snapshot: Snapshot | None) -> None:
+        """Loads a snapshot of the main process (None on the others) on all ranks, at any step and in place: nothing is
+        compiled or connected again. Collective."""
+        loaded = snapshot or Snapshot({}, "", {}, {})
+        state = on_main(self.accelerator, lambda: loaded.state)
+        load_model_state(self.accelerator, loaded.model, self.task.model)
         if state.get("moments", True):
-            load_optimizer_state(self.accelerator, held.optimizer, task.model, self.optimizer.optimizer)
+            load_optimizer_state(self.accelerator, loaded.optimizer, self.task.model, self.optimizer.plain)
         else:
-            reset_optimizer_state(self.optimizer.optimizer)
+            reset_optimizer_state(self.optimizer.plain)
             self.accelerator.print(
                 f"note: the checkpoint of step {state['step']} has no moments of the optimizer "
                 "(checkpoint.save_optimizer): they begin at zero again"
             )
-        if state.get("scaler") and self.accelerator.scaler:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.load_progress(state)
-        self.guard.load_state_dict(state.get("guard", {}), self.first_step)
-        position = state["position"] if "position" in state else state.get("samples", 0)  # of the first small jobs
-        task.feed.seek(position, state.get("order_digest", FIRST_DIGEST), state.get("passed", []))
-        self.skipped.fill_(state.get("skipped", 0))
-        in_epoch = position % len(task.feed.order) * task.units_per_item
-        summed = state.get("epoch_loss")  # the first releases did not sum a GPT's: this epoch's mean will be null
-        summed = summed if summed is not None else math.nan if in_epoch else 0.0
-        units = state.get("epoch_units", in_epoch)
-        self.epoch.load_state_dict((summed, units, units))
-        self.since_row.load_state_dict(state.get("since_row", (0, 0, 0)))
-        task.load_state_dict(state)
+        self.load_state_dict(state)
+
+    def save(self) -> None:
+        """Saves a checkpoint of the present step if all ranks hold the same. It is on disk when this returns, or, in
+        the background, when `wait_for_save` has. Collective; afterwards all ranks know of every stop request."""
+        with self.stop.timed("save"):
+            self.wait_for_save()
+            self.check_replicas()
+            snapshot, waits = self.snapshot(), self.is_complete or self.stop.is_agreed
+            self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
+            on_main(self.accelerator, lambda: self._save(snapshot, waits) if snapshot else None)
+        self.stop.sync()
+
+    def _save(self, snapshot: Snapshot, waits: bool) -> None:
+        config, checkpoints = self.config, self.checkpoints
+        assert checkpoints, "this is the main process"
+        # after the last step no verdict follows
+        good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
+        timeout = (config.train.patience_seconds or TIMEOUT) + snapshot.bytes / SLOW_DISK
+        wish, size = config.checkpoint.background, checkpoints.copy_bytes(snapshot)
+        if waits or not should_save_async(wish, size, self.accelerator.device.type, config.loader_workers):
+            timeout = None
+        checkpoints.save(snapshot, good, timeout)
+
+    def wait_for_save(self) -> None:
+        """Waits for the background save. Collective. Raises: UserError, on every rank, if the disk refused it."""
+        checkpoints = self.checkpoints
+        self.watchdog.heartbeat("save", timeout=checkpoints.background.timeout if checkpoints else 0.0)
+        on_main(self.accelerator, lambda: checkpoints.background.wait() if checkpoints else None)
+
+    def poll_save(self) -> None:
+        """Checks the background save after a step. If it failed, asks all ranks to stop. If it is overdue, waits; the
+        watchdog still applies."""
+        if checkpoints := self.checkpoints:
+            background = checkpoints.background
+            if background.is_overdue:
+                self.watchdog.heartbeat("save")
+                background.join()
+            if background.failed:
+                self.stop.request("a checkpoint could not be written")
+            self.stop.record_duration("save", 2 * background.seconds)  # the last save may have to wait for it
 
     def check_replicas(self) -> None:
-        """Raises: Corrupted, on every rank, where they do not all hold the same parameters and moments. Collective."""
-        check_replicas(self.accelerator, self.task.model, self.optimizer.optimizer, self.step)
+        """Raises: ReplicaMismatch, on every rank, where they differ in weights or optimizer state. Collective."""
+        if self.accelerator.num_processes > 1:
+            from gpt2_ddp.training.replica_check import check_replicas
 
-    def save(self, last: bool = False) -> None:
-        """Saves a checkpoint of the present step, if all ranks hold the same. It is on disk when this returns, or,
-        unless it is the `last` one, when `saved` has. Collective."""
-        self.saved()
-        self.check_replicas()
-        snapshot = self.state_dict()
-        self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
-        on_main(self.accelerator, lambda: self._save(snapshot, last) if snapshot else None)
+            check_replicas(self.accelerator, self.task.model, self.optimizer.plain, self.step)
 
-    def saved(self) -> None:
-        """Waits until the checkpoints are on disk. Collective. Raises: UserError, on every rank, where the disk refused
-        what was written behind the training."""
-        self.watchdog.heartbeat("save", timeout=self.background.limit)
-        on_main(self.accelerator, self.background.wait)
+    def record_step(self, step: int, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
+        """Records a step that was taken.
 
-    def _save(self, snapshot: Snapshot, last: bool) -> None:
-        good, bad = self.guard.last_good, self.guard.first_bad is not None
-        size = 0 if self._memory else snapshot.bytes
-        wish, workers = self.config.checkpoint.background, self.config.loader_workers
-        if last or not should_save_async(wish, size, self.accelerator.device.type, workers):
-            self._write(snapshot, good, bad)
-        else:
-            copy = snapshot.copied(self._memory)
-            limit = (self.config.train.patience_seconds or TIMEOUT) + snapshot.bytes / SLOW_DISK
-            self.background.start(lambda: self._write(copy, good, bad), limit)
-
-    def _write(self, snapshot: Snapshot, good: int, bad: bool) -> None:
-        """Writes a checkpoint; `good` and `bad` are what the guard says at its step: the last good one, and whether
-        there are bad ones behind it."""
-        assert self.folder, "it is on the main process"
-        checkpoints = self.folder.checkpoints
-        if self.start and bad and not checkpoints.newest_until(good):
-            self.folder.save(self.start)  # or a resumed run would have nothing good to go back to
-        self.folder.save(snapshot, good)
-        if checkpoints.newest_until(good):
-            self.start = None
+        Args:
+            loss_sum: of this rank, fp32 scalar. n_valid: the units that it is of.
+            skipped: 1 if the step changed nothing, fp32 scalar.
+        """
+        self.step = step
+        self.skipped += skipped
+        self.epoch.add(loss_sum, n_valid, skipped)
+        self.since_row.add(loss_sum, n_valid)
 
     def evaluate(self, poll: Poll) -> Scores:
-        """The task's scores of the present parameters. Collective.
-
-        Raises:
-            Interrupted: as `poll` does, which is called now and then.
-        """
+        """The task's scores of the present weights. Collective. Raises: Interrupted, as `poll` does."""
         self.watchdog.heartbeat("evaluate")
         # not Accelerate's unwrap_model, which imports Dynamo, for a second
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         scores = self.task.evaluate(model, poll)
-        self.scored(scores)
+        self.add_scores(scores)
         return scores
 
-    def sample(self, write: Callable[[], list[Sample] | None], stop: StopRequest) -> tuple[bool, list[Sample] | None]:
-        """Has the main process write samples. Collective; whether that was not given up, and there the samples."""
+    def sample(self) -> list[Sample] | None:
+        """Samples that the main process writes; None on the other ranks, and where writing failed. Collective. Raises:
+        Interrupted, on all ranks alike."""
+        stop, metrics = self.stop, self.metrics
         self.watchdog.heartbeat("sample")
         done, samples = False, None
         with suppress(Interrupted):
-            samples = stop.run_on_main(write)
+            samples = stop.run_on_main(lambda: metrics.attempt("sample", lambda: self.task.sample(stop.poll)))
             done = True
-        return on_main(self.accelerator, lambda: done), samples
+        if not on_main(self.accelerator, lambda: done):
+            raise Interrupted
+        return samples
 
     def warm_up(self) -> None:
-        """Has DDP settle its gradient buckets before the first step, on a micro-batch laid out like all others."""
+        """Lets DDP build its gradient buckets before the first step."""
         self.watchdog.heartbeat("settle")
         loss = lambda: self.task.loss(self.model, self.task.feed.first_micro_batch())  # noqa: E731
-        warm_up_ddp(self.model, self.optimizer, loss)
-
-    def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint of its own, all files hashed; None for a new run. Collective. Raises: UserError
-        where there are some and none is intact."""
-        return on_main(self.accelerator, lambda: self.folder.checkpoints.newest() if self.folder else None)
-
-    def _record_start(self) -> None:
-        if self.folder:
-            # keep_last may have been lowered for a disk that is full
-            self.folder.checkpoints.prune(self.guard.last_good if self.guard.first_bad else None)
-            config = self.config.model_dump(mode="json")
-            self.folder.record_start(self, {**self._facts(), "steps": self.steps, "config": config})
-            self.folder.write_config(self.config)
-            if self.branched_from and self.is_at_start:
-                feed = self.task.feed
-                stands = {"position": feed.position, "passed": feed.skipped_ranges, "order_digest": feed.order_digest}
-                self.folder.append(METRICS, {"event": "branch", **self.branched_from, **stands})
-            if self._parent:
-                register_branch(self._parent, self.folder.path, self.run_id)
-
-    def close(self) -> None:
-        """Lets other trainers into the folder, once nothing is written to it any more, and ends the watch, which may
-        have to wait for the other ranks."""
-        self.background.join()
-        self.start = None
-        if self.folder:
-            self.folder.release()
-        self.watchdog.close()
+        warm_up_ddp(self.model, self.optimizer.plain, loss)

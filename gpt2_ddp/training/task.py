@@ -9,23 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.data.feed import Feed, MicroBatch
 from gpt2_ddp.distributed.watchdog import Watchdog
-
-Scores = dict[str, float | int]
-"""An evaluation's results, as metrics.jsonl names them; `val_loss` among them decides which checkpoint is the best."""
-
+from gpt2_ddp.training.progress import Scores
 
 Poll = Callable[[], None]
 """Called now and then by what takes long: a sign of life. Raises `training.stop.Interrupted` where a stop was asked
 for."""
-
-
-class Sample(NamedTuple):
-    """A text that the model wrote, which begins with the prompt."""
-
-    prompt: str
-    text: str
 
 
 class Due(NamedTuple):

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from accelerate.utils import gather_object
 
 from gpt2_ddp.checkpoint.run_folder import RunFolder
-from gpt2_ddp.training.peaks import peak_of_ranks
 from gpt2_ddp.training.task import Task
 
 
@@ -16,7 +16,7 @@ class Throughput:
     paused. Making one is collective.
 
     Args:
-        peak_flops: FLOP/s of one device, where the user says so (`peaks.peak_of_ranks`).
+        peak_flops: FLOP/s of one device, where the user says so (`peak_of_ranks`).
     """
 
     def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
@@ -61,6 +61,28 @@ class Throughput:
         start = time.perf_counter()
         yield
         self._start += time.perf_counter() - start
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's exact name, or cpu or mps, as runs record it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float | None, list[str]]:
+    """FLOP/s of all ranks' devices together, None if one is unknown; and the names of the unknown ones. Collective.
+
+    Args:
+        device: this rank's.
+        own: FLOP/s of each device (`tracking.peak_flops`).
+    """
+    name, peak = device_name(device), own
+    if device.type == "cuda" and not own:
+        from gpt2_ddp.training.peaks import peak_flops
+
+        peak = peak_flops(name)
+    found = gather_object([(name, peak)])
+    unknown = sorted({name for name, peak in found if peak is None})
+    return (None if unknown else sum(peak for _, peak in found)), unknown
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""Branching: a new run that starts from a checkpoint of another run (`train.branch_from`)."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, find_checkpoint
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import sha256_file
+from gpt2_ddp.training.resume import differences
+
+BRANCHES = "branches.jsonl"
+"""In a run's folder: a line for each run that started from one of its checkpoints."""
+
+
+def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
+    """The checkpoint of `train.branch_from`, every file hashed, and the new run's first checkpoint made of it.
+
+    Raises:
+        UserError: there is none, or `config` does not continue its training; names every field that differs.
+    """
+    field, path = "train.branch_from", Path(config.branch_from or "")
+    parent = find_checkpoint(path, field, weights=False)
+    if parent.kind != config.kind:
+        raise UserError(field, config.branch_from, f"is of a {parent.kind} run, and one of the same kind is wanted")
+    kept = (*(part for part in config.kept if part != "optim"), "optim.name")
+    hint = "give that back: a branch goes on with its training, under another schedule"
+    hints = {"optim.name": "give that back, or take its weights alone along, by train.init_from"}
+    mistakes = [
+        mistake
+        for name, now, before in differences(config, parent, kept)
+        for mistake in UserError(
+            name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}"
+        ).mistakes
+    ]
+    if mistakes:
+        raise UserError.join(mistakes)
+    parent = find_checkpoint(path, field)  # takes long; may be an older one of the same run
+    return parent, branch_off(parent, config)
+
+
+def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
+    """The first checkpoint of a new run, with the parent's weights and optimizer state.
+
+    The state that the next step depends on is the parent's: position, order digest and skipped ranges, the guard's
+    state, the loss scaler, unfinished sums. Ids, rollbacks, scores and pending work are the new run's.
+    """
+    branched_from = {
+        "from": str(parent.path),
+        "run_id": parent.state.get("run_id"),
+        "step": parent.state["step"],
+        "checkpoint_sha256": sha256_file(parent.path / MANIFEST),
+    }
+    own = {"run_id": "", "rollbacks": 0, "owed": None, "branched_from": branched_from}
+    own |= {"metrics_chain": None, "val_loss": None, "metrics": {}, "best_evaluation": None}
+    return replace(parent, state=parent.state | own, config=config.model_dump(mode="json"))
+
+
+def register_branch(parent: Checkpoint, run: Path, run_id: str) -> None:
+    """Appends a line to branches.jsonl in the parent's run folder. Prints a warning if that cannot be written; does
+    nothing for a checkpoint outside a run folder."""
+    checkpoints = parent.path.absolute().parent
+    if checkpoints.name != "checkpoints":
+        return
+    row = {"step": parent.state["step"], "run": str(run), "run_id": run_id}
+    file = checkpoints.parent / BRANCHES
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+    except OSError as error:
+        print(f"warning: {file} cannot be written ({error.strerror}): only {run} knows where it began", file=sys.stderr)
+
+
+def describe_overrides(config: RunConfig, parent: Checkpoint) -> str:
+    """The optimizer and schedule settings that differ from the parent's, as text."""
+    found = differences(config, parent, ("optim",))
+    return ", ".join(f"{name} {now} ({before} there)" for name, now, before in found) or "the same schedule"

@@ -1,0 +1,141 @@
+"""The optimizer of a training step: loss scale, clipping, learning rates, and steps that must change nothing."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+WINDOW, WARM_UP = 100, 20
+"""Values that running statistics reach back over; fewest values that they can judge by."""
+
+
+class RunningStatistics:
+    """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values.
+
+    All arithmetic is in fp64 on `device`. No call but `state_dict` waits for the device.
+    """
+
+    def __init__(self, device: torch.device, state: Sequence[float] | None = None):
+        self._exact = {"dtype": torch.float64 if device.type != "mps" else torch.float32, "device": device}
+        self.load_state_dict(state)
+
+    def load_state_dict(self, state: Sequence[float] | None) -> None:
+        """Loads what `state_dict` returned; None resets."""
+        self._values = torch.tensor(state or (0.0, 0.0, 0.0), **self._exact).unbind()  # mps has no fp64
+
+    def add(self, value: Tensor, valid: Tensor) -> None:
+        """Adds a scalar where the bool scalar `valid` is true."""
+        count, mean, variance = self._values
+        rate, change = valid / (count + 1).clamp_(max=WINDOW), torch.where(valid, value, mean) - mean
+        part = rate * change
+        self._values = count + valid, mean + part, (1 - rate) * (variance + part * change)
+
+    def limit(self, sigmas: float) -> Tensor:
+        """The largest ordinary value: `sigmas` standard deviations above the mean, each at least a thousandth of it.
+        Infinite below `WARM_UP` values."""
+        count, mean, variance = self._values
+        limit = mean + sigmas * torch.maximum(variance.sqrt(), mean.abs() / 1000)
+        return torch.where(count < WARM_UP, math.inf, limit)
+
+    def state_dict(self) -> list[float]:
+        """Count, mean and variance. Waits for the device."""
+        return torch.stack(self._values).tolist()
+
+
+class GuardedOptimizer:
+    """An optimizer whose step changes nothing where the gradient is bad. No method waits for the device.
+
+    A gradient is bad where its norm is inf or NaN, or exceeds the running mean of norms by `norm_sigmas`. The norm is
+    that of the all-reduced gradient, so all ranks skip the same steps. A fused kernel reads `found_inf` on the device.
+    Under an fp16 loss scaler, which sets `found_inf` from the gradients, a bad norm is added. For other optimizers
+    parameters and state are copied before the step and restored after it.
+
+    Args:
+        optimizer: as Accelerate prepared it.
+        skip: whether bad steps change nothing.
+        norm_sigmas: standard deviations; None: every finite norm is good.
+
+    Attributes:
+        plain: the optimizer inside.
+        bad: whether the last gradient was bad, fp32 scalar on the device. The search for a loss scale does not count.
+        norms: of the good gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: AcceleratedOptimizer,
+        accelerator: Accelerator,
+        skip: bool = True,
+        norm_sigmas: float | None = None,
+    ):
+        self.plain: Optimizer = optimizer.optimizer
+        self.norms = RunningStatistics(accelerator.device)
+        self._prepared, self._accelerator, self._scaler = optimizer, accelerator, accelerator.scaler
+        self._fused = all(group.get("fused") for group in self.plain.param_groups)
+        self._skip, self._norm_sigmas = skip, norm_sigmas
+        self._before: dict[Tensor, Tensor] = {}
+        self._flag = self.bad = torch.zeros(())
+        self.plain.register_step_pre_hook(self._before_step)
+        self.plain.register_step_post_hook(self._after_step)
+
+    # Accelerate's own backward, clip_grad_norm_, step and zero_grad do the same, and in every step divide by 1, look
+    # for DTensors, for an optional package and at signatures.
+    def backward(self, loss: Tensor) -> None:
+        """Runs the backward pass of a scalar loss, scaled under fp16."""
+        (self._scaler.scale(loss) if self._scaler else loss).backward()
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Clips the gradients; returns their global norm before, fp32 scalar. `max_norm` 0 turns clipping off."""
+        if self._scaler:
+            self._accelerator.unscale_gradients(self._prepared)
+        return nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+
+    def step(self, lr: float, grad_norm: Tensor) -> Tensor:
+        """Takes a step and zeroes the gradients; returns 1 where the step was skipped, else 0, fp32 scalar.
+
+        Args:
+            lr: learning rate; a group's own is `relative_lr` times as much.
+            grad_norm: what `clip` returned.
+        """
+        for group in self.plain.param_groups:
+            group["lr"] = lr * group.get("relative_lr", 1.0)
+        self._judge(grad_norm)
+        (self._prepared if self._scaler else self.plain).step()
+        # DDP's gradients are views of its buckets, and None would lose them; alone, None saves a pass over the memory
+        self.plain.zero_grad(set_to_none=self._accelerator.num_processes == 1)
+        return self._flag
+
+    def _judge(self, grad_norm: Tensor) -> None:
+        good = finite = grad_norm < math.inf  # false for NaN
+        if self._norm_sigmas is not None:
+            good = finite & (grad_norm <= self.norms.limit(self._norm_sigmas))
+            self.norms.add(grad_norm, good)
+        bad, scale = (~good).float(), getattr(self._scaler, "_scale", None)
+        self._flag = bad if self._skip else torch.zeros_like(bad)
+        self.bad = bad if scale is None else bad * (finite | (scale <= 1))
+
+    def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        if self._fused:
+            scaled = "grad_scale" in vars(optimizer)  # a scaler sets it during its step, with its own found_inf
+            optimizer.found_inf = torch.maximum(optimizer.found_inf, self._flag) if scaled else self._flag
+        else:
+            self._before = {tensor: tensor.detach().clone() for tensor in _tensors(optimizer)}
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        if not self._fused:
+            for tensor in _tensors(optimizer):  # state that this step created was 0 before
+                tensor.copy_(torch.where(self._flag.bool(), self._before.get(tensor, torch.zeros_like(tensor)), tensor))
+            self._before = {}
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield parameter
+            yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor))
