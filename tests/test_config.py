@@ -174,13 +174,6 @@ def test_lists_on_the_command_line():
     assert load(ClassifierConfig, ["--model.hidden", "[30, 20]"]).model.hidden == (30, 20)
 
 
-def test_whether_hashes_are_verified_was_yes_or_no_once(write):
-    words = {"true": "changed", "false": "never", "yes": "changed", "off": "never", "0": "never", "always": "always"}
-    for before, now in words.items():
-        assert train("--data.verify_hashes", before).data.verify_hashes == now
-        assert train("--config", write(f"data: {{verify_hashes: {before}}}")).data.verify_hashes == now
-
-
 def test_complete_fills_in_what_has_come_since():
     saved = yaml.safe_load(dump(train("--optim.lr", "1e-3", "--tracking.project", "x")))
     today = yaml.safe_load(dump(train("--optim.lr", "1e-3")))
