@@ -246,7 +246,7 @@ def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text, proc
     file.write_text(text)
     launched_by(monkeypatch, f"accelerate launch --config_file {file} train.py")
     assert processes_asked_for() == processes
-    monkeypatch.setattr("accelerate.commands.config.config_args.default_yaml_config_file", str(file))
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(file))
     launched_by(monkeypatch, "accelerate launch --cpu train.py")
     assert processes_asked_for() == processes
 

@@ -348,18 +348,17 @@ BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml
 
 
 def training_default(flags: Mapping[str, Any]) -> tuple[str, str]:
-    """The preset of a training without `--config`: one for the built-in corpus, one for other data.
+    """The preset without `--config`, for the built-in corpus or other data, and a note for the user or "".
 
     Args:
         flags: values of the command line, by dotted names.
-
-    Returns:
-        The file, relative to the project's folder, and a note for the user, which may be empty.
     """
     own = DataConfig().paths[0]
     given = flags.get("data.path", own)
     data = " ".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
     if os.path.normpath(data) == os.path.normpath(own):
         return BUILT_IN, ""
-    note = f"note: no --config, so {data} is trained on with {OWN_TEXT}; README.md has one for each size of text"
-    return OWN_TEXT, note
+    return (
+        OWN_TEXT,
+        f"note: no --config, so {data} is trained on with {OWN_TEXT}; README.md has one for each size of text",
+    )

@@ -30,14 +30,10 @@ from gpt2_ddp.errors import UserError
 USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
 )
-
-COLLECTIVE = timedelta(minutes=30)
-"""Timeout of collectives."""
-CONNECTING, LEAST_CONNECTING = 300.0, 30.0
-"""Seconds, by default and at least, for ranks to connect after the rendezvous. A firewall that drops packets gives no
-error, and one rank may load libraries for longer than another. `train.patience_seconds` replaces the default."""
-GRACE = 5.0
-"""Further seconds before a rank ends without gloo's error."""
+COLLECTIVE = timedelta(minutes=30)  # timeout of collectives
+CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
+LEAST_CONNECTING = 30.0  # least seconds for that: one rank may load libraries for longer than another
+GRACE = 5.0  # further seconds before a rank ends without gloo's error
 
 
 def start_run(config: RunConfig) -> Accelerator:
@@ -190,15 +186,12 @@ def _accelerate_arguments() -> argparse.Namespace | None:
 
 
 def _configured_processes(config_file: str | None) -> int:
-    from accelerate.commands.config.config_args import default_json_config_file, default_yaml_config_file
+    from accelerate.commands.config.config_args import default_config_file
 
-    files = [config_file] if config_file else [default_yaml_config_file, default_json_config_file]
-    for file in files:
-        if Path(file).is_file():
-            values = yaml.safe_load(Path(file).read_text())  # JSON is YAML
-            count = values.get("num_processes") if isinstance(values, dict) else None
-            return count if isinstance(count, int) else 1
-    return 1
+    file = Path(config_file or default_config_file)
+    values = yaml.safe_load(file.read_text()) if file.is_file() else None  # JSON is YAML
+    count = values.get("num_processes") if isinstance(values, dict) else None
+    return count if isinstance(count, int) else 1
 
 
 def _check_environment(target: torch.device, backend: str) -> None:
