@@ -87,8 +87,8 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class Line(NamedTuple):
-    """A line of a .jsonl file: number (from 1), text, and row, or None if it is no object. `torn`: the last line, without
-    a newline, after a crash."""
+    """A line of a .jsonl file: number (from 1), text, and row, or None if it is no object. `torn`: the last line,
+    without a newline, after a crash."""
 
     number: int
     text: str
