@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import resolve
-from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
-from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.signals import Stopped

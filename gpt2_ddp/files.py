@@ -1,6 +1,4 @@
-"""Files that survive a crash: written beside their place, fsynced, renamed. What is said of a disk that refuses. And
-files that others named: read only where reading ends.
-"""
+"""Crash-safe writing (temporary file, fsync, rename), disk errors as user errors, and checked reading."""
 
 import errno
 import hashlib
@@ -10,13 +8,14 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from gpt2_ddp.errors import UserError
 
 PIECE = 2**20
-"""Bytes that are hashed and written at a time: they are still in a core's cache when they are written."""
+"""Bytes hashed and written at a time: they stay in the CPU cache between the two."""
 
 HINTS = {
     errno.ENOSPC: "make room on that disk",
@@ -28,11 +27,7 @@ HINTS = {
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Whatever a disk refuses inside, where `path` is written, renamed or removed, is for the user to mend.
-
-    Raises:
-        UserError: in the place of an OSError; it names `path` and the hint.
-    """
+    """Turns an OSError while `path` is written, renamed or removed into a UserError with a hint."""
     try:
         yield
     except OSError as error:
@@ -41,13 +36,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Replaces `path` with `content`; a reader, or a crash, sees the old file or the new one, never a part.
+    """Replaces `path` with `content`. Readers, and a crash, see either the whole old or the whole new file.
 
     Args:
-        durable: waits until it is on disk; otherwise a crash of the machine may leave anything.
+        durable: wait until the content is on disk; otherwise a crash of the machine may leave anything.
 
     Raises:
-        UserError: as `writing`; the old file is still there then.
+        UserError: as `writing`; the old file remains.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
@@ -67,20 +62,19 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
 
 
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
-    """Writes buffers of bytes one behind the other, and waits until they are on disk; hashed on the way, in one pass
-    over the memory.
+    """Writes buffers of bytes to a file, hashes them on the way, and waits until they are on disk.
 
     Returns:
-        bytes and their SHA-256, in hex; of what was to be written, so that a disk that wrote something else is found.
+        Number of bytes, and their SHA-256 in hex, computed from memory: comparing it with the file finds disk errors.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: the disk cannot be written.
     """
     sha256, size = hashlib.sha256(), 0
-    stands_still = threading.current_thread() is threading.main_thread()  # so another core may hash; behind it, none
+    is_main = threading.current_thread() is threading.main_thread()  # training waits, so another core may hash
     with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
         for piece in _pieces(buffers):
-            hashed = helper.submit(sha256.update, piece) if stands_still else sha256.update(piece)
+            hashed = helper.submit(sha256.update, piece) if is_main else sha256.update(piece)
             file.write(piece)
             size += len(piece)
             if hashed:
@@ -91,7 +85,7 @@ def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
 
 
 def _pieces(buffers: Iterable[Any]) -> Iterator[bytearray | memoryview]:
-    """The same bytes, in pieces of at most PIECE; small buffers are put together, large ones are not copied."""
+    """Yields the bytes in pieces of at most PIECE: joins small buffers, and slices large ones without a copy."""
     small = bytearray()
     for buffer in buffers:
         view = memoryview(buffer)
@@ -106,11 +100,8 @@ def _pieces(buffers: Iterable[Any]) -> Iterator[bytearray | memoryview]:
 
 
 def check_writable(output: str) -> None:
-    """To be asked before the work whose result goes to the file `output`; one that is there stays as it is.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Raises UserError if the file `output` cannot be written; for use before long work. Existing files stay as they
+    are."""
     path = Path(output)
     try:
         is_new = not path.exists()
@@ -122,21 +113,25 @@ def check_writable(output: str) -> None:
 
 
 def check_can_make(folder: Path) -> None:
-    """Raises the OSError that making this folder, or a file in it, would fail with, as far as can be told without."""
+    """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
     for place in (folder.absolute(), *folder.absolute().parents):
         try:
             mode = place.stat().st_mode
         except FileNotFoundError:
             if place.is_symlink():  # to nowhere
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+                raise _error(errno.EEXIST) from None
             continue
         if not stat.S_ISDIR(mode):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            raise _error(errno.EEXIST)
         if os.statvfs(place).f_flag & os.ST_RDONLY:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            raise _error(errno.EROFS)
         if not os.access(place, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise _error(errno.EACCES)
         return
+
+
+def _error(number: int, text: str = "") -> OSError:
+    return OSError(number, text or os.strerror(number))
 
 
 def fsync_file(path: Path) -> None:
@@ -146,7 +141,7 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Waits until the folder's entries (its files' names) are on disk."""
+    """Waits until the names of the folder's files are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -161,44 +156,32 @@ def sha256_file(path: Path) -> str:
 
 
 def free_name(path: Path) -> Path:
-    """`path`, or with the first number behind it, like `path-2`, that no file has."""
-    number = 1
-    free = path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+    """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
+    names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def regular(path: Path) -> Path:
-    """`path`, if an ordinary file is there: opening a pipe waits for a writer, and reading a device may never end.
+    """`path`, if it is a regular file: opening a pipe would block, and reading a device may never end.
 
     Raises:
-        OSError: it is missing or something else, or no file can have its name.
+        OSError: the file is missing or of another type, or its name is invalid.
     """
     try:
         mode = path.stat().st_mode
     except ValueError as error:  # a NUL, or half of a surrogate pair
-        raise OSError(errno.EINVAL, "No file can have such a name") from error
+        raise _error(errno.EINVAL, "No file can have such a name") from error
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise _error(errno.EISDIR)
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "Not an ordinary file, but a pipe or a device")
+        raise _error(errno.EINVAL, "Not an ordinary file, but a pipe or a device")
     return path
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """The content of an ordinary file of at most `most` bytes; OSError for anything else, which is not read."""
+    """The content of a regular file of at most `most` bytes. Raises OSError for other files."""
     with regular(path).open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise OSError(errno.EFBIG, f"More than {most:,} bytes")
+        raise _error(errno.EFBIG, f"More than {most:,} bytes")
     return content
-
-
-def is_newer(file: Path, other: Path) -> bool:
-    """Whether `file` was written after `other`; False where one is not there."""
-    try:
-        return file.stat().st_mtime_ns > other.stat().st_mtime_ns
-    except OSError:
-        return False

@@ -9,8 +9,8 @@ the same lines, and with 1 where memory or disk do not suffice. See docs/plan.md
 """
 
 from gpt2_ddp.config.cli import run_command
-from gpt2_ddp.config.defaults import training_default
 from gpt2_ddp.config.plan import PlanConfig
+from gpt2_ddp.config.training import training_default
 
 
 def main(config: PlanConfig) -> int:

@@ -10,8 +10,7 @@ The same command given again goes on where the run stopped.
 """
 
 from gpt2_ddp.config.cli import run_command
-from gpt2_ddp.config.defaults import classifier_default
-from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, classifier_default
 from gpt2_ddp.distributed.environment import exit_code, is_main_process
 from gpt2_ddp.distributed.spawn import run_processes
 

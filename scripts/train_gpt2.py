@@ -11,12 +11,10 @@ from importlib.util import find_spec
 from subprocess import CalledProcessError
 
 from gpt2_ddp.config.cli import run_command
-from gpt2_ddp.config.defaults import training_default
-from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.child import run_script
+from gpt2_ddp.config.training import TrainingConfig, training_default
 from gpt2_ddp.distributed.environment import exit_code, is_main_process
+from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import is_newer
 from gpt2_ddp.project import command_for
 
 NEXT = """what next:
@@ -33,10 +31,10 @@ def main(config: TrainingConfig) -> int:
 
     result = train(config, Pretraining)
     if result.outcome == "completed" and is_main_process():
-        report = result.run / "report.html"
+        report, rows = result.run / "report.html", result.run / "metrics.jsonl"
         if not find_spec("matplotlib"):
             report = "none, as matplotlib is not installed"
-        elif not is_newer(report, result.run / "metrics.jsonl"):
+        elif not report.exists() or report.stat().st_mtime_ns <= rows.stat().st_mtime_ns:
             try:
                 run_script("report", str(result.run), quiet=True)
             except (UserError, CalledProcessError) as error:

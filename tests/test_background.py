@@ -20,7 +20,7 @@ from gpt2_ddp.checkpoint.run_files import read_lines
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.cores import spare_core, usable_cores
+from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.training.recovery import poll_background_save

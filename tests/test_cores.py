@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpt2_ddp.compare.compare import find_machine
-from gpt2_ddp.distributed import cores
-from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed import environment as cores
+from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import set_cpu_threads
 from gpt2_ddp.distributed.spawn import start_processes
 

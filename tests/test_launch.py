@@ -17,7 +17,7 @@ from runs import rows, train, training_config
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import COLLECTIVE, describe_precision, pick_precision, start_run
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")

@@ -13,13 +13,13 @@ import pytest
 from commands import environment
 from ranks import start_ranks
 
-from gpt2_ddp.distributed import child as parent
+from gpt2_ddp.distributed import process as parent
 from gpt2_ddp.distributed.signals import Stopped, exit_on_signal
 from gpt2_ddp.errors import UserError
 
 CHILD = """
     import os, signal, sys, time
-    from gpt2_ddp.distributed.child import end_with_parent
+    from gpt2_ddp.distributed.process import end_with_parent
 
     def stop(number, frame):
         open(sys.argv[1], "w").write(signal.Signals(number).name)

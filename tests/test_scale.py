@@ -16,7 +16,7 @@ from gpt2_ddp.data.feed import Feed, _Ahead, interleaved
 from gpt2_ddp.data.mixture import MixedOrder, Phase
 from gpt2_ddp.data.order import FIRST_DIGEST, Order
 from gpt2_ddp.distributed import watchdog as watching
-from gpt2_ddp.distributed.identity import this_process
+from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.watchdog import Heartbeat, Watchdog
 
 WORLD, WINDOWS, STEP, BATCH = 1024, 10**12 // 1024, 4096, 4

@@ -13,7 +13,7 @@ from runs import job_config
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import StatusConfig
-from gpt2_ddp.distributed.identity import this_process
+from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.reports.status import SILENT, health, show_status

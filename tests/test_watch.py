@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from gpt2_ddp.distributed import watchdog as watching
-from gpt2_ddp.distributed.identity import Process, this_process
+from gpt2_ddp.distributed.process import Process, this_process
 from gpt2_ddp.distributed.watchdog import (
     AFTERMATH,
     FIRST_TIMEOUT,
@@ -23,7 +23,6 @@ from gpt2_ddp.distributed.watchdog import (
     Observed,
     Watchdog,
     judge,
-    judge_silence,
 )
 from gpt2_ddp.errors import UserError
 
@@ -142,8 +141,8 @@ def test_a_rank_whose_process_is_gone():
 def test_others_judge_nothing_but_the_silence_of_rank_0():
     """They know nothing of the further ranks, for one of which rank 0 may be waiting."""
     ranks = {rank: one for rank, one in seen({"idle": 500.0}, {"idle": 500.0}).items() if rank < 2}
-    assert judge_silence(ranks, 120) is None
-    assert judge_silence({**ranks, 0: ranks[0]._replace(silent=121.0)}, 120) is not None
+    assert judge(ranks, 120, silence_only=True) is None
+    assert judge({**ranks, 0: ranks[0]._replace(silent=121.0)}, 120, silence_only=True) is not None
 
 
 def test_a_process_that_ended_is_gone_and_its_number_may_be_anothers():
@@ -242,11 +241,11 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     sign = time.pass_by(6)
-    assert (sign.stage, sign.step, sign.marks, sign.idle) == ("data", 3, 1, 6)
+    assert (sign.stage, sign.step, sign.progress_count, sign.idle) == ("data", 3, 1, 6)
     assert "test_idleness_is_counted" in sign.stack
     time.watch.progress()
     sign = time.pass_by(HEARTBEAT_INTERVAL)
-    assert (sign.marks, sign.idle, sign.stack) == (2, 0, "")
+    assert (sign.progress_count, sign.idle, sign.stack) == (2, 0, "")
 
 
 def test_one_that_was_suspended_forgets_what_it_saw(clock):

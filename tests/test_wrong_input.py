@@ -112,7 +112,7 @@ def arguments(trained, tmp_path) -> list[str]:
     return ["--config", str(tmp_path / "run/config.yaml"), "--output_dir", str(tmp_path), "--train.steps", "20"]
 
 
-def test_resume_names_every_field_that_differs(arguments):
+def test_resume_names_every_field_that_differs(arguments, tmp_path):
     changes = {
         "seed": ("5", "1337"),
         "model.n_layer": ("3", "2"),
@@ -129,6 +129,7 @@ def test_resume_names_every_field_that_differs(arguments):
     assert lines.keys() == {f"{name} = {value}" for name, (value, _) in changes.items()}
     for name, (value, before) in changes.items():
         assert f"started with {before}" in lines[f"{name} = {value}"]
+        assert f"(--config {tmp_path}/run/config.yaml)" in lines[f"{name} = {value}"]
 
 
 def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):

@@ -18,7 +18,7 @@ from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.fast_encoder import fast_encoder
 from gpt2_ddp.preparation.prepare import prepare

@@ -29,7 +29,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS
-from gpt2_ddp.distributed.cores import spare_core
+from gpt2_ddp.distributed.environment import spare_core
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, writing
 

@@ -27,7 +27,7 @@ from gpt2_ddp.checkpoint.run_files import (
 )
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.identity import this_process
+from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_can_make, write_atomically, writing
 

@@ -67,8 +67,8 @@ def check_cluster(config: CheckClusterConfig) -> None:
 
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[NodeInfo], rank: int) -> list[dict]:
     """All-reduces every size under watch; the rows of the table, the same on all ranks."""
-    explain = partial(explain_verdict, ranks)
-    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store=store, explain=explain, exit_code=2)
+    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
+    watchdog.explain, watchdog.exit_code = partial(explain_verdict, ranks), 2
     watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watch is to speak first
     mine = []

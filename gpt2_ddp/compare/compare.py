@@ -25,8 +25,7 @@ from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, LaunchConfig, Regr
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST
-from gpt2_ddp.distributed.cores import usable_cores
-from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.environment import usable_cores, world_size
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError

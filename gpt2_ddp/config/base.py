@@ -1,4 +1,4 @@
-"""What every configuration is made of: frozen, typed sections that report all of their mistakes."""
+"""Base classes of all configurations: frozen, typed sections that report all user errors at once."""
 
 import copy
 import difflib
@@ -21,21 +21,21 @@ from pydantic.fields import FieldInfo
 from gpt2_ddp.errors import FIELD, UserError, truncate
 
 MOST = 20
-"""Mistakes that are told at once; an unquoted `*.txt` on the command line makes as many as there are files."""
+"""User errors that one command prints; an unquoted `*.txt` on the command line causes one per file."""
 
 
 def join_errors(mistakes: Sequence[str]) -> UserError:
-    """One error of many mistakes, the first MOST of them in words."""
+    """One error that lists the first MOST of several."""
     return UserError.join([*mistakes[:MOST], *["and more mistakes like these"] * (len(mistakes) > MOST)])
 
 
 def sections(model: type[BaseModel]) -> dict[str, BaseModel]:
-    """The sections of `model` with what it sets in them, which may differ from their own defaults."""
+    """The sections of `model` with its defaults, which may differ from the section's own."""
     return {name: field.default for name, field in model.model_fields.items() if isinstance(field.default, BaseModel)}
 
 
 def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None = None) -> list[tuple[str, FieldInfo]]:
-    """Every setting below `model` with its dotted name, and with the default that it has in `section`."""
+    """All fields below `model`: dotted names, and fields with the defaults of `section`."""
     found = []
     below = sections(model)
     for name, field in model.model_fields.items():
@@ -49,21 +49,21 @@ def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None =
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """The end of a sentence about a name that is not known: which one is meant, or where all are listed."""
+    """The hint for an unknown name: the nearest of the `known`, or --help."""
     tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
     tail = name.rpartition(".")[2]
-    near = [tails[tail]] if tail in tails else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    near = near or [tails[tail] for tail in difflib.get_close_matches(tail, tails, n=1, cutoff=0.6)]
+    near = [tails[tail]] if tail in tails else difflib.get_close_matches(name, known, n=1)
+    near = near or [tails[tail] for tail in difflib.get_close_matches(tail, tails, n=1)]
     return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all"
 
 
 def from_pydantic(command: type[BaseModel], error: ValidationError) -> UserError:
-    """pydantic's errors as the user's mistakes."""
+    """pydantic's errors as one user error."""
     return join_errors(list(dict.fromkeys(_mistake(command, details) for details in error.errors()[: MOST + 1])))
 
 
 def _mistake(command: type[BaseModel], details: Any) -> str:
-    """Words one of pydantic's errors as `field = value: what is wrong; hint`."""
+    """One of pydantic's errors as `field = value: problem; hint`."""
     name = ".".join(part for part in details["loc"] if isinstance(part, str))
     known = dict(leaves(command))
     field = known.get(name)
@@ -86,7 +86,7 @@ def _mistake(command: type[BaseModel], details: Any) -> str:
 
 
 def _words(value: object) -> object:
-    """One word or several, some of them with commas between."""
+    """Splits words at commas."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or {*map(type, words)} - {str}:
         return value
@@ -94,11 +94,11 @@ def _words(value: object) -> object:
 
 
 Tasks = Annotated[tuple[str, ...], BeforeValidator(_words)]
-"""Names of tasks, or files."""
+"""Names of tasks, or files of items."""
 
 
 class Section(BaseModel):
-    """A frozen group of settings; unknown keys, NaN, booleans in place of numbers and NULs in text are mistakes."""
+    """A frozen group of fields. Unknown keys, NaN, booleans as numbers and NUL in text are user errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
@@ -106,13 +106,12 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_booleans_as_numbers_and_no_nul(cls, value: object, info: ValidationInfo) -> object:
+    def _check_kind(cls, value: object, info: ValidationInfo) -> object:
         annotation = cls.model_fields[info.field_name or ""].annotation
         items = value if isinstance(value, list | tuple) else [value]
         if {int, float} & {annotation, *get_args(annotation)} and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")
-        texts = [item for item in items if isinstance(item, str)]
-        if any(b"\0" in os.fsencode(text) for text in texts):  # half of a surrogate pair raises, too
+        if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
             raise ValueError("should hold no NUL, which no name of a file can")
         return value
 
@@ -121,10 +120,10 @@ class Command(Section):
     """The whole configuration of one script."""
 
     positional: ClassVar[str] = ""
-    """the field that the command line also takes without its flag, if any"""
+    """field that needs no flag on the command line, if any"""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        """Mistakes that concern several fields at once, as (field, value, hint)."""
+        """User errors between several fields, as (field, value, hint)."""
         yield from ()
 
     @model_validator(mode="wrap")
@@ -141,7 +140,7 @@ class Command(Section):
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of all sections, by their dotted names."""
+    """The values of all sections by dotted names."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -150,27 +149,25 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A saved configuration, by any release, in today's fields; nothing is validated.
+    """The fields of a saved configuration of any release, without validation.
 
     Args:
-        command: the class of the configuration.
-        saved: what `dump` wrote, read back.
+        saved: parsed output of `dump`.
 
     Returns:
-        Every field as `dump` writes it, those that have come since with their defaults; and the dotted names of what
-        is there no more, which is left out. A section that is gone counts as one.
+        All fields of `command`, as `dump` writes them: newer fields have defaults. And the dotted names of saved fields
+        and sections that no longer exist.
     """
-    values = command.model_construct().model_dump(mode="json")
-    return values, _fill(values, saved)
+    values, gone = command.model_construct().model_dump(mode="json"), []
 
+    def fill(values: dict[str, Any], saved: Mapping[str, Any], prefix: str) -> None:
+        for name, value in saved.items():
+            if name not in values or isinstance(values[name], dict) != isinstance(value, Mapping):
+                gone.append(f"{prefix}{name}")
+            elif isinstance(value, Mapping):
+                fill(values[name], value, f"{prefix}{name}.")
+            else:
+                values[name] = value
 
-def _fill(values: dict[str, Any], saved: Mapping[str, Any], prefix: str = "") -> list[str]:
-    gone = []
-    for name, value in saved.items():
-        if name not in values or isinstance(values[name], dict) != isinstance(value, Mapping):
-            gone.append(f"{prefix}{name}")
-        elif isinstance(value, Mapping):
-            gone += _fill(values[name], value, f"{prefix}{name}.")
-        else:
-            values[name] = value
-    return gone
+    fill(values, saved, "")
+    return values, gone

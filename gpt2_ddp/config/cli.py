@@ -1,4 +1,7 @@
-"""Command lines: defaults < YAML files, left to right < dotted flags. pydantic validates, argparse writes `--help`."""
+"""Configuration from YAML files and the command line: defaults < files, left to right < dotted flags.
+
+pydantic validates; argparse writes `--help`.
+"""
 
 import argparse
 import os
@@ -7,49 +10,61 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
+from yaml.constructor import ConstructorError
 
 from gpt2_ddp.config.base import MOST, Command, flat, join_errors, leaves, nearest, sections
-from gpt2_ddp.config.yaml_file import read_yaml
-from gpt2_ddp.distributed.child import CHILD, end_with_parent
 from gpt2_ddp.distributed.environment import is_main_process, under_launcher
+from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import read_small
+from gpt2_ddp.project import PROJECT
+
+LARGEST = 2**16
+"""Largest YAML file, in bytes. The shipped ones have 2,000; the parser would need ten seconds for a megabyte."""
 
 C = TypeVar("C", bound=Command)
 Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
-"""The YAML file, relative to the project's folder, that stands in where no `--config` is given; or what chooses it by
-the flags that are given, and says so in a line, or an empty one."""
+"""The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file and
+a note (or "") for the given flags."""
 
 
 def run_command(command: type[C], main: Callable[[C], int | None], default: Default = None) -> NoReturn:
-    """The body of every script: read `sys.argv`, call `main`, exit with its code, or with 2 on a user's mistake, or
-    with 75 when a signal asks for it, or like one that SIGPIPE ends when nobody reads on, as in `| head`.
+    """The body of every script: parses `sys.argv`, calls `main` and exits.
+
+    Exit codes: that of `main` (None for 0); 2 after a user error; 75 when a signal stopped it; 141, as after SIGPIPE,
+    when nobody reads standard output, as in `| head`.
 
     Args:
-        command: the class of the script's configuration.
-        main: imports what it needs inside, so that `--help` stays fast; returns an exit code, None for 0.
-        default: the file that stands in when no `--config` is given.
+        command: class of the script's configuration.
+        main: imports its modules itself, so that `--help` stays fast.
+        default: preset without `--config`.
     """
     with exit_on_signal(_say):
-        if under_launcher() or CHILD in os.environ:  # it may die without passing the signal on
+        if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
             code = main(load(command, sys.argv[1:], default))
             print(end="", flush=True)
         except BrokenPipeError:
-            if not _is_unread(sys.stdout.fileno()):
+            stdout, poll = sys.stdout.fileno(), select.poll()
+            poll.register(stdout, 0)
+            if not poll.poll(0):  # another pipe is broken
                 raise
             code = 128 + signal.SIGPIPE
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for buffered output
         except UserError as error:
             for mistake in error.mistakes:
                 _say(f"error: {mistake}")
             code = 2
-            _leave_process_group()
+            distributed = sys.modules.get("torch.distributed")  # gloo's threads abort ranks that end while connected
+            if distributed and distributed.is_initialized():
+                distributed.destroy_process_group()
     sys.exit(code)
 
 
@@ -58,36 +73,21 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _is_unread(descriptor: int) -> bool:
-    """Whether it is a pipe that nobody reads any more."""
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return bool(poll.poll(0))
-
-
-def _leave_process_group() -> None:
-    """Ranks that end while others are still connected are aborted by gloo's threads."""
-    distributed = sys.modules.get("torch.distributed")  # imported only if the command got that far
-    if distributed and distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
-    """Builds and validates a configuration from command-line arguments.
+    """The validated configuration of a command line.
 
     Raises:
-        UserError: with the mistakes found, the first MOST of them, each naming the field, its value and the hint.
+        UserError: all user errors, up to MOST; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
-    parser = _parser(command, default)
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = _parser(command, default).parse_known_args(argv)
     flags = {name: value for name, value in vars(arguments).items() if name not in ("config", "print_config")}
     known = dict(leaves(command))
     if positional := flags.pop("positional", None):
         flags.setdefault(command.positional, positional)
-    words = _without_values(unknown)
+    pairs = zip(["", *unknown], unknown, strict=False)
+    words = [word for before, word in pairs if word[:1] == "-" or before[:1] != "-"]  # no values of unknown flags
     mistakes = [_unknown_word(word, list(known)) for word in words[: MOST + 1]]
-
     files = [str(file) for file in arguments.config or ()]  # argparse makes an empty list of a lone `--`
     changes = {name: _flag_value(known[name], text) for name, text in flags.items()}
     config = resolve(command, files, changes, default, mistakes)
@@ -104,28 +104,34 @@ def resolve(
     default: Default = None,
     mistakes: Sequence[str] = (),
 ) -> C:
-    """The configuration of `files`, of which later ones win, and of `changes`, by dotted names, which win over all.
+    """The validated configuration of YAML files and `changes`: later files override earlier ones, changes all files.
 
     Args:
-        default: the file that stands in where there are none.
-        mistakes: those that were found already.
+        changes: values by dotted names.
+        default: preset without files.
+        mistakes: user errors of the command line, reported with those found here.
 
     Raises:
-        UserError: as `load` does.
+        UserError: as `load`.
     """
     note = ""
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
         files = [file]
     values = {name: section.model_dump(exclude_unset=True) for name, section in sections(command).items()}
-    for file in files:
-        _merge(values, read_yaml(file))
+    contents = [read_yaml(file) for file in files]
+    for content in contents:
+        _merge(values, content)
     for name, value in changes.items():
-        _set(values, name.split("."), value)
+        section, _, field = name.rpartition(".")
+        target = values.setdefault(section, {}) if section else values
+        if isinstance(target, dict):  # otherwise a file has one value for the section, which validation reports
+            target[field] = value
     try:
         config = command.model_validate(values)
     except UserError as error:
-        raise join_errors([*mistakes, *(_of_other_kinds(command, files) or error.mistakes)]) from error
+        others = [mistake for pair in zip(files, contents, strict=True) for mistake in _other_script(command, *pair)]
+        raise join_errors([*mistakes, *(others or error.mistakes)]) from error
     if mistakes:
         raise join_errors(mistakes)
     if note:
@@ -133,29 +139,60 @@ def resolve(
     return config
 
 
-def _of_other_kinds(command: type[Command], files: Sequence[str]) -> list[str]:
-    """A mistake for each file that has keys which `command` lacks, and all of them are those of a training."""
+def _other_script(command: type[Command], file: str, content: dict[str, Any]) -> list[str]:
+    """The user error for a file that has unknown keys here and fits another training script."""
     from gpt2_ddp.config.kinds import CONFIGS
 
-    found = []
-    for file in files:
-        keys = {*flat(read_yaml(file))}
-        scripts = [str(kind.__doc__).partition(":")[0] for kind in CONFIGS.values() if keys <= {*dict(leaves(kind))}]
-        if scripts and not keys <= {*dict(leaves(command))}:
-            found += UserError("--config", file, f"is for {' or '.join(scripts)}: name one for this script").mistakes
-    return found
+    keys = {*flat(content)}
+    scripts = [str(kind.__doc__).partition(":")[0] for kind in CONFIGS.values() if keys <= {*dict(leaves(kind))}]
+    if not scripts or keys <= {*dict(leaves(command))}:
+        return []
+    return UserError("--config", file, f"is for {' or '.join(scripts)}: name one for this script").mistakes
 
 
 def dump(config: Command) -> str:
-    """The configuration as YAML that `--config` takes back."""
+    """The configuration as YAML, for `--config`."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
+class _Loader(yaml.SafeLoader):
+    """Safe types only; refuses aliases and repeated keys."""
 
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise ConstructorError(None, None, "aliases (*) are not supported", self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise ConstructorError(None, None, f"the key {key.value} stands there twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
+    """The sections and keys of a YAML file. A missing file is looked up in the project's folder.
+
+    Raises:
+        UserError: the file cannot be read, or holds no mapping.
+    """
+    path = Path(file)
+    try:
+        if not os.path.exists(path) and os.path.exists(PROJECT / file):  # `configs/...` from any folder
+            path = PROJECT / file
+        values = yaml.load(read_small(path, LARGEST).decode(), _Loader)
+        str(values)  # raises ValueError for an integer of too many digits
+    except (OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(field, file, f"cannot be read as YAML ({reason})") from error
+    if not isinstance(values, dict | None):
+        raise UserError(field, file, "should hold sections and keys, like `train: {steps: 100}`")
+    return values or {}
+
+
+class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists every flag")
 
@@ -163,6 +200,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(command: type[Command], default: Default) -> _Parser:
     default = default if default is None or isinstance(default, str) else default({})[0]
     parser = _Parser(description=command.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
     files = f"YAML file; repeatable, later files win (default: {default})" if default else "YAML file; repeatable"
     parser.add_argument("--config", action="append", metavar="FILE", default=None, help=files)
     parser.add_argument("--print_config", action="store_true", default=False, help="print the configuration and exit")
@@ -182,8 +220,7 @@ def _parser(command: type[Command], default: Default) -> _Parser:
             options |= {"nargs": "?", "const": alone}
         elif _takes_several(field):
             options |= {"nargs": "+"}
-        shown = "null" if field.default is None else field.default
-        shown = "none" if shown == () else shown
+        shown = {None: "null", (): "none"}.get(field.default, field.default)
         shown = " ".join(map(str, shown)) if isinstance(shown, tuple) else shown
         text = f"{' '.join((field.description or '').split())} (default: {shown})"
         groups[section].add_argument(f"--{name}", help=text.replace("%", "%%"), **options)
@@ -219,19 +256,6 @@ def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
             _merge(into[key], value)
         elif value is not None or not isinstance(into.get(key), dict):
             into[key] = value
-
-
-def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
-    for section in path[:-1]:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            return  # a file gave a single value for the section: validation says so
-    values[path[-1]] = value
-
-
-def _without_values(words: list[str]) -> list[str]:
-    """Drops the words that follow an unknown flag: they are its values."""
-    return [word for before, word in zip(["", *words], words, strict=False) if word[:1] == "-" or before[:1] != "-"]
 
 
 def _unknown_word(word: str, known: list[str]) -> str:

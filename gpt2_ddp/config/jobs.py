@@ -1,7 +1,7 @@
 """What can be configured in the small supervised jobs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -236,6 +236,17 @@ class ClassifierConfig(JobConfig):
     def may_change(self, name: str, before: Any, step: int) -> bool:
         decoding = name in ("data.memory_gb", "data.workers")  # where images are decoded, not which
         return decoding or super().may_change(name, before, step)
+
+
+CLUSTERS, OWN_IMAGES = "configs/mlp_clusters.yaml", "configs/images.yaml"
+
+
+def classifier_default(flags: Mapping[str, Any]) -> tuple[str, str]:
+    """The preset of train_classifier.py without `--config`, for clusters or images, and a note for the user."""
+    data = flags.get("data.path") or flags.get("data.name") or "clusters"
+    if data == "clusters":
+        return CLUSTERS, ""
+    return OWN_IMAGES, f"note: no --config, so {data} is trained on with {OWN_IMAGES}; docs/small-jobs.md has more"
 
 
 class SequenceDataConfig(Section):

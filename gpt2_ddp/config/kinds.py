@@ -1,4 +1,4 @@
-"""The kinds of runs: whose configuration is which."""
+"""The kinds of runs and their configuration classes."""
 
 from typing import Any
 
@@ -14,14 +14,13 @@ CONFIGS: dict[str, type[RunConfig]] = {
 
 
 def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
-    """The configuration of a run of any release, from what its config.yaml holds: missing fields take their defaults,
-    unknown ones are left out.
+    """The configuration of a run, from its config.yaml. Missing fields take defaults, unknown ones are left out.
 
     Args:
-        place: the file, for messages.
+        saved: content of the file. place: its path, for messages.
 
     Raises:
-        UserError: a kind or a value that this release does not know.
+        UserError: unknown kind or invalid value.
     """
     if kind not in CONFIGS:
         raise UserError(

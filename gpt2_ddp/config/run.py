@@ -1,4 +1,4 @@
-"""What can be configured in every training run, whatever is trained: the sections and fields that the loop asks for."""
+"""Sections and fields of every training run; the training loop reads these."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -39,7 +39,7 @@ class LoopConfig(Section):
     @field_validator("compile", mode="before")
     @classmethod
     def _yes_or_no(cls, value: object) -> object:
-        with suppress(ValidationError):  # of the first releases: true, or any other word for it
+        with suppress(ValidationError):  # YAML 1.1 reads `off` as false
             return "model" if TypeAdapter(bool).validate_python(value) else "off"
         return value
 
@@ -95,12 +95,12 @@ class TrackingConfig(Section):
 
 
 class RunConfig(Command):
-    """A training run: what the loop asks for, whatever is trained"""
+    """A training run of any kind"""
 
     kind: ClassVar[str] = ""
-    """what is trained; a checkpoint says so"""
+    """kind of run, as checkpoints name it"""
     kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
-    """sections and fields that have to stay when a run goes on"""
+    """sections and fields that a resumed run must keep"""
     per_machine: ClassVar[tuple[str, ...]] = (
         "output_dir",
         "data.path",
@@ -108,7 +108,7 @@ class RunConfig(Command):
         "train.init_from",
         "train.branch_from",
     )
-    """paths, which ranks on another machine may have others for"""
+    """paths that may differ between machines"""
 
     output_dir: str = "runs"
     """folder of run folders"""
@@ -121,25 +121,24 @@ class RunConfig(Command):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """The fields that all ranks have alike, by their dotted names. A path that may be another on another machine is
-        given on all ranks, or on none."""
+        """Fields that must agree on all ranks, by dotted names. Of `per_machine` paths, only their presence must."""
         found = flat(self.model_dump(mode="json"))
         return found | {name: "a path" if found[name] else None for name in self.per_machine if name in found}
 
     @property
     def backend(self) -> str:
-        """Of the process group: auto, nccl or gloo."""
+        """Backend of the process group: auto, nccl or gloo."""
         return "auto"
 
-    # of fields that not every kind has
+    # fields that some kinds lack
     @property
     def rollbacks(self) -> int:
-        """How often a run that has diverged goes back and passes over what it was trained on: `guard.rollbacks`."""
+        """Most rollbacks of a diverged run: `guard.rollbacks`."""
         return getattr(self.guard, "rollbacks", 0)
 
     @property
     def saves_optimizer(self) -> bool:
-        """Whether checkpoints hold the optimizer's state: `checkpoint.save_optimizer`."""
+        """Whether checkpoints hold the optimizer state: `checkpoint.save_optimizer`."""
         return getattr(self.checkpoint, "save_optimizer", True)
 
     @property
@@ -149,19 +148,19 @@ class RunConfig(Command):
 
     @property
     def eval_patience(self) -> int | None:
-        """After how many evaluations in a row without a new lowest val_loss the run ends: `eval.patience`."""
+        """Evaluations without a new lowest val_loss after which the run ends: `eval.patience`."""
         return getattr(getattr(self, "eval", None), "patience", None)
 
     @property
     def branch_from(self) -> str | None:
-        """Run folder or checkpoint of another run that a new one goes on from: `train.branch_from`."""
+        """Run folder or checkpoint that a new run branches off: `train.branch_from`."""
         return getattr(self.train, "branch_from", None)
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Whether a kept field may be another than `before` all the same, as no step up to `step` depends on it."""
+        """Whether a kept field may differ from `before`, since no step up to `step` depends on it."""
         return False
 
-    if TYPE_CHECKING:  # sections of every run; each kind has its own, in its own order
+    if TYPE_CHECKING:  # each kind has its own sections, in its own order
         optim: ClipConfig
         train: LoopConfig
         guard: GuardConfig

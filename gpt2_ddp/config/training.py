@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -12,14 +12,13 @@ from gpt2_ddp.config.base import Section, Tasks
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 
 WINDOWS_PER_BLOCK = 1000
-"""Of a mixture's order: in each block of so many positions, every source has its share (`data.mixture`)."""
+"""Positions of a block of a mixture's order; every source has its share of each block (`data.mixture`)."""
 MOST_SOURCES = 32
-"""Of a mixture: more would not leave the heaviest its share of every block."""
+"""Most sources of a mixture: with more, the largest could not have its share of every block."""
 
 
 def _number_or(kinds: Any, value: object, what: str) -> object:
-    """The value as it is, if it is a number from 1 on or of these kinds. Raises: ValueError, which says what it should
-    be, in one line instead of one for each kind."""
+    """The value, if it is a number of at least 1 or of these kinds. Raises one ValueError for all kinds."""
     with suppress(ValidationError):
         TypeAdapter(PositiveInt | kinds).validate_python(value)  # pyright: ignore
         return value
@@ -59,12 +58,12 @@ class DataConfig(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The folder of each source; the first one's number is 0."""
+        """The folder of each source, in order."""
         return (self.path,) if isinstance(self.path, str) else self.path
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the sources, in rows: their folders' names, with the number of the source where one before has it, too."""
+        """Unique names of the sources, for rows: folder names, with the source's number after a repeated one."""
         names: list[str] = []
         for number, path in enumerate(self.paths):
             name = os.path.basename(os.path.abspath(path))
@@ -74,7 +73,7 @@ class DataConfig(Section):
         return tuple(names)
 
     def moved(self, to: str | None) -> tuple[str, ...]:
-        """The folders, or those that they are in now, joined by `:`."""
+        """The folders, or their new places in `to`, joined by `:`."""
         return self.paths if to is None else tuple(to.split(":")) if len(self.paths) > 1 else (to,)
 
     @field_validator("path", mode="before")
@@ -88,17 +87,10 @@ class DataConfig(Section):
     @field_validator("phases", mode="before")
     @classmethod
     def _phases_in_text(cls, value: object) -> object:
-        """`N:W:W:...`, as the command line has them."""
+        """Parses `N:W:W:...` of the command line."""
         phases = value if isinstance(value, list | tuple) else [value]
         split = [phase.split(":") if isinstance(phase, str) else phase for phase in phases]
         return [{"at_tokens": one[0], "weights": one[1:]} if isinstance(one, list) else one for one in split]
-
-    @field_validator("verify_hashes", mode="before")
-    @classmethod
-    def _yes_or_no(cls, value: object) -> object:
-        with suppress(ValidationError):  # of the first releases: true, or any other word for it
-            return "changed" if TypeAdapter(bool).validate_python(value) else "never"
-        return value
 
 
 class ModelConfig(Section):
@@ -152,14 +144,14 @@ class OptimConfig(ClipConfig):
 
     @property
     def decay_begins(self) -> float:
-        """The last step whose rate does not depend on `decay_steps`; infinity for a constant schedule."""
+        """Last step whose learning rate does not depend on `decay_steps`; infinity for a constant schedule."""
         if self.schedule == "constant":
             return math.inf
         stable = round((self.decay_steps or 0) * (1 - self.decay_fraction)) if self.schedule == "wsd" else 0
         return max(self.warmup_steps, stable)
 
     def may_end_at(self, end: int | None, step: int) -> bool:
-        """Whether `decay_steps` may be `end` instead in a run at this step: no step up to it had another rate then."""
+        """Whether `decay_steps` may become `end` at this step: no earlier learning rate would differ."""
         return step <= min(self.decay_begins, self.model_copy(update={"decay_steps": end}).decay_begins)
 
     @field_validator("betas")
@@ -281,8 +273,7 @@ class TrainingConfig(RunConfig):
     tracking: TextTrackingConfig = TextTrackingConfig()
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """A schedule's end, while no step has come to depend on it; and a source that has come since may count
-        nothing."""
+        """Allows another end of the schedule before the decay, and new sources that count nothing in val_loss."""
         if name == "eval.weights":
             now = self.eval.weights
             return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
@@ -290,19 +281,18 @@ class TrainingConfig(RunConfig):
 
     @property
     def phase_begins(self) -> list[int]:
-        """The position in the order, in windows, at which each of `data.phases` begins."""
+        """Position in the order, in windows, at which each of `data.phases` begins."""
         block = WINDOWS_PER_BLOCK * self.model.block_size
         return [-(-phase.at_tokens // block) * WINDOWS_PER_BLOCK for phase in self.data.phases]
 
     @property
     def global_batch_windows(self) -> int:
-        """G: windows of block_size tokens per optimizer step, over all processes."""
+        """Windows of block_size tokens per optimizer step, over all processes."""
         return self.train.global_batch_tokens // self.model.block_size
 
     @property
     def auto_eval_tokens(self) -> int:
-        """What `eval.tokens: auto` comes to: 6% of the tokens trained on between two evaluations, in whole windows, of
-        which there are 16 or more."""
+        """Tokens of `eval.tokens: auto`: 6% of those trained on between two evaluations, at least 16 windows."""
         return max(round(0.06 * self.eval.every * self.global_batch_windows), 16) * self.model.block_size
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
@@ -352,3 +342,24 @@ class TrainingConfig(RunConfig):
                     f"should come after the phase before, by a block of {WINDOWS_PER_BLOCK} windows (model.block_size)"
                 )
                 yield "data.phases", phase.at_tokens, f"{hint}, {WINDOWS_PER_BLOCK * self.model.block_size} tokens"
+
+
+BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
+
+
+def training_default(flags: Mapping[str, Any]) -> tuple[str, str]:
+    """The preset of a training without `--config`: one for the built-in corpus, one for other data.
+
+    Args:
+        flags: values of the command line, by dotted names.
+
+    Returns:
+        The file, relative to the project's folder, and a note for the user, which may be empty.
+    """
+    own = DataConfig().paths[0]
+    given = flags.get("data.path", own)
+    data = " ".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+    if os.path.normpath(data) == os.path.normpath(own):
+        return BUILT_IN, ""
+    note = f"note: no --config, so {data} is trained on with {OWN_TEXT}; README.md has one for each size of text"
+    return OWN_TEXT, note

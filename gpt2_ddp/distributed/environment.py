@@ -1,4 +1,4 @@
-"""The launcher of this process: the world that it describes, and the exit codes that it understands. No torch."""
+"""The environment of this process: its launcher, its rank, exit codes, and usable CPU cores. No torch."""
 
 import os
 import re
@@ -7,63 +7,59 @@ from pathlib import Path
 from gpt2_ddp.errors import UserError
 
 STOPPED = 75
-"""Exit code of what was stopped early on request, with nothing lost (EX_TEMPFAIL: the same command goes on)."""
+"""Exit code of a command that was stopped early with nothing lost (EX_TEMPFAIL); the same command resumes it."""
+ROOT = Path("/")
+"""Folder of Linux's `proc` and `sys`."""
 
-_COUNT = r"[1-9][0-9]*"
-_NUMBERS = {
-    "WORLD_SIZE": _COUNT,
-    "LOCAL_WORLD_SIZE": _COUNT,
-    "RANK": r"[0-9]+",
-    "LOCAL_RANK": r"[0-9]+",
-    "MASTER_PORT": r"[0-9]+",
-    "SLURM_STEP_NUM_TASKS": _COUNT,
-    "OMPI_COMM_WORLD_SIZE": _COUNT,
+_COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
+_VARIABLES = {
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"), _COUNT),
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "MASTER_PORT"), _NUMBER),
     "PET_NNODES": rf"{_COUNT}(:{_COUNT})?",
     "PET_NPROC_PER_NODE": rf"{_COUNT}|auto|cpu|gpu|xpu",
 }
-"""Variables that launchers set, with what they may hold."""
+"""Patterns of variables that launchers set."""
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, or the only process, or one whose RANK is no number; known before torch is imported."""
+    """Whether this is rank 0 or has no valid RANK."""
     rank = os.environ.get("RANK", "")
     return not rank.isdigit() or int(rank) == 0
 
 
 def world_size() -> int:
-    """How many processes the launcher started in all; 1 without one.
+    """Number of processes that the launcher started; 1 without a launcher.
 
-    A variable that is empty, as a template leaves it that nobody filled in, or -1 is unset here: Accelerate, torch and
-    the reader of this process's rank would fail at it.
+    Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject them.
 
     Raises:
-        UserError: for a variable of the launcher's that is no number.
+        UserError: a launcher's variable holds no number.
     """
-    for name, pattern in _NUMBERS.items():
+    for name, pattern in _VARIABLES.items():
         value = os.environ.get(name, "").strip()
         if value in ("", "-1"):
             os.environ.pop(name, None)
         elif not re.fullmatch(pattern, value):
-            kind = "a rank or port, 0 or more" if pattern == r"[0-9]+" else "a number of processes or nodes, 1 or more"
+            kind = "a rank or port, 0 or more" if pattern == _NUMBER else "a number of processes or nodes, 1 or more"
             raise UserError(name, value, f"should be {kind}; launchers set it: `unset {name}`, or correct it")
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def has_other_ranks() -> bool:
-    """Whether this process is one of several of a world, which may not be connected yet."""
+    """Whether the launcher started several processes; they may not be connected yet."""
     return os.environ.get("WORLD_SIZE", "").strip() not in ("", "-1", "1")
 
 
 def under_launcher() -> bool:
-    """Whether `accelerate launch` or torchrun started this process; they make a crash of any non-zero exit code."""
+    """Whether `accelerate launch` or torchrun started this process; both treat any non-zero exit code as a crash."""
     return "TORCHELASTIC_RUN_ID" in os.environ or accelerate_words() is not None
 
 
 def accelerate_words() -> list[str] | None:
-    """What follows the command's name in the `accelerate launch` that is this process's parent, or None."""
+    """Arguments of the `accelerate launch` that is this process's parent; None without one."""
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return None
-    import psutil  # late: `--help` has no use for it
+    import psutil  # here, as `--help` does not need it
 
     parent = psutil.Process().parent()
     words = parent.cmdline() if parent else []
@@ -75,12 +71,66 @@ def accelerate_words() -> list[str] | None:
 
 
 def exit_code(outcome: str) -> int:
-    """0; 1 for a run that has `diverged`; 75 for one that is `stopped` early, where no launcher takes that for a
-    failure."""
+    """Exit code of a run: 1 if `diverged`, 75 if `stopped` without a launcher, else 0."""
     return 1 if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0
 
 
 def stop_code() -> int:
-    """Exit code of a process that was stopped on its own. For one of several ranks it has to be a failure, by which its
-    launcher learns that the others must end too."""
+    """Exit code of a process stopped by a signal; 75 for one of several ranks, so that the launcher ends the others."""
     return STOPPED if has_other_ranks() else exit_code("stopped")
+
+
+def usable_cores(*, hyperthreads: bool = False) -> int:
+    """Number of cores that this process may keep busy, at least 1.
+
+    The minimum of the affinity mask (taskset, Slurm, docker --cpuset-cpus) and the CPU quota of the control groups
+    (docker --cpus, Kubernetes, CPUQuota).
+
+    Args:
+        hyperthreads: count hyperthreads as cores. They speed up text and bytes, which wait for memory; they do not
+            speed up matrix products.
+    """
+    import psutil
+
+    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    folder = ROOT / "sys/devices/system/cpu"
+    physical = {_read(folder / f"cpu{thread}/topology/core_cpus_list") or str(thread) for thread in mask}
+    cores = len(mask) if hyperthreads else min(len(physical), psutil.cpu_count(logical=False) or len(mask))
+    return max(int(min(cores, _quota())), 1)
+
+
+def spare_core(device: str, threads: int, workers: int) -> bool:
+    """Whether training leaves a core of this machine idle.
+
+    Args:
+        device: type of the training device, such as cpu or cuda; a process on an accelerator keeps one core busy.
+        threads: CPU threads per process. workers: loader workers per process.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return processes * ((threads if device == "cpu" else 1) + workers) < usable_cores()
+
+
+def _quota() -> float:
+    """CPU quota of this process's control groups (v2 or v1), in cores; infinite without a limit."""
+    quota = float("inf")
+    for line in _read(ROOT / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = ROOT / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        group = mount / path.strip("/")  # in a container it may be absent: there, the mount is the group itself
+        for folder in (group, *group.parents):  # every group above limits it too
+            v1 = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            time, _, period = (_read(folder / "cpu.max") or " ".join(v1)).partition(" ")
+            if time.isdigit():  # no limit is `max` in v2, -1 in v1
+                quota = min(quota, int(time) / int(period))
+            if folder == mount:
+                break
+    return quota
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

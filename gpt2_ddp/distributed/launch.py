@@ -1,4 +1,4 @@
-"""The Accelerator of every script, on the device, processes and threads that the user asked for, or else an error."""
+"""The Accelerator of every script, on the requested device, processes and threads."""
 
 import argparse
 import os
@@ -24,8 +24,7 @@ from accelerate.utils import (
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.cores import usable_cores
-from gpt2_ddp.distributed.environment import accelerate_words, is_main_process, under_launcher, world_size
+from gpt2_ddp.distributed.environment import accelerate_words, is_main_process, under_launcher, usable_cores, world_size
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
@@ -33,24 +32,19 @@ USE_TORCHRUN = (
 )
 
 COLLECTIVE = timedelta(minutes=30)
-"""How long a collective waits for the other ranks."""
-
-CONNECTING = 300.0
-"""Seconds that a training's ranks have for connecting to each other, once all launchers have met: a firewall that drops
-packets says nothing. `train.patience_seconds` is in its place where it is set."""
-
-LEAST_CONNECTING = 30.0
-"""The same at least: one rank may load libraries for longer than another."""
-
+"""Timeout of collectives."""
+CONNECTING, LEAST_CONNECTING = 300.0, 30.0
+"""Seconds, by default and at least, for ranks to connect after the rendezvous. A firewall that drops packets gives no
+error, and one rank may load libraries for longer than another. `train.patience_seconds` replaces the default."""
 GRACE = 5.0
-"""Seconds more, after which a rank ends without the reason that gloo would give."""
+"""Further seconds before a rank ends without gloo's error."""
 
 
 def start_run(config: RunConfig) -> Accelerator:
-    """The Accelerator of a training run, deterministic if asked for.
+    """The Accelerator of a training run, deterministic if configured.
 
     Raises:
-        UserError: as `build_accelerator` does, for a tracker that is not installed, and for ranks that cannot connect.
+        UserError: as `build_accelerator`; also for a missing tracker package, and for ranks that cannot connect.
     """
     for name in config.tracking.log_with:
         if find_spec(name) is None:
@@ -59,47 +53,41 @@ def start_run(config: RunConfig) -> Accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     patience = max(config.train.patience_seconds or CONNECTING, LEAST_CONNECTING)
-    timer = Timer(patience + GRACE, _give_up, [patience])
+    timer = Timer(patience + GRACE, _end_unconnected, [patience])
     timer.daemon = True
     if world_size() > 1:
         timer.start()
+    train, timeout = config.train, timedelta(seconds=patience)
     try:
         accelerator = build_accelerator(
-            config.train.device,
-            config.train.mixed_precision,
-            section="train.",
-            backend=config.backend,
-            timeout=timedelta(seconds=patience),
+            train.device, train.mixed_precision, section="train.", backend=config.backend, timeout=timeout
         )
     except RuntimeError as error:  # gloo has no class of its own
-        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-            mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
-            if not is_main_process():  # a command speaks for that one alone, and here no rank can for another
-                print(f"error: {mistake}", file=sys.stderr)
-            raise mistake from error
-        raise
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+            raise
+        mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
+        if not is_main_process():  # `run_command` prints the main process's error only; here every rank has its own
+            print(f"error: {mistake}", file=sys.stderr)
+        raise mistake from error
     finally:
         timer.cancel()
-    if accelerator.num_processes > 1:  # from here on the watch sees who is late
+    if accelerator.num_processes > 1:  # from here on, the watchdog reports late ranks
         _set_pg_timeout(COLLECTIVE)
-    if accelerator.device.type == "cuda" and not config.train.deterministic:
+    if accelerator.device.type == "cuda" and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return accelerator
 
 
-def _give_up(seconds: float) -> None:
-    """Ends a rank that still waits for another: gloo tries five times to reach one that does not answer, and takes its
-    timeout for each."""
-    print(
-        f"error: {_not_connected(f'one of them has not answered within {seconds:.0f} s')}", file=sys.stderr, flush=True
-    )
+def _end_unconnected(seconds: float) -> None:
+    """Ends this rank: gloo connects to an unreachable rank five times, each time for its whole timeout."""
+    reason = f"one of them has not answered within {seconds:.0f} s"
+    print(f"error: {_not_connected(reason)}", file=sys.stderr, flush=True)
     os._exit(2)
 
 
-def _not_connected(why: str) -> UserError:
-    """What to do about ranks that have met, and cannot reach each other."""
+def _not_connected(reason: str) -> UserError:
     hint = (
-        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others ({why[-100:]}); "
+        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others ({reason[-100:]}); "
         "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
         "NCCL_SOCKET_IFNAME for GPUs"
     )
@@ -114,26 +102,25 @@ def build_accelerator(
     backend: str = "auto",
     timeout: timedelta = COLLECTIVE,
 ) -> Accelerator:
-    """The Accelerator of every script, on as many processes as were asked for.
+    """The Accelerator of every script.
 
     Args:
         device: auto, cpu, cuda or mps.
-        mixed_precision: auto (what `accelerate config` says), fast (bf16 or no), no, bf16 or fp16.
-        section: of the configuration that holds these two, for messages, like `train.`.
+        mixed_precision: auto (as configured by `accelerate config`), fast (bf16 or no), no, bf16 or fp16.
+        section: prefix of these two fields in messages, like `train.`.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
-        timeout: how long a collective waits for the other ranks.
+        timeout: of collectives.
 
     Raises:
-        UserError: fewer processes than asked for; a device, a precision or a plugin that cannot be had; a launcher's
-            variable that is no number.
+        UserError: fewer processes than requested; an unavailable device, precision or plugin; a launcher's variable
+            that holds no number.
     """
     started, asked = world_size(), processes_asked_for()
     if started < asked:
         hint = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
         raise UserError("processes", asked, hint)
     target = pick_device(device, section)
-    _check_backend(target, backend)
-    _check_plugins()
+    _check_environment(target, backend)
     precision = pick_precision(mixed_precision, target, section)
     if target.type == "cpu":
         set_cpu_threads()
@@ -161,27 +148,26 @@ def pick_device(name: str, section: str = "") -> torch.device:
     """The torch device for `auto`, `cpu`, `cuda` or `mps`.
 
     Raises:
-        UserError: when it is not there, or when `auto` finds an NVIDIA device that CUDA cannot use.
+        UserError: the device is not available, or `auto` finds an NVIDIA device that CUDA cannot use.
     """
+    field, cuda = f"{section}device", torch.cuda.is_available()
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
         name = "cpu"
     if name == "auto":
-        if not torch.cuda.is_available() and any(Path("/dev").glob("nvidia[0-9]*")):
-            hint = f"an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --{section}device cpu"
-            raise UserError(f"{section}device", "auto", f"{hint} (torch {torch.__version__})")
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if not available.get(name):
-        raise UserError(
-            f"{section}device", name, f"is not available in torch {torch.__version__} here; use auto or cpu"
-        )
+        if not cuda and any(Path("/dev").glob("nvidia[0-9]*")):
+            hint = f"an NVIDIA device is present but CUDA cannot use it; mend the driver, or say --{field} cpu"
+            raise UserError(field, "auto", f"{hint} (torch {torch.__version__})")
+        name = "cuda" if cuda else "mps" if torch.backends.mps.is_available() else "cpu"
+    if not {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}.get(name):
+        raise UserError(field, name, f"is not available in torch {torch.__version__} here; use auto or cpu")
     return torch.device(name)
 
 
 def processes_asked_for() -> int:
-    """How many processes the user's launcher was told to start in all, as far as can be known; at least 1.
+    """Number of processes that the user requested from the launcher, as far as known; at least 1.
 
-    Raises: UserError for a launcher's variable that is no number.
+    Raises:
+        UserError: a launcher's variable holds no number.
     """
     env = os.environ
     asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
@@ -194,13 +180,13 @@ def processes_asked_for() -> int:
 
 
 def _accelerate_arguments() -> argparse.Namespace | None:
-    """The arguments of the `accelerate launch` that is this process's parent, or None."""
+    """The arguments of the `accelerate launch` that is this process's parent; None without one."""
     words = accelerate_words()
     if words is None:
         return None
     from accelerate.commands.launch import launch_command_parser
 
-    return launch_command_parser().parse_args(words)  # it alone knows where the script's own begin
+    return launch_command_parser().parse_args(words)  # only this parser finds where the script's arguments begin
 
 
 def _configured_processes(config_file: str | None) -> int:
@@ -215,17 +201,25 @@ def _configured_processes(config_file: str | None) -> int:
     return 1
 
 
-def _check_backend(target: torch.device, backend: str) -> None:
+def _check_environment(target: torch.device, backend: str) -> None:
+    """Raises UserError for too many processes per GPU, nccl without GPUs, or plugins of `accelerate config`."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if target.type == "cuda" and local > torch.cuda.device_count():
         hint = f"more than the {torch.cuda.device_count()} GPUs of this machine; start one per GPU"
         raise UserError("processes", local, hint)
     if backend == "nccl" and target.type != "cuda":
         raise UserError("launch.backend", "nccl", f"needs CUDA devices, not {target.type}; use gloo or auto")
+    for plugin in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"):
+        if os.environ.get(plugin, "false").lower() == "true":
+            raise UserError(plugin, "true", "gpt2_ddp trains with DDP; answer no in `accelerate config`")
+    compiler = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if compiler not in ("no", ""):
+        hint = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
+        raise UserError("ACCELERATE_DYNAMO_BACKEND", compiler, hint)
 
 
 def pick_precision(name: str, target: torch.device, section: str) -> str:
-    """The precision for `auto`, `fast`, `no`, `bf16` or `fp16`. Raises: UserError for one that is not to be had."""
+    """The precision for `auto`, `fast`, `no`, `bf16` or `fp16`. Raises UserError if it is not available."""
     if name == "fast":
         return "bf16" if multiplies_bf16(target) else "no"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if name == "auto" else name
@@ -237,35 +231,25 @@ def pick_precision(name: str, target: torch.device, section: str) -> str:
 
 
 def multiplies_bf16(target: torch.device) -> bool:
-    """Whether the device has instructions for it: without, a CPU takes 3 to 17 times as long for
-    bf16 as for fp32."""
-    if target.type == "cuda":  # a plan may be for GPUs that are elsewhere
+    """Whether the device has bf16 instructions; a CPU without them is 3 to 17 times slower in bf16 than in fp32."""
+    if target.type == "cuda":  # a plan may be for GPUs of another machine
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     return target.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
 
 
 def describe_precision(accelerator: Accelerator) -> str:
-    """That of a training, and what would be faster."""
+    """The precision of a training as text, with a hint if another would be faster."""
     precision, target = accelerator.mixed_precision, accelerator.device
     if precision != "bf16" or target.type == "mps" or multiplies_bf16(target):
         return precision
     return f"bf16, which this {target.type} has no instructions for (train.mixed_precision: fast would take fp32)"
 
 
-def _check_plugins() -> None:
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise UserError(
-                f"ACCELERATE_USE_{name}", "true", "gpt2_ddp trains with DDP; answer no in `accelerate config`"
-            )
-    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    if backend not in ("no", ""):
-        hint = "would compile the model a second way; answer no in `accelerate config` and use --train.compile"
-        raise UserError("ACCELERATE_DYNAMO_BACKEND", backend, hint)
-
-
 def set_cpu_threads() -> None:
-    """Shares the cores among this machine's processes, unless the user chose: launchers set OMP_NUM_THREADS to 1."""
+    """Divides the cores among this machine's processes, unless the user set a number of threads.
+
+    A launcher's own OMP_NUM_THREADS=1 counts as unset.
+    """
     launch, parent = _accelerate_arguments(), psutil.Process().parent()
     try:
         chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)
@@ -274,4 +258,4 @@ def set_cpu_threads() -> None:
     if not chosen and not (launch and launch.num_cpu_threads_per_process):
         threads = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
         torch.set_num_threads(threads)
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose once more
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # or Accelerate would choose a number, too

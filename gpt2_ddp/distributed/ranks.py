@@ -1,4 +1,4 @@
-"""What the ranks do once, what they do alike, and what they agree on."""
+"""Collective helpers: work on the main process, errors on all ranks, agreement, sums, and DDP's warm-up."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -17,36 +17,28 @@ from gpt2_ddp.errors import UserError, truncate
 T = TypeVar("T")
 
 PREPARATION = timedelta(days=7)
-"""How long ranks wait for each other while data are prepared, fetched or hashed."""
+"""Timeout while data are prepared, fetched or hashed."""
 MOST = 5
-"""Differences between ranks that are told."""
+"""Differences between ranks that an error lists."""
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """Calls `function` on the main process alone and returns its (picklable) result on every rank.
-
-    Raises:
-        UserError: on every rank, when the main process raised it.
-    """
-    outcome: list[tuple[T | None, UserError | None]] = [(None, None)]
-    if accelerator.is_main_process:
-        outcome = [_attempt(function)]
+    """The picklable result of `function` on the main process, on every rank. Raises its UserError on every rank."""
+    outcome = [_attempt(function) if accelerator.is_main_process else (None, None)]
     broadcast_object_list(outcome)
     result, error = outcome[0]
-    if error is not None:
-        error.on_every_rank = True
-        raise error
+    _raise_on_every_rank([error])
     return result  # pyright: ignore[reportReturnType]
 
 
 def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta | None = None) -> T:
-    """Calls `function` on every rank and returns each its own result, once all have succeeded.
+    """This rank's result of `function`, once all ranks have succeeded.
 
     Args:
-        patience: how long ranks wait for the slowest, where that may exceed a collective's usual time-out.
+        patience: timeout, if other than that of collectives.
 
     Raises:
-        UserError: on every rank, the first rank's when any raised one.
+        UserError: on every rank, the first that any rank raised.
     """
     result, error = _attempt(function)
     errors = [error]
@@ -54,21 +46,18 @@ def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience:
         group = dist.new_group(backend="gloo", timeout=patience) if patience else None
         errors = [error] * accelerator.num_processes
         dist.all_gather_object(errors, error, group=group)
-    for failure in errors:
-        if failure is not None:
-            failure.on_every_rank = True
-            raise failure
+    _raise_on_every_rank(errors)
     return result  # pyright: ignore[reportReturnType]
 
 
 def check_ranks_agree(here: Mapping[str, object]) -> None:
-    """Ranks that were started with another configuration or other data would train nonsense in silence.
+    """Checks that all ranks have the same configuration and data.
 
     Args:
-        here: what has to be the same on all ranks, by the name that the user knows it by. A hash may stand for a value.
+        here: this rank's values or hashes, by names for the user.
 
     Raises:
-        UserError: on every rank, when any two of them differ: what differs, each with rank 0's value and the other's.
+        UserError: on every rank, with each name whose values differ, rank 0's value and the other.
     """
     first, *others = gather_object([dict(here)])
     mistakes: dict[str, str] = {}
@@ -79,13 +68,11 @@ def check_ranks_agree(here: Mapping[str, object]) -> None:
                 mistakes.setdefault(name, UserError(name, first.get(name), hint).mistakes[0])
     if mistakes:
         more = [f"and {len(mistakes) - MOST} more that differ"] * (len(mistakes) > MOST)
-        error = UserError.join([*mistakes.values()][:MOST] + more)
-        error.on_every_rank = True
-        raise error
+        _raise_on_every_rank([UserError.join([*mistakes.values()][:MOST] + more)])
 
 
 def sum_over_ranks(accelerator: Accelerator, value: Tensor) -> Tensor:
-    """The sum of the ranks' tensors, on all of them; collective."""
+    """The sum of a tensor over ranks, with its shape and dtype; collective."""
     total = accelerator.reduce(value.clone(), reduction="sum")
     assert isinstance(total, Tensor)
     return total
@@ -98,16 +85,22 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, UserError | None]:
         return None, error
 
 
-def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
-    """Runs one synchronised backward of zero, so that DDP settles its buckets before the first step.
+def _raise_on_every_rank(errors: Sequence[UserError | None]) -> None:
+    for error in errors:
+        if error is not None:
+            error.on_every_rank = True
+            raise error
 
-    DDP rebuilds its gradient buckets after the first backward, in the order in which gradients became ready, and from
-    then on sums in another order. A resumed run would sum its first step like a fresh one: not bitwise equal from 3
-    processes on.
+
+def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
+    """Runs one backward pass of zero gradients, so that DDP builds its final buckets before the first step.
+
+    DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
+    warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) keep
+    their values.
 
     Args:
-        loss: of the model, on inputs laid out like all others, or a compiled one would be compiled for these as well;
-            what they are does not matter. Buffers (BatchNorm's statistics) keep their values.
+        loss: returns the model's scalar loss on inputs of the usual shapes; a compiled model would compile for others.
     """
     if isinstance(model, DistributedDataParallel):
         buffers = [buffer.clone() for buffer in model.buffers()]

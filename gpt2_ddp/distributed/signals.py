@@ -1,8 +1,7 @@
-"""SIGTERM, SIGINT and SIGUSR1, each a request to stop, from a script's first moment to its last. No torch.
+"""SIGTERM, SIGINT and SIGUSR1: requests to stop, from a script's start to its end. No torch.
 
-While a run trains, whoever called `install_handlers` answers. At any other time there is nothing to save, and the
-request ends the process: by an exception, or by force where Python does not come to run, as in a collective that waits
-for a rank.
+A training installs its own handler (`install_handlers`). At any other time there is nothing to save and the signal ends
+the process: by an exception, or by force if the main thread runs no Python, as in a collective that waits for a rank.
 """
 
 import atexit
@@ -15,38 +14,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
+from typing import Any
 
 from gpt2_ddp.distributed.environment import has_other_ranks, stop_code
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-INTERRUPTED = 130
-"""Exit code after a SIGINT that was not to wait for anything, as a shell gives it."""
-PATIENCE_SECONDS = 2.0
-"""How long a process may take to end that has nothing to save."""
-QUICK_SECONDS = 0.2
-"""One that ends within this time need not say that it has heard."""
-ECHO_SECONDS = 1.0
-"""A signal that comes so soon after the first is the same request: one to every process of a job reaches a rank
-directly, and once more through the launcher."""
+INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
+PATIENCE_SECONDS = 2.0  # until a process with nothing to save is ended by force
+QUICK_SECONDS = 0.2  # after which a process that still runs reports the signal
+ECHO_SECONDS = 1.0  # in which a further signal is an echo of the first: launchers pass on what their ranks also receive
 
 Handler = Callable[[int, FrameType | None], None]
-"""A handler, as the `signal` module has them."""
 
 
 class Stopped(BaseException):
-    """The process was asked to stop when there was nothing to save; holds the signal's name. It is no Exception: nobody
-    is to take it for a failure."""
+    """A signal stopped the process while there was nothing to save; holds its name. No Exception, so nothing catches it
+    as a failure."""
 
 
 class SignalState:
-    """What this process has heard: one per process, as are its handlers."""
+    """The signals of this process."""
 
-    listens = False
-    asked = ""  # the first signal's name
-    asked_at = 0.0  # on the monotonic clock
-    answer: Handler | None = None  # instead of ending
-    answered = False  # now or before
-    over = False  # what there was to save is saved
+    listens = False  # inside `exit_on_signal`
+    asked = ""  # name of the first signal
+    asked_at = 0.0  # its time on the monotonic clock
+    answer: Handler | None = None  # installed handler
+    answered = False  # whether a handler was ever installed
+    over = False  # whether everything is saved
 
     def ends(self) -> bool:
         """Whether a first signal ends the process."""
@@ -58,84 +52,77 @@ _state = SignalState()
 
 @contextmanager
 def exit_on_signal(say: Callable[[str], None]) -> Iterator[None]:
-    """Ends the process, with one line, when it is asked to stop while nobody answers. In the main thread.
+    """Ends the process, with one line, on a signal without an installed handler. For the main thread.
 
-    A thread hears too, of Python's own wake-up pipe, since handlers wait until the main thread runs Python. It says at
-    once what was heard; and after `PATIENCE_SECONDS` it ends a process that has nothing to save and is still there.
+    Python's handlers wait until the main thread runs Python. A thread therefore reads Python's wake-up pipe: it reports
+    the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`.
 
     Args:
-        say: tells the user.
+        say: prints a line for the user.
 
     Raises:
-        SystemExit: with the code of a run that was stopped.
+        SystemExit: with the exit code of a stopped command.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _state.asked, _state.answered, _state.over, _state.listens = "", False, False, True
     threading.Thread(target=_listen, args=(reader, say), name="signals", daemon=True).start()
-    handlers_before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
+    restore = _set_handlers()
     try:
         try:
             yield
         except RuntimeError:
-            # a rank that is stopped first takes its connections with it; then our launcher stops us as well
+            # a rank that stops first closes its connections; this rank's signal comes from the launcher a moment later
             if has_other_ranks() and not _state.answered:
                 time.sleep(PATIENCE_SECONDS)
             raise
-    except Stopped as stopped:
-        say(_last_words(str(stopped)))
-        _exit(stop_code())
     except KeyboardInterrupt:
         say("ended at once by SIGINT")
         _exit(INTERRUPTED)
-    except Exception:
-        if not _state.asked or _state.answered:
+    except (Stopped, Exception) as error:
+        # some libraries catch Stopped while they are imported, and then fail
+        if not isinstance(error, Stopped) and (not _state.asked or _state.answered):
             raise
-        # a library has swallowed Stopped, as some do while they are imported, and failed over what it left half done
-        say(_last_words(_state.asked))
+        say(_last_words(str(error) if isinstance(error, Stopped) else _state.asked))
         _exit(stop_code())
     finally:
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
+        restore()
         signal.set_wakeup_fd(wakeup_before)
         os.close(writer)
         _state.listens = False
-        atexit.register(_ignore_all)
+        atexit.register(_set_handlers, signal.SIG_IGN)  # an interpreter that shuts down has its exit code already
 
 
 def install_handlers(answer: Handler, last: bool = True) -> Callable[[], None]:
-    """Has `answer` called for every signal from now on, until the function that this returns is called.
+    """Calls `answer` for every signal until the returned function is called. Only the main thread may install handlers;
+    in others nothing changes.
 
     Args:
-        last: after that the process is about to end: signals change nothing then, but for a SIGINT that is no echo,
-            which raises KeyboardInterrupt.
-
-    Outside of the main thread, which is the one that has signals, nothing is changed.
+        last: whether the process is about to end afterwards. Signals are then ignored, except a second SIGINT, which
+            raises KeyboardInterrupt.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     _state.asked = ""
     answer_before, _state.answer, _state.answered = _state.answer, answer, True
-    handlers_before = {number: signal.signal(number, _on_signal) for number in SIGNALS}
+    restore = _set_handlers()
 
-    def give_back() -> None:
-        _state.answer = answer_before
-        _state.over = last
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
+    def uninstall() -> None:
+        _state.answer, _state.over = answer_before, last
+        restore()
 
-    return give_back
+    return uninstall
 
 
 def is_second_interrupt(number: int) -> bool:
-    """Whether whoever sent this one does not want to wait any longer: a SIGINT after another signal, not its echo."""
+    """Whether a signal is a SIGINT that follows another signal and is no echo of it."""
     return number == signal.SIGINT and time.monotonic() > _state.asked_at + ECHO_SECONDS
 
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Processes that are started inside are born with all three signals blocked; `unblock_signals` unblocks them."""
+    """Blocks the three signals in processes that are started inside, until they call `unblock_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -144,14 +131,14 @@ def block_signals() -> Iterator[None]:
 
 
 def start_resource_tracker() -> None:
-    """Starts multiprocessing's helper of spawned processes before `block_signals`: starting it lets signals in, and
-    started otherwise it would die of a SIGUSR1 to the group."""
+    """Starts multiprocessing's resource tracker with signals blocked: a SIGUSR1 to the process group would end it. Call
+    this before `block_signals`, which the start would undo."""
     with block_signals():
         resource_tracker.ensure_running()
 
 
 def unblock_signals() -> None:
-    """Lets signals through that were held back since this process was started, and those to come."""
+    """Unblocks the signals of this process; pending ones are delivered."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
@@ -167,13 +154,24 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
+def _set_handlers(handler: Any = _on_signal) -> Callable[[], None]:
+    """Sets the handler of the three signals; returns the function that restores the handlers before."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, one in before.items():
+            signal.signal(number, one)
+
+    return restore
+
+
 def _listen(reader: int, say: Callable[[str], None]) -> None:
-    heard = False
+    received = False
     with open(reader, "rb", buffering=0) as pipe:
         while byte := pipe.read(1):
-            if heard or byte[0] not in SIGNALS:
+            if received or byte[0] not in SIGNALS:
                 continue
-            heard, ends, name = True, _state.ends(), signal.Signals(byte[0]).name
+            received, ends, name = True, _state.ends(), signal.Signals(byte[0]).name
             time.sleep(QUICK_SECONDS if ends else 0)
             if _state.listens:
                 say(f"{name} heard: stopping")
@@ -188,38 +186,25 @@ def _last_words(name: str) -> str:
 
 
 def _exit(code: int) -> None:
-    """At once where gloo's threads would abort a process that ends while other ranks are connected to it."""
+    """Exits; at once if gloo's threads would abort a process that ends while other ranks are connected."""
     if has_other_ranks():
         sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)
 
 
-def _ignore_all() -> None:
-    """An interpreter that shuts down has its exit code already."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-_forking = threading.local()
-"""What a thread that forks had blocked before."""
+_forking = threading.local()  # signals that the forking thread had blocked
 
 
 def _before_fork() -> None:
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
-def _after_fork() -> None:
+def _after_fork(child: bool = False) -> None:
+    if child and _state.listens:  # its parent alone reads the wake-up pipe
+        signal.set_wakeup_fd(-1)
+        _set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
 
 
-def _forget() -> None:
-    """A forked process does not hear for its parent, not even for a moment: it would end it."""
-    if _state.listens:
-        signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-    _after_fork()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=lambda: _after_fork(child=True))

@@ -16,9 +16,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import TypeVar
 
-from gpt2_ddp.distributed.child import LOOK_SECONDS, end_with_parent
-from gpt2_ddp.distributed.cores import usable_cores
-from gpt2_ddp.distributed.environment import STOPPED, world_size
+from gpt2_ddp.distributed.environment import STOPPED, usable_cores, world_size
+from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
 from gpt2_ddp.distributed.signals import (
     Stopped,
     block_signals,
@@ -134,7 +133,7 @@ def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserE
             told = True
             _signal(running, signal.SIGTERM)
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
-        wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), LOOK_SECONDS)
+        wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), POLL_SECONDS)
         before, running = running, [rank for rank in running if rank.exitcode is None]
         if answer is None and receiver.poll():
             try:

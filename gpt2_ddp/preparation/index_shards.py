@@ -14,7 +14,7 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype, write_manifest
 from gpt2_ddp.data.shards import read_header
 from gpt2_ddp.data.tokenizer import Tokenizer, encoding_names, load_tokenizer
-from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError
 
 BLOCK_BYTES = 2**24

@@ -17,7 +17,7 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest, token_dtype, write_manifest
 from gpt2_ddp.data.shards import check_shard
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, encoding_names, load_tokenizer
-from gpt2_ddp.distributed.cores import usable_cores
+from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import InlineExecutor, worker_pool
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_rollback, read_lines, valid_rows
+from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import run_processes

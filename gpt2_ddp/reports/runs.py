@@ -4,18 +4,19 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
-import yaml
 from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, list_checkpoints
 from gpt2_ddp.checkpoint.run_files import is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
+from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 from gpt2_ddp.reports.status import health
@@ -174,13 +175,11 @@ def _read_standing(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
 
 
 def _read_mapping(file: Path, notes: list[str]) -> Row:
-    """A YAML or JSON object (JSON is YAML); an absent or unreadable one is empty and goes to `notes`."""
+    """The object of a YAML or JSON file; empty, with a note, for a missing or unreadable one."""
     value = None
     if file.is_file():
-        try:
-            value = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, yaml.YAMLError):
-            value = None
+        with suppress(UserError, ValueError, RecursionError):
+            value = read_yaml(str(file)) if file.suffix == ".yaml" else json.loads(file.read_text(encoding="utf-8"))
     if isinstance(value, dict):
         return value
     notes.append(f"{file.name}: {'unreadable' if file.is_file() else 'missing'}")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import STATUS, is_locked
 from gpt2_ddp.config.tools import StatusConfig
-from gpt2_ddp.distributed.identity import Process
+from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError
 
 SILENT = 90.0

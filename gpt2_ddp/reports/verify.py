@@ -9,11 +9,11 @@ from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_event
+from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.config.yaml_file import read_yaml
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.shards import count_windows

@@ -11,7 +11,7 @@ from gpt2_ddp.data.manifest import MANIFEST, Manifest
 from gpt2_ddp.data.mixture import read_manifests, source_weights
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
-from gpt2_ddp.distributed.child import run_script
+from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """Resume checks: whether a configuration continues the training of a checkpoint."""
 
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -47,7 +48,8 @@ def check_resumable(config: RunConfig, saved: Checkpoint) -> list[str]:
     mistakes = []
     for name, now, before in differences(config, saved, config.kept):
         if now is not None and not config.may_change(name, before, saved.state.get("step", 0)):
-            hint = f"the run was started with {before}; give that back, or choose another run_name for a new run"
+            own = Path(config.output_dir, config.run_name, "config.yaml")
+            hint = f"the run was started with {before}; give that back (--config {own}), or choose another run_name"
             if name.startswith("optim.") and hasattr(config.train, "branch_from"):
                 way, what = ("init_from", "weights") if name == "optim.name" else ("branch_from", "training")
                 hint += f" (train.{way} takes this one's {what} along)"

@@ -14,12 +14,11 @@ from ranks import run_ranks
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config import tools
 from gpt2_ddp.config.base import MOST, Command, leaves
-from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.cli import LARGEST, PROJECT, dump, load
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.tools import GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.config.yaml_file import LARGEST, PROJECT
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import FIELD, HINT, VALUE, UserError, truncate

@@ -1,0 +1,125 @@
+"""Processes: their identity on all machines, and children that end with their parent. No torch."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from gpt2_ddp.distributed.environment import STOPPED
+from gpt2_ddp.distributed.signals import Stopped
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.project import PROJECT
+
+POLL_SECONDS = 0.5
+CHILD = "GPT2_DDP_CHILD"
+"""Environment variable of a script that `run_script` started."""
+LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "PET_", "OMPI_")
+"""Prefixes of the environment variables by which launchers describe a rank."""
+
+
+class Process(NamedTuple):
+    """The identity of a process on any machine."""
+
+    host: str  # name of the machine, for messages
+    machine: str  # boot id and PID namespace, since containers may share a name; empty without /proc
+    pid: int
+    started: int  # clock ticks since boot, since a PID is used again
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the process was started on this machine, in this PID namespace."""
+        return self.machine != "" and self.machine == _machine()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended; False on other machines."""
+        return self.is_here and _started(self.pid) != self.started
+
+    def kill(self) -> None:
+        """Sends SIGKILL, unless the process is gone, is elsewhere, or is this one."""
+        if self.is_here and not self.is_gone and self.pid != os.getpid():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def this_process() -> Process:
+    """The calling process."""
+    return Process(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()))
+
+
+@cache
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> int:
+    """Start time of a process; 0 if it is missing or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def end_with_parent(number: int) -> None:
+    """Sends this process signal `number` when its parent process ends, even by `kill -9`.
+
+    Not for processes started by a shell, which `nohup python ... &` should outlive. A thread waits for the end:
+    PR_SET_PDEATHSIG would fire when the *thread* ends that started this process, and exists on Linux only.
+    """
+    parent, launcher = multiprocessing.parent_process(), os.getppid()
+
+    def follow() -> None:
+        if parent is not None:
+            parent.join()  # also if it ended before
+        else:
+            while os.getppid() == launcher:
+                time.sleep(POLL_SECONDS)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=follow, name="end with parent", daemon=True).start()
+
+
+def run_script(script: str, *arguments: str, quiet: bool = False) -> None:
+    """Runs scripts/SCRIPT.py in a child process without a rank, which ends with this process.
+
+    Args:
+        quiet: drop its standard output.
+
+    Raises:
+        UserError: the script's user errors (exit code 2).
+        Stopped: the script was stopped.
+        CalledProcessError: the script crashed, with a traceback on stderr.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environment |= {CHILD: "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(PROJECT / "scripts" / f"{script}.py"), *arguments]
+    mistakes: list[str] = []
+    pipes = {"stdout": subprocess.DEVNULL if quiet else None, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, process_group=0, **pipes) as process:
+        try:
+            assert process.stderr
+            for line in process.stderr:
+                if line.startswith("error: "):
+                    mistakes.append(line.removeprefix("error: ").rstrip("\n"))
+                else:
+                    print(line, end="", file=sys.stderr)
+            code = process.wait()
+        except BaseException:  # a signal to this process
+            process.terminate()
+            raise
+    if code == 2 and mistakes:
+        raise UserError.join(mistakes)
+    if code == STOPPED:
+        raise Stopped(f"a signal to {script}.py")
+    if code:
+        raise subprocess.CalledProcessError(code, command)
