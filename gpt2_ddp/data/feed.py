@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from math import ceil
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gpt2_ddp.data.mixture import MixedOrder
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
 from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError
+
+if TYPE_CHECKING:
+    from gpt2_ddp.data.mixture import MixedOrder
 
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ class Feed:
         accelerator: Accelerator | None = None,
         by_epoch: bool = False,
         workers: int = 0,
-        order: Order | MixedOrder | None = None,
+        order: "Order | MixedOrder | None" = None,
     ):
         self.source, self.step_size, self.share = source, step_size, share
         self.order = order or Order(seed, len(source))
@@ -280,7 +282,7 @@ class Feed:
 class _Positions(Dataset):
     """Map-style: positions int64 [b] -> (rows of their items, the items uint64 [b])."""
 
-    def __init__(self, source: Source | range, order: Order | MixedOrder):
+    def __init__(self, source: Source | range, order: "Order | MixedOrder"):
         self.source = source
         self.order = order
 

@@ -260,3 +260,17 @@ class MixedWindows:
         for source in set(of.tolist()):
             (rows[torch.from_numpy(of == source)],) = self.sources[source].read(windows[of == source])
         return (rows,)
+
+
+def mix(
+    config: TrainingConfig, manifests: Sequence[Manifest], windows: Sequence[Windows]
+) -> tuple[MixedWindows, MixedOrder, dict[int, float], Identity]:
+    """The windows of several sources as one, their order, the weights of their validation losses, and their identity.
+
+    Args:
+        manifests: of each source, as `windows` are.
+    """
+    sizes = [len(source) for source in windows]
+    phases = phases_of(config, sizes)
+    order = MixedOrder(config.seed, sizes, phases, config.data.names)
+    return MixedWindows(windows), order, source_weights(config, manifests), identity(manifests, phases)

@@ -4,20 +4,13 @@ Shapes: N tokens, C features, V rows of the head. A chunk's gradients are comput
 logits are there: nothing is computed twice, as it would be if the backward pass made them again.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-GPU_CHUNK = 8192
-"""Tokens of a chunk on GPUs: enough to fill the device, at a gigabyte of logits in bf16 for GPT-2's vocabulary."""
-
-
-def resolve_chunk(chunk: int | Literal["auto"] | None, kind: str) -> int | None:
-    """What `train.loss_chunk` comes to on such a device."""
-    return chunk if chunk != "auto" else GPU_CHUNK if kind == "cuda" else None
 
 
 def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, reduction: str) -> Tensor:

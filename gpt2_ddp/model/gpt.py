@@ -5,21 +5,28 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head, Q = C // H, V = padded vo
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
-from gpt2_ddp.model.chunked_loss import chunked_loss
-from gpt2_ddp.model.documents import Mask, flex_is_there, within_documents
+
+if TYPE_CHECKING:
+    from gpt2_ddp.model.documents import Mask
 
 VOCAB_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this, which keeps the head's matrix multiplication on fast paths."""
+GPU_LOSS_CHUNK = 8192
+"""`train.loss_chunk: auto` on GPUs, in tokens: fills the device; GPT-2's logits take about 1 GB in bf16."""
+
+
+def resolve_loss_chunk(chunk: int | Literal["auto"] | None, device_type: str) -> int | None:
+    """`train.loss_chunk` with `auto` resolved: tokens per chunk, or None for all tokens at once."""
+    return chunk if chunk != "auto" else GPU_LOSS_CHUNK if device_type == "cuda" else None
 
 
 class KVCache:
@@ -65,7 +72,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, mask: Mask | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: "Mask | None" = None, cache: KVCache | None = None) -> Tensor:
         """x: [B, T, C] -> [B, T, C]. With a cache, x continues what it holds. Without a mask, each position sees
         all that stands before it."""
         B, T, C = x.shape
@@ -74,10 +81,12 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, H, S, Q], [B, 1, T, S]
         dropout = self.dropout if self.training else 0.0
-        if isinstance(mask, BlockMask):
-            y = flex_attention(q, k, v, block_mask=mask)
-        else:
+        if mask is None or isinstance(mask, Tensor):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+        else:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            y = flex_attention(q, k, v, block_mask=mask)
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
         return F.dropout(self.c_proj(y), self.dropout, self.training)
 
@@ -107,7 +116,7 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, mask: Mask | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: "Mask | None" = None, cache: KVCache | None = None) -> Tensor:
         """x: [B, T, C] -> [B, T, C]."""
         x = x + self.attn(self.ln_1(x), mask, cache)
         return x + self.mlp(self.ln_2(x))
@@ -182,6 +191,8 @@ class GPT(nn.Module):
     def loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
         """Of hidden states [B, T, C], as `forward` returns it."""
         if self.loss_chunk and targets.numel() > self.loss_chunk:
+            from gpt2_ddp.model.chunked_loss import chunked_loss
+
             rows = self.ln_f(x).flatten(0, 1)
             head = self.wte.weight, self.padding_mask
             loss = chunked_loss(rows, *head, targets.flatten(), self.loss_chunk, reduction)
@@ -197,10 +208,12 @@ class GPT(nn.Module):
         self.loss = torch.compile(self.loss, dynamic=False)
         self.compiles_blocks = True
 
-    def _places(self, tokens: Tensor) -> tuple[Tensor, Mask | None]:
+    def _places(self, tokens: Tensor) -> "tuple[Tensor, Mask | None]":
         """Position embeddings, [T, C] or [B, T, C], and what each position sees."""
         if not self.config.document_mask:
             return self.wpe.weight[: tokens.size(1)], None
+        from gpt2_ddp.model.documents import flex_is_there, within_documents
+
         assert self.eot is not None, "a model with a document mask is made with the token that documents begin with"
         head_size, dropout = self.config.n_embd // self.config.n_head, self.config.dropout if self.training else 0.0
         positions, mask = within_documents(tokens, self.eot, blocks=flex_is_there(tokens, head_size, dropout))

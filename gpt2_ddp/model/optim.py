@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.model.muon import Muon
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
@@ -25,12 +24,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
+    kind: type[AdamW] = AdamW
     if matrices:
-        own = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, **own})
-    return without_dynamo(Muon if matrices else AdamW)(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+        from gpt2_ddp.model.muon import Muon as kind
+
+        muon = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, **muon})
+    return without_dynamo(kind)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def without_dynamo(kind: Any) -> Any:
@@ -78,6 +78,11 @@ def lr_at(step: int, config: OptimConfig) -> float:
     progress = min(max(step - start, 0) / max(config.decay_steps - start, 1), 1.0)
     share = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return config.min_lr + share * (config.lr - config.min_lr)
+
+
+def default_decay_steps(steps: int, config: OptimConfig) -> int:
+    """Value of `optim.decay_steps: null` in a run of `steps` steps: the last step, or the first after the warm-up."""
+    return max(steps, config.warmup_steps + 1)
 
 
 def schedule_note(step: int, steps: int, config: OptimConfig) -> str:

@@ -34,9 +34,9 @@ from gpt2_ddp.scoring.sources import load_sets
 from gpt2_ddp.tasks.confusion import confusion, format_confusion, with_predictions
 from gpt2_ddp.tasks.confusion import save as save_classes
 from gpt2_ddp.tasks.jobs import make_job
-from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
 from gpt2_ddp.tasks.samples import score_each
 from gpt2_ddp.tasks.supervised import means
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model, load_weights
 from gpt2_ddp.training.progress import Best
 
 LONGEST = 2**28
