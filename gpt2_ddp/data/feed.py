@@ -162,7 +162,7 @@ class Feed:
         self._first: MicroBatch | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Position, skipped ranges (`passed`) and order digest, as JSON values."""
+        """Position, skipped ranges (`passed`) and order digest."""
         return {"position": self.position, "passed": list(self.skipped_ranges), "order_digest": self.order_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -174,14 +174,6 @@ class Feed:
         self._stop_loading()
         self.position, self.order_digest = position, order_digest
         self.skipped_ranges = [(start, stop) for start, stop in skipped_ranges]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place in the data, for checkpoints: `position`, `passed` (the skipped ranges) and `order_digest`."""
-        return {"position": self.position, "passed": list(self.skipped_ranges), "order_digest": self.order_digest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Seeks to what `state_dict` returned. A missing field takes its default."""
-        self.seek(state.get("position", 0), state.get("order_digest", FIRST_DIGEST), state.get("passed", []))
 
     def skip_range(self, start: int, stop: int) -> None:
         """Excludes the positions [start, stop), which no step has taken, from all later steps."""
