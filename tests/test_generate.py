@@ -209,8 +209,10 @@ def test_samples_follow_the_models_distribution():
 
 def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch):
     model, lengths = tiny(), []
-    decode = model.decode
-    monkeypatch.setattr(model, "decode", lambda tokens, *rest: lengths.append(tokens.size(1)) or decode(tokens, *rest))
+    monkeypatch.setattr(
+        "gpt2_ddp.model.generate.decode",
+        lambda model, tokens, *rest: lengths.append(tokens.size(1)) or decode(model, tokens, *rest),
+    )
     first, second = generate(model, PROMPTS[:1], 20, eot=-1, temperature=0)[0][:2]
     assert lengths == [3, *[1] * 19]
     assert first != second
