@@ -16,10 +16,10 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, TextStream, decode, generate, next_logits, sample, sample_texts
+from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, decode, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.vocabulary import train_bpe
-from gpt2_ddp.tasks.checkpoints import generate_text
+from gpt2_ddp.tasks.checkpoints import TextStream, generate_text
 
 ROOT = Path(__file__).parents[1]
 

@@ -192,29 +192,6 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | Non
     return ids.gather(1, choice)[:, 0]
 
 
-class TextStream:
-    """Text of tokens that come one by one. Incomplete characters wait for their remaining tokens.
-
-    Args:
-        write: called with each piece of text; joined, the pieces are the text of all tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
-        self._tokenizer, self._write = tokenizer, write
-        self._waiting: list[int] = []
-
-    def add(self, token: int) -> None:
-        """Writes the text since the last piece, unless it ends in U+FFFD, an incomplete character."""
-        self._waiting.append(token)
-        if not self._tokenizer.decode(self._waiting).endswith("\N{REPLACEMENT CHARACTER}"):
-            self.end()
-
-    def end(self) -> None:
-        """Writes the waiting tokens."""
-        self._write(self._tokenizer.decode(self._waiting))
-        self._waiting = []
-
-
 def sample_texts(
     model: GPT,
     tokenizer: Tokenizer,
