@@ -41,7 +41,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.tasks.pretraining import load_weights
+from gpt2_ddp.tasks.trained_model import load_weights
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 

@@ -289,7 +289,7 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
     changes = warm_up | changes
     state = {"step": step, "epoch_size": 1900}
     started = Pretraining(tiny_config(changes | before), ALONE, None)
-    started._settle_schedule(started._length(started.total_steps(1900) or 0))
+    started._resolve_schedule(1900)
     saved = Checkpoint(Path("saved"), state | {"kind": "gpt2"}, started.config.model_dump(mode="json"))
     config = tiny_config(changes | now)
     check_resumable(config, saved)
@@ -300,7 +300,7 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
 
 def test_a_run_shorter_than_its_warm_up_leaves_a_config_that_can_be_given_back(tiny_config, tmp_path):
     started = Pretraining(tiny_config({"train.steps": 1}), ALONE, None)
-    started._settle_schedule(started._length(1))
+    started._resolve_schedule(1900)
     (tmp_path / "config.yaml").write_text(dump(started.config))
     again = load(TrainingConfig, ["--config", str(tmp_path / "config.yaml"), "--train.steps", "6"])
     assert again.optim.decay_steps == 3, "one more than the warm-up"
