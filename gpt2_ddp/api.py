@@ -156,7 +156,7 @@ def load_model(
         UserError: there is no such checkpoint, or it is damaged, or not a GPT's; the device is not there.
     """
     from gpt2_ddp.distributed.launch import pick_device
-    from gpt2_ddp.tasks.pretraining import load_model
+    from gpt2_ddp.tasks.trained_model import load_model
 
     target = pick_device(device)
     model, tokenizer = load_model(_find(run, checkpoint))
@@ -164,7 +164,7 @@ def load_model(
 
 
 def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
-    from gpt2_ddp.tasks.pretraining import find_gpt
+    from gpt2_ddp.tasks.trained_model import find_gpt
 
     if checkpoint == "newest":
         return find_gpt(Path(run), "run")

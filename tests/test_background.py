@@ -1,4 +1,4 @@
-"""Checkpoints behind the training: as safe as those that training stands still for, and told by all ranks together."""
+"""Checkpoints in the background: as safe as others; a failed save ends all ranks alike."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import spare_core, usable_cores
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.training.recovery import poll_background_save
+from gpt2_ddp.training.run import Run
 
 STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eval.every": 100, "guard.patience": 3}
 
@@ -31,15 +31,15 @@ STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eva
 def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     behind, gate, done = Background(), threading.Event(), []
     assert behind.seconds == 0
-    assert not behind.is_late
-    behind.start(lambda: (gate.wait(), done.append(1)), limit=0.0)
-    assert behind.is_late
+    assert not behind.is_overdue
+    behind.start(lambda: (gate.wait(), done.append(1)), timeout=0.0)
+    assert behind.is_overdue
     assert not done
     gate.set()
-    behind.start(lambda: (done.append(2), refuse()), limit=60.0)
+    behind.start(lambda: (done.append(2), refuse()), timeout=60.0)
     assert done[:1] == [1]
     behind.join()
-    assert (done, behind.failed, behind.is_late) == ([1, 2], True, False)
+    assert (done, behind.failed, behind.is_overdue) == ([1, 2], True, False)
     took = behind.seconds
     assert took == behind.seconds
     with pytest.raises(OSError, match="No space"):
@@ -49,23 +49,24 @@ def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
 
 
 def test_after_each_step_a_late_writer_is_waited_for_and_a_failed_one_stops_the_run():
-    """Under the eyes of the watch, which ends a run whose writer hangs; and the last save counts twice."""
+    """The watchdog still applies, and ends a run whose save hangs. The last save counts twice."""
     behind, gate, said = Background(), threading.Event(), []
     run: Any = SimpleNamespace(
-        background=behind, watchdog=SimpleNamespace(heartbeat=lambda stage: (said.append(stage), gate.set()))
+        checkpoints=SimpleNamespace(background=behind),
+        watchdog=SimpleNamespace(heartbeat=lambda stage: (said.append(stage), gate.set())),
+        stop=SimpleNamespace(request=said.append, record_duration=lambda what, seconds: said.append((what, seconds))),
     )
-    stop: Any = SimpleNamespace(request=said.append, record_duration=lambda what, seconds: said.append((what, seconds)))
-    behind.start(gate.wait, limit=60.0)
-    poll_background_save(run, stop)
+    behind.start(gate.wait, timeout=60.0)
+    Run.poll_save(run)
     assert [what for what, _ in said] == ["save"]
-    behind.limit = 0.0
-    poll_background_save(run, stop)
+    behind.timeout = 0.0
+    Run.poll_save(run)
     assert said[1] == "save"
     assert not behind.is_working
     assert said[2] == ("save", 2 * behind.seconds)
-    behind.start(refuse, limit=60.0)
+    behind.start(refuse, timeout=60.0)
     behind.join()
-    poll_background_save(run, stop)
+    Run.poll_save(run)
     assert said[3] == "a checkpoint could not be written"
 
 
@@ -92,15 +93,15 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
     Returns:
         outcome or mistake, and the step that was come to.
     """
-    from gpt2_ddp.checkpoint import checkpointer as checkpoint_folder
+    from gpt2_ddp.checkpoint import checkpointer
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
-    write, join, step, gate, at = checkpoint_folder.write, Background.join, loop.train_step, threading.Event(), [0]
+    write, join, step, gate, at = checkpointer.write, Background.join, loop.train_step, threading.Event(), [0]
 
     def holding(snapshot: Any, folder: Path) -> None:
         write(snapshot, folder)
-        if snapshot.state["step"] == held:
+        if held and snapshot.state["step"] == held:
             assert gate.wait(60)
             if number:
                 from gpt2_ddp.files import writing
@@ -124,11 +125,11 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
                 os.kill(os.getpid(), 15)
             if then == "fail" and run.folder:
                 gate.set()
-                while not run.background.failed:
+                while not run.checkpoints.background.failed:
                     time.sleep(0.02)
         return step(run)
 
-    checkpoint_folder.write, loop.train_step = holding, train_step
+    checkpointer.write, loop.train_step = holding, train_step
     Background.join = opening  # pyright: ignore
     try:
         return loop.train(config, Pretraining).outcome, at[0]
@@ -147,9 +148,9 @@ def configured(corpus: Path, folder: Path, **more: Any) -> TrainingConfig:
 
 @pytest.fixture(scope="module")
 def behind(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole run whose checkpoint of step 4 was held for two steps."""
+    """A whole run without a checkpoint of its first step, whose checkpoint of step 4 was held for two steps."""
     folder = tmp_path_factory.mktemp("behind")
-    assert run_ranks(train, 1, configured(corpus, folder), 4) == [("completed", 10)]
+    assert run_ranks(train, 1, configured(corpus, folder, **{"guard.rollbacks": 0}), 4) == [("completed", 10)]
     return folder / "run"
 
 
@@ -177,12 +178,12 @@ def test_a_checkpoint_that_was_not_recorded_before_a_kill_is_no_defect(tmp_path,
     assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
 
 
-def test_killed_meanwhile_the_one_before_is_left(corpus, tmp_path, behind, capsys):
+def test_killed_meanwhile_those_before_are_left(corpus, tmp_path, behind, capsys):
     config, run = configured(corpus, tmp_path), tmp_path / "run"
     ((process, _),) = start_ranks(train, 1, config, 8, "kill")
     process.join(60)
     assert process.exitcode == 9
-    assert [verify(place).state["step"] for place in list_checkpoints(run / "checkpoints")] == [4]
+    assert [verify(place).state["step"] for place in list_checkpoints(run / "checkpoints")] == [0, 4]
     assert ("row", 9) in events(run)
     assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
     assert run_ranks(train, 1, config) == [("completed", 10)]
@@ -215,12 +216,12 @@ def train_into_poison(config: TrainingConfig) -> Any:
     """Holds the checkpoint of step 4; gradients of the data of steps 5 to 8 are not finite."""
     from gpt2_ddp.training import run
 
-    write = run.Run._write
+    start = run.Run.start
 
-    def poison(self: Any, *given: Any) -> None:
+    def poison(self: Any) -> None:
         parameter = next(self.task.model.parameters())
-        parameter.register_hook(lambda gradient: gradient * (float("nan") if 48 <= self.task.feed.position < 96 else 1))
-        write(self, *given)
+        parameter.register_hook(lambda gradient: gradient * (float("nan") if 48 < self.task.feed.position < 96 else 1))
+        start(self)
 
-    run.Run._write = poison  # pyright: ignore
+    run.Run.start = poison  # pyright: ignore
     return train(config, 4)

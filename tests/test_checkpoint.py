@@ -1,7 +1,6 @@
 """Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
 
 import dataclasses
-import errno
 import hashlib
 import json
 import math
@@ -11,14 +10,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
-import yaml
 from ranks import in_turn, run_ranks
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import checkpoint as checkpoint_file
 from gpt2_ddp.checkpoint import checkpointer as checkpoint
 from gpt2_ddp.checkpoint.checkpoint import (
     DTYPES,
@@ -32,16 +28,17 @@ from gpt2_ddp.checkpoint.checkpoint import (
     load_optimizer_state,
     model_state,
     optimizer_state,
-    set_aside,
+    seal,
+    steps_of,
     verify,
 )
-from gpt2_ddp.checkpoint.checkpointer import Background, Checkpointer
+from gpt2_ddp.checkpoint.checkpointer import Checkpointer
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.tasks.pretraining import load_weights
+from gpt2_ddp.tasks.trained_model import load_weights
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 
@@ -61,11 +58,13 @@ def snapshot(state: dict, config: str = "seed: 1\n") -> Snapshot:
 
 
 def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None, **state: object) -> Path:
-    return Checkpointer(folder, keep_last).save(snapshot({"step": step, "val_loss": val_loss, **state}))
+    checkpoints = Checkpointer(folder, keep_last)
+    checkpoints.save(snapshot({"step": step, "val_loss": val_loss, **state}))
+    return checkpoints.place(step)
 
 
 def steps(folder: Path) -> list[int]:
-    return [int(place.name[5:]) for place in list_checkpoints(folder)]
+    return steps_of(list_checkpoints(folder))
 
 
 Arrays = dict[str, np.ndarray]
@@ -88,7 +87,9 @@ def put_back(folder: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays] 
         torch.manual_seed(7)
         written = snapshot({"step": 3})
         wrote = as_arrays(written.model), as_arrays(written.optimizer)
-        read = verify(Checkpointer(folder).save(written)).read()
+        checkpoints = Checkpointer(folder)
+        checkpoints.save(written)
+        read = verify(checkpoints.place(3)).read()
 
     def places() -> list[int]:
         moments = [optimizer.state[p][kind] for p in model.parameters() for kind in sorted(optimizer.state[p])]
@@ -146,35 +147,6 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     assert {name: t.data_ptr() for name, t in (live.copied(memory).model | copy.optimizer).items()} == places
 
 
-def test_what_is_set_aside_takes_no_memory_and_leaves_no_file(tmp_path):
-    """And is what it was, whatever becomes of the tensors that it was taken of."""
-    large = torch.arange(16 * 2**20, dtype=torch.float32)
-    what = snapshot({"step": 0})
-    what = dataclasses.replace(what, model={**what.model, "large": large, "odd": torch.ones(3, dtype=torch.uint8)})
-    expected = {name: tensor.clone() for name, tensor in (what.model | what.optimizer).items() if name != "large"}
-    before = psutil.Process().memory_full_info().uss
-    aside = set_aside(what, tmp_path)
-    assert psutil.Process().memory_full_info().uss - before < large.nbytes / 8
-    assert not list(tmp_path.iterdir())
-    for tensor in (*what.model.values(), *what.optimizer.values()):
-        tensor.zero_()
-    what.state["step"] = 5
-    found = aside.model | aside.optimizer
-    assert torch.equal(found.pop("large"), torch.arange(16 * 2**20, dtype=torch.float32))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert aside.state == {"step": 0}
-
-
-def test_what_cannot_be_set_aside_is_said(tmp_path, monkeypatch):
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(checkpoint_file, "TemporaryFile", full)
-    with pytest.raises(UserError, match="No space left on device"):
-        set_aside(snapshot({"step": 0}), tmp_path)
-
-
 def put_back_to_the_start() -> int:
     from gpt2_ddp.distributed.launch import build_accelerator
 
@@ -193,7 +165,7 @@ def test_every_damage_is_found_and_named(tmp_path, name):
             verify(file.parent)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"model.safetensors": 3}}', '{"version": 1, "files": {}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"model.safetensors": 3}}', '{"format": 1, "files": {}}'])
 def test_a_broken_manifest_is_damage(tmp_path, text):
     place = save(tmp_path, 1)
     (place / "manifest.json").write_text(text)
@@ -291,13 +263,9 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
 
 
 def save_in(background: bool, checkpoints: Checkpointer, what: Snapshot) -> None:
-    """Saves in this thread, or behind it."""
-    if not background:
-        checkpoints.save(what)
-        return
-    behind = Background()
-    behind.start(lambda: checkpoints.save(what.copied({})), limit=60)
-    behind.wait()
+    """Saves a checkpoint in this thread or in the background."""
+    checkpoints.save(what, timeout=60.0 if background else None)
+    checkpoints.background.wait()
 
 
 def test_find_checkpoint_takes_a_run_or_a_checkpoint(tmp_path):
@@ -360,19 +328,25 @@ def test_peeking_reads_the_small_files_alone(tmp_path):
     assert Checkpointer(tmp_path / "none").latest_metadata() is None
 
 
-@pytest.mark.parametrize(
-    ("state", "config", "kind"),
-    [
-        ({"kind": "something"}, {}, "something"),
-        ({}, {"train": {"global_batch_tokens": 8}, "data": {"path": "x"}}, "gpt2"),
-        ({}, {"data": {"weight": 2.0}}, "regression"),
-        ({}, {"data": {"sequences": 12}}, "transformer"),
-        ({}, {"data": {"name": "clusters"}}, "classifier"),
-    ],
-)
-def test_a_checkpoint_knows_its_kind(tmp_path, state, config, kind):
-    place = Checkpointer(tmp_path).save(snapshot({"step": 1, **state}, yaml.safe_dump(config)))
-    assert verify(place).kind == kind
+def of_format(place: Path, format: int | None) -> None:
+    """Writes the manifest of a checkpoint anew, with its hash, as one of another format; None: without a format."""
+    manifest = json.loads((place / "manifest.json").read_text())
+    manifest = {name: value for name, value in manifest.items() if name not in ("format", "sha256")}
+    manifest |= {"format": format} if format is not None else {}
+    (place / "manifest.json").write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
+
+
+@pytest.mark.parametrize("format", [None, 0, 2])
+def test_another_format_is_a_user_error_and_no_damage(tmp_path, format):
+    """Nothing is renamed, and no older checkpoint is loaded in its place."""
+    save(tmp_path / "checkpoints", 1)
+    place = save(tmp_path / "checkpoints", 2)
+    of_format(place, format)
+    checkpoints = Checkpointer(tmp_path / "checkpoints")
+    for look in (checkpoints.latest_metadata, checkpoints.newest, lambda: find_checkpoint(tmp_path)):
+        with pytest.raises(UserError, match=rf"step-00000002: is of format {format}, and this release reads format 1"):
+            look()
+    assert [place.name for place in sorted(place.parent.iterdir())] == ["step-00000001", "step-00000002"]
 
 
 # Faults
@@ -505,8 +479,8 @@ def test_room_is_made_only_once_that_is_recorded(tmp_path, monkeypatch):
     save(tmp_path, 2)
     monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: 0)
     said: list[tuple] = []
-    folder = Checkpointer(tmp_path, keep_last=2)
-    folder.save(snapshot({"step": 3}), record=lambda row: said.append((row["event"], row["kept"], steps(tmp_path))))
+    record = lambda row: said.append((row["event"], row["kept"], steps(tmp_path)))  # noqa: E731
+    Checkpointer(tmp_path, keep_last=2, record=record).save(snapshot({"step": 3}))
     assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
 
 
@@ -514,10 +488,10 @@ def test_a_damaged_one_is_worded_by_its_file_and_reason():
     assert str(CorruptCheckpoint(Path("a/b"), "is missing")) == "a/b: is missing"
 
 
-def test_a_manifest_has_a_version_and_a_size_that_are_kept(tmp_path):
+def test_a_manifest_has_a_format_and_a_size_limit(tmp_path):
     place = save(tmp_path, 1)
     text = (place / "manifest.json").read_text()
-    assert json.loads(text)["version"] == 2
+    assert json.loads(text)["format"] == 1
     (place / "manifest.json").write_text(text + " " * 2**20)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
         verify(place)
@@ -535,7 +509,7 @@ def test_who_only_looks_leaves_everything_where_it_is(tmp_path):
     (place / "state.json").unlink()
     (tmp_path / ".step-00000002.tmp").mkdir()
     with pytest.raises(UserError, match="none is intact"):
-        Checkpointer(tmp_path, hold=False).newest()
+        Checkpointer(tmp_path, lock=False).newest()
     assert {file.name for file in tmp_path.iterdir()} == {"step-00000001", ".step-00000002.tmp"}
 
 
@@ -553,10 +527,26 @@ def test_the_newest_good_one_and_those_after_it_are_kept(tmp_path):
     one = snapshot({})
     checkpoints = Checkpointer(tmp_path, keep_last=1)
     for step in (1, 2, 3, 4, 5):
-        checkpoints.save(dataclasses.replace(one, state={"step": step}), good=3)
+        checkpoints.save(dataclasses.replace(one, state={"step": step}), last_good=3)
     assert steps(tmp_path) == [3, 4, 5]
-    checkpoints.prune(good=4)
+    checkpoints.prune(last_good=4)
     assert steps(tmp_path) == [4, 5]
+
+
+def test_the_checkpoint_of_the_first_step_is_kept_until_a_later_one_is_known_to_be_good(tmp_path):
+    """A rollback alone needs it; so `keep_last` does not count for it then."""
+    one, kept = snapshot({}), []
+    checkpoints = Checkpointer(tmp_path, keep_last=9)
+    for step, last_good in ((0, 0), (2, 0), (4, 1), (6, 2)):
+        checkpoints.save(dataclasses.replace(one, state={"step": step}), last_good)
+        kept.append(steps(tmp_path))
+    assert kept == [[0], [0, 2], [0, 2, 4], [2, 4, 6]]
+    branch = Checkpointer(tmp_path, keep_last=9)
+    branch.first_step = 2
+    branch.prune(last_good=3)
+    assert steps(tmp_path) == [2, 4, 6]
+    branch.prune(last_good=4)
+    assert steps(tmp_path) == [4, 6]
 
 
 def test_each_one_is_verified_once_and_a_damaged_one_in_silence(tmp_path, monkeypatch, capsys):

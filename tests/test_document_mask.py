@@ -15,11 +15,11 @@ from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.model import gpt
+from gpt2_ddp.model import documents
 from gpt2_ddp.model.documents import within_documents
 from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.tasks.pretraining import load_model
+from gpt2_ddp.tasks.trained_model import load_model
 
 EOT, VOCAB, T = 0, 65, 16
 WINDOWS = {
@@ -96,7 +96,7 @@ def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch):
     """In its reference implementation: its kernels need a GPU."""
     model, tokens = tiny(), torch.tensor([*WINDOWS.values()])
     expected = model(tokens)
-    monkeypatch.setattr(gpt, "flex_is_there", lambda *_: True)
+    monkeypatch.setattr(documents, "flex_is_there", lambda *_: True)
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
 
 

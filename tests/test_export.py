@@ -29,7 +29,7 @@ from gpt2_ddp.export.tokenizer_files import tokenizer_json
 from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.vocabulary import write_characters
-from gpt2_ddp.tasks.pretraining import load_model
+from gpt2_ddp.tasks.trained_model import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 

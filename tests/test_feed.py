@@ -1,5 +1,6 @@
 """The feed: each item once per epoch, whatever the ranks, micro-batches, workers and restarts."""
 
+import json
 import math
 import multiprocessing
 import random
@@ -570,6 +571,24 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
     small, big = resident.values()
     print(resident)
     assert big < 1.05 * small, resident
+
+
+def test_a_state_is_restored_from_json():
+    feed = Feed(range(100), 1, 4, interleaved(1, 4))
+    feed.next_step()
+    feed.skip_range(6, 9)
+    again = Feed(range(100), 1, 4, interleaved(1, 4))
+    again.load_state_dict(json.loads(json.dumps(feed.state_dict())) | {"step": 1})
+    assert (
+        again.state_dict()
+        == feed.state_dict()
+        == {
+            "position": 4,
+            "passed": [(6, 9)],
+            "order_digest": feed.order_digest,
+        }
+    )
+    assert again.next_step().items.tolist() == feed.next_step().items.tolist()
 
 
 def test_a_new_feed_straddles_epochs_and_has_ended_none():

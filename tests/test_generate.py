@@ -16,10 +16,10 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.generate import BATCH_ROWS, TextStream, generate, next_logits, sample, sample_texts
-from gpt2_ddp.model.gpt import GPT, KVCache
+from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, decode, generate, next_logits, sample, sample_texts
+from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.vocabulary import train_bpe
-from gpt2_ddp.tasks.checkpoints import generate_text
+from gpt2_ddp.tasks.checkpoints import TextStream, generate_text
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,7 +70,7 @@ def test_a_prompt_may_be_decoded_in_pieces():
     model, tokens = tiny(), torch.randint(VOCAB, (2, 20))
     cache, positions = KVCache(model, rows=2, length=20), torch.arange(20).expand(2, 20)
     parts = slice(7), slice(7, 19), slice(19, 20)
-    hidden = [model.decode(tokens[:, part], positions[:, part], cache) for part in parts]
+    hidden = [decode(model, tokens[:, part], positions[:, part], cache) for part in parts]
     logits = model.head(torch.cat(hidden, dim=1))[..., :VOCAB]
     torch.testing.assert_close(logits, model(tokens), rtol=0, atol=1e-5)
 
@@ -209,8 +209,10 @@ def test_samples_follow_the_models_distribution():
 
 def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch):
     model, lengths = tiny(), []
-    decode = model.decode
-    monkeypatch.setattr(model, "decode", lambda tokens, *rest: lengths.append(tokens.size(1)) or decode(tokens, *rest))
+    monkeypatch.setattr(
+        "gpt2_ddp.model.generate.decode",
+        lambda model, tokens, *rest: lengths.append(tokens.size(1)) or decode(model, tokens, *rest),
+    )
     first, second = generate(model, PROMPTS[:1], 20, eot=-1, temperature=0)[0][:2]
     assert lengths == [3, *[1] * 19]
     assert first != second

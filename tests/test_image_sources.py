@@ -53,7 +53,7 @@ def test_classes_that_are_called_like_splits(tmp_path, test, capsys):
     assert capsys.readouterr().err == f"note: {tmp_path}: no test image of 2 of the 9 classes: training, validation\n"
 
 
-def test_without_a_test_split_a_seeded_share_is_locked_out(tmp_path, capsys):
+def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
     write_images(tmp_path, dict.fromkeys(WORDS, 10), 1)
     found = read(tmp_path, test_fraction=0.2)
     told = "has no split test, val or validation: 18 of 90 images, drawn by seed 0, are held out (data.test_fraction)"

@@ -31,8 +31,9 @@ from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_order import Records, replay_order
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.lineage import BRANCHES, branch_off, check_resumable, find_parent, register_branch
+from gpt2_ddp.training.resume import check_resumable
 
 ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""
@@ -289,7 +290,7 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
     changes = warm_up | changes
     state = {"step": step, "epoch_size": 1900}
     started = Pretraining(tiny_config(changes | before), ALONE, None)
-    started._settle_schedule(started._length(started.total_steps(1900) or 0))
+    started._resolve_schedule(1900)
     saved = Checkpoint(Path("saved"), state | {"kind": "gpt2"}, started.config.model_dump(mode="json"))
     config = tiny_config(changes | now)
     check_resumable(config, saved)
@@ -300,7 +301,7 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
 
 def test_a_run_shorter_than_its_warm_up_leaves_a_config_that_can_be_given_back(tiny_config, tmp_path):
     started = Pretraining(tiny_config({"train.steps": 1}), ALONE, None)
-    started._settle_schedule(started._length(1))
+    started._resolve_schedule(1900)
     (tmp_path / "config.yaml").write_text(dump(started.config))
     again = load(TrainingConfig, ["--config", str(tmp_path / "config.yaml"), "--train.steps", "6"])
     assert again.optim.decay_steps == 3, "one more than the warm-up"
@@ -320,7 +321,7 @@ def test_an_end_that_steps_depend_on_cannot_be_moved(tiny_config):
 
 def test_the_beginning_of_a_branch_can_be_gone_back_to():
     """Though it is in a stretch of bad steps already: whoever branched off there wanted that."""
-    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    accelerator: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, num_processes=1)
     guard = Guard(GuardConfig(), accelerator)
     for begins, good in ((0, 8), (10, 10)):
         guard.load_state_dict({"judged": 11, "first_bad": 9}, begins)

@@ -5,6 +5,8 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
+from gpt2_ddp.training.loop import Result, finish_pending
+from gpt2_ddp.training.progress import Pending
 
 
 def losses(run: Path) -> list[float]:
@@ -267,25 +271,23 @@ def test_settings_take_effect(corpus, tmp_path):
 
 
 def test_the_newest_checkpoint_of_a_result(tmp_path):
-    from gpt2_ddp.training.loop import Result
-
     for step in (5, 10, 20):
         (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
     assert Result("completed", 20, {}, 1.0, tmp_path, None).checkpoint == tmp_path / "checkpoints/step-00000020"
 
 
 def test_a_run_begins_with_a_row_only_where_there_are_scores():
-    from types import SimpleNamespace
-
-    from gpt2_ddp.training.loop import finish_pending
-
     logged = []
-    stop = SimpleNamespace(poll=None, is_agreed=False, sync=lambda: False)
-    running = SimpleNamespace(metrics=SimpleNamespace(log=logged.append), stop=stop)
     for step, scores in ((0, {}), (0, {"val_loss": 1.0}), (5, {})):
-        run = SimpleNamespace(
-            pending={"row": {"step": step}}, step=step, first_step=0, evaluate=lambda poll, s=scores: s
+        run: Any = SimpleNamespace(
+            metrics=SimpleNamespace(log=logged.append),
+            stop=SimpleNamespace(poll=None, is_agreed=False, sync=lambda: False),
+            pending=Pending({"step": step}, evaluate=True),
+            step=step,
+            first_step=0,
+            early_end="",
+            evaluate=lambda poll, s=scores: s,
         )
-        assert finish_pending(run, running)  # pyright: ignore
-        assert run.pending is None
+        finish_pending(run)
+        assert not run.pending
     assert logged == [{"step": 0, "val_loss": 1.0}, {"step": 5}]

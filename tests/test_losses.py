@@ -12,7 +12,7 @@ import torch
 from ranks import RankError, in_turn, run_ranks
 from runs import edit_manifest, rows, said, state_of, training_config, untimed
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.training.losses import LossSum
@@ -170,7 +170,7 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     assert f"run completed at step 8 ({reason})\n" in out + errors
     assert f"its lowest val_loss, 2.0000, is that of {run / 'checkpoints/step-00000004'}\n" in out + errors
     assert json.loads((run / "status.json").read_text()) == {"state": "completed", "step": 8, "reason": reason}
-    assert [int(place.name[5:]) for place in list_checkpoints(run / "checkpoints")] == [4, 5, 8], "5 to go back to"
+    assert steps_of(list_checkpoints(run / "checkpoints")) == [4, 8], "the best and the newest"
     assert state_of(run)["best_evaluation"] == [4, 2.0, 512, 2]
     assert [row["step"] for row in rows(run)] == list(range(9))
     assert [row["step"] for row in rows(run, "samples.jsonl")] == [8], "of the end"

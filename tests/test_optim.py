@@ -1,21 +1,36 @@
-"""The schedule, the parameter groups, and the guard against gradients that are not finite."""
+"""The schedule, the parameter groups, Muon, and an optimizer whose bad steps change nothing."""
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
 
 from gpt2_ddp.config.jobs import JobOptimConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
-from gpt2_ddp.distributed.launch import multiplies_bf16
+from gpt2_ddp.distributed.launch import build_accelerator, multiplies_bf16
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
-from gpt2_ddp.model.optim import NormStatistics, UpdateSkipper, build_optimizer, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.model.optim import build_optimizer, lr_at, muon_matrices, schedule_note
 from gpt2_ddp.tasks.supervised import build_job_optimizer
+from gpt2_ddp.training.optimizer import GuardedOptimizer, RunningStatistics
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
+CPU = torch.device("cpu")
+
+
+def guarded(
+    optimizer: Optimizer, scaler: Any = None, skip: bool = True, norm_sigmas: float | None = None
+) -> GuardedOptimizer:
+    """A guarded optimizer of one process on the CPU, with this loss scaler."""
+    accelerator: Any = build_accelerator("cpu", "no")
+    accelerator.scaler, accelerator.unscale_gradients = scaler, lambda prepared: scaler.unscale_(optimizer)
+    prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
+    return GuardedOptimizer(prepared, accelerator, skip, norm_sigmas)
 
 
 def test_cosine_schedule():
@@ -87,8 +102,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
     torch.manual_seed(0)
     ours, plain = GPT(TINY, 100), GPT(TINY, 100)
     plain.load_state_dict(ours.state_dict())
-    optimizer = build_optimizer(ours, config)
-    guard = UpdateSkipper(optimizer)
+    optimizer = guarded(build_optimizer(ours, config))
     names = [f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
     matrices = [plain.get_parameter(name) for name in names]
     embeddings = [plain.wte.weight, plain.wpe.weight]
@@ -100,16 +114,13 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
         tokens = torch.randint(100, (4, 5))
         losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (ours, plain)]
         assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6 if BF16 else 1e-3), step
-        (losses[0] + losses[1]).backward()
-        for model in (ours, plain):
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        guard.judge(norm)
+        optimizer.backward(losses[0] + losses[1])
         share = step / 20
-        for group in optimizer.param_groups:
-            group["lr"] = 4e-3 * share * group.get("relative_lr", 1.0)
-        for group in [*theirs[0].param_groups, *theirs[1].param_groups]:
-            group["lr"] = (0.02 if "momentum" in group else 4e-3) * share
-        for one in (optimizer, *theirs):
+        optimizer.step(4e-3 * share, optimizer.clip(list(ours.parameters()), 1.0))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for one in theirs:
+            for group in one.param_groups:
+                group["lr"] = (0.02 if "momentum" in group else 4e-3) * share
             one.step()
             one.zero_grad()
     for name, parameter in ours.named_parameters():
@@ -173,7 +184,7 @@ def test_muon_steps_the_largest_first_and_no_embedding():
     assert muon_matrices(model, OptimConfig()) == []
 
 
-def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]:
+def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]]:
     """Those that read `found_inf`, and some that do not."""
     return {
         "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -195,24 +206,21 @@ class _Holds(torch.nn.Module):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
-    """Parameters, moments, step counts are as before, in a first step too; then it goes on as if nothing had been."""
+    """Parameters, optimizer state and step counts are as before, after a first step too. Later steps are as if this
+    one had never been."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 8), torch.nn.Linear(6, 8)]
     layers[1].load_state_dict(layers[0].state_dict())
     made = [optimizers()[name](list(layer.parameters())) for layer in layers]
-    guards = [UpdateSkipper(optimizer) for optimizer in made]
+    guards = [guarded(optimizer) for optimizer in made]
 
     def step(which: int, number: int, poison: bool = False) -> float:
-        layer, optimizer = layers[which], made[which]
+        layer, optimizer = layers[which], guards[which]
         torch.manual_seed(number)
-        (layer(torch.randn(4, 6)) ** 2).sum().backward()
+        optimizer.backward((layer(torch.randn(4, 6)) ** 2).sum())
         if poison:
             layer.weight.grad[3, 3] = bad
-        norm = torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-        flag = guards[which].judge(norm)
-        optimizer.step()
-        layer.zero_grad()
-        return flag.item()
+        return optimizer.step(1e-3, optimizer.clip(list(layer.parameters()), 1.0)).item()
 
     if not first:
         assert step(0, 1) == step(1, 1) == 0
@@ -231,19 +239,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing(name, bad, first):
 def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     """Each gradient is finite, so the scaler finds nothing; the norm of all of them is not."""
     layer = torch.nn.Linear(6, 8)
-    optimizer = optimizers()[name](list(layer.parameters()))
-    guard, scaler = UpdateSkipper(optimizer), torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = guarded(optimizers()[name](list(layer.parameters())), scaler)
 
     def step(size: float) -> float:
-        scaler.scale((layer(torch.ones(4, 6)) * size).sum()).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+        optimizer.backward((layer(torch.ones(4, 6)) * size).sum())
         assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
-        flag = guard.judge(norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return flag.item()
+        return optimizer.step(1e-3, optimizer.clip(list(layer.parameters()), 0.0)).item()
 
     assert step(1e-3) == 0
     before = [p.detach().clone() for p in layer.parameters()]
@@ -255,18 +257,22 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
 
 def test_the_search_for_a_scale_is_not_bad():
     """An overflow is left out; bad it is only where the scale cannot be lowered. A large norm always is."""
+    scaler = torch.amp.GradScaler("cpu")
     layer = torch.nn.Linear(2, 2)
-    guard = UpdateSkipper(torch.optim.AdamW(layer.parameters(), fused=True), norm_sigmas=3.0)
-    norms = NormStatistics(torch.device("cpu"), [50.0, 1.0, 0.01])
+    optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler, norm_sigmas=3.0)
+    optimizer.norms.load_state_dict([50.0, 1.0, 0.01])
     for norm, scale, skipped, bad in (
         (math.inf, 2.0**16, 1, 0),
         (math.inf, 1.0, 1, 1),
         (9.0, 2.0**16, 1, 1),
         (1.0, 8.0, 0, 0),
     ):
-        assert guard.judge(torch.tensor(norm), norms, torch.tensor(scale)).item() == skipped
-        assert guard.bad.item() == bad
-    assert norms.read()[0] == 51
+        optimizer.backward(layer(torch.ones(1, 2)).sum())
+        optimizer.clip(list(layer.parameters()), 0.0)
+        scaler.update(scale)
+        assert optimizer.step(1e-3, torch.tensor(norm)).item() == skipped
+        assert optimizer.bad.item() == bad
+    assert optimizer.norms.state_dict()[0] == 51
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -287,22 +293,27 @@ def test_a_decay_of_one_step():
 
 
 def test_statistics_are_empty_at_first_and_set_a_limit_from_the_20th_value_on():
-    from gpt2_ddp.model.optim import RunningStatistics
-
-    norms, losses = NormStatistics(torch.device("cpu")), RunningStatistics()
-    assert norms.read() == list(losses.values) == [0.0, 0.0, 0.0]
+    statistics = RunningStatistics(CPU)
+    assert statistics.state_dict() == [0.0, 0.0, 0.0]
     for count in range(1, 23):
-        norms.add(torch.tensor(2.0), torch.tensor(True))
-        losses.add(2.0)
-        limit = 2.0 + 3 * 0.002 if count >= 20 else math.inf
-        assert norms.limit(3.0).item() == pytest.approx(limit)
-        assert losses.limit(3.0) == pytest.approx(limit)
+        statistics.add(torch.tensor(2.0), torch.tensor(True))
+        assert statistics.limit(3.0).item() == pytest.approx(2.0 + 3 * 0.002 if count >= 20 else math.inf)
 
 
 def test_norms_are_kept_only_where_they_have_a_limit():
-    guard, norms = UpdateSkipper(build_optimizer(GPT(TINY, 100), OptimConfig())), NormStatistics(torch.device("cpu"))
-    assert guard.judge(torch.tensor(1.0), norms).item() == 0
-    assert norms.read() == [0.0, 0.0, 0.0]
+    optimizer = guarded(build_optimizer(GPT(TINY, 100), OptimConfig()))
+    assert optimizer.step(1e-3, torch.tensor(1.0)).item() == 0
+    assert optimizer.norms.state_dict() == [0.0, 0.0, 0.0]
+
+
+def test_a_bad_step_is_taken_all_the_same_without_skip():
+    """It is still bad, for the guard to judge."""
+    layer = torch.nn.Linear(2, 2)
+    optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), skip=False)
+    optimizer.backward(layer(torch.ones(1, 2)).sum() * math.nan)
+    assert optimizer.step(1e-3, optimizer.clip(list(layer.parameters()), 1.0)).item() == 0
+    assert optimizer.bad.item() == 1
+    assert layer.weight.isnan().all()
 
 
 def test_muon_sends_its_updates_in_bf16(monkeypatch):

@@ -16,16 +16,14 @@ from typing import Any
 import pytest
 import yaml
 from ranks import in_turn, run_ranks, run_until_killed, start_ranks
-from runs import job_config, rows, said, train, train_with_faults, training_config, untimed
+from runs import job_config, reseal, rows, said, train, train_with_faults, training_config, untimed
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST
-from gpt2_ddp.checkpoint.run_files import SAVED, STATUS
+from gpt2_ddp.checkpoint.run_files import METRICS, STATUS
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest, write_manifest
-from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
 
 
@@ -113,19 +111,19 @@ def there_and_back(config: RunConfig) -> list[Any]:
         run.warm_up()
         for _ in range(4):
             train_step(run)
-        present = run.state_dict()
+        present = run.snapshot()
         snapshot = present.copied({}) if present else None
         for _ in range(3):
             losses = [train_step(run) for _ in range(4)]
             norms = torch.stack([torch.stack([step.loss_sum, step.grad_norm]) for step in losses]).tolist()
-            after = run.state_dict()
+            after = run.snapshot()
             moments = (
                 {} if after is None else {name: value.numpy().tobytes() for name, value in after.optimizer.items()}
             )
             weights = {name: value.detach().numpy().tobytes() for name, value in run.task.model.state_dict().items()}
             state = after.state if after else {}
             found.append((norms, run.step, run.task.feed.order_digest, weights, moments, state))
-            run.load_state_dict(snapshot)
+            run.load(snapshot)
             assert run.step == 4
         run.accelerator.end_training()
     return found
@@ -145,36 +143,32 @@ def test_back_in_the_middle_of_a_run(corpus: Path, tmp_path: Path, kind: str, wo
         assert all(other == first for other in others)
 
 
-# Older releases
+# Fields that have come or gone
 
 
-def forge(place: Path, name: str, change: Any) -> None:
-    """Changes a small file of a checkpoint as another release would have written it."""
-    file = place / name
-    before = sha256_file(file)
+def edit(file: Path, change: Any) -> None:
+    """Changes the fields of a small file of a checkpoint, and its manifest with them."""
     values = yaml.safe_load(file.read_text())
     change(values)
-    file.write_text(json.dumps(values) if name.endswith("json") else yaml.safe_dump(values))
-    entries = json.loads((place / MANIFEST).read_text().replace(before, sha256_file(file)))
-    entries["files"][name]["bytes"] = file.stat().st_size
-    entries["version"] = 1  # theirs had no hash of its own
-    (place / MANIFEST).write_text(json.dumps(entries))
+    file.write_text(json.dumps(values) if file.suffix == ".json" else yaml.safe_dump(values))
+    reseal(file)
 
 
-def test_fields_that_have_come_or_gone_since(tmp_path, trained):
-    """What a checkpoint lacks takes its default, what it has too much is ignored with a line; nothing else changes."""
+def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_path, trained):
+    """A line names an unknown field of the configuration; nothing else changes."""
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints/step-00000010")
     place = run / "checkpoints/step-00000005"
 
-    def older(values: dict) -> None:
+    def other(values: dict) -> None:
         del values["optim"]["eps"], values["model"]["bias"]
         values["optim"]["nesterov"] = True
 
-    forge(place, "config.yaml", older)
-    since = ("passed", "epoch_size", "epoch_loss", "epoch_units", "kind", "metrics", "skipped", "run_id", "tokens")
-    since += ("since_row", "best_evaluation")
-    forge(place, "state.json", lambda state: [state.pop(name) for name in since])
+    edit(place / "config.yaml", other)
+    missing = ("passed", "epoch_size", "epoch_loss", "epoch_units", "metrics", "skipped", "run_id", "tokens")
+    missing += ("since_row", "best_evaluation", "guard", "rollbacks", "owed")
+    edit(place / "state.json", lambda state: [state.pop(name) for name in missing])
+    edit(place / "state.json", lambda state: state.update(novel=1))
     (_, text, _), _ = run_ranks(said, 2, train, training_config(trained.parent / "data", tmp_path))
     assert [line for line in text.splitlines() if "optim.nesterov" in line and "ignored" in line]
     assert untimed(run) == untimed(trained)
@@ -271,15 +265,13 @@ def test_a_run_whose_last_checkpoint_is_damaged_is_not_complete(tmp_path, traine
 
 
 def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, halfway, trained_job):
-    """Nor when it is of a release that left no mark. Whoever wants that removes the metrics, or takes another name."""
+    """The rows name its checkpoints. Whoever wants to start over removes the metrics, or takes another name."""
     configs, metrics = [], {}
-    for number, (source, mark) in enumerate(
-        (made, mark) for made in (halfway, trained_job) for mark in (SAVED, STATUS)
-    ):
+    for number, source in enumerate((halfway, trained_job)):
         folder = tmp_path / str(number)
         run = Path(shutil.copytree(source / "run" if source == halfway else source, folder / "run"))
         shutil.rmtree(run / "checkpoints")
-        (run / mark).unlink()
+        (run / STATUS).unlink()
         configs.append(training_config(corpus, folder) if source == halfway else job_config("regression", folder))
         metrics[run] = (run / "metrics.jsonl").read_bytes()
     (found,) = run_ranks(without_long_work, 1, configs)
@@ -295,7 +287,10 @@ def test_a_run_that_never_had_a_checkpoint_starts_over(corpus, tmp_path, halfway
     """As when it was killed before its first one."""
     run = Path(shutil.copytree(halfway / "run", tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
-    (run / SAVED).unlink()
+    lines = [
+        line for line in (run / METRICS).read_text().splitlines(keepends=True) if '"event": "checkpoint"' not in line
+    ]
+    (run / METRICS).write_text("".join(lines))
     (run / STATUS).write_text('{"state": "running", "step": 4, "reason": ""}')
     assert run_ranks(train, 1, training_config(corpus, tmp_path, {"train.steps": 2})) == ["completed"]
     assert [row["step"] for row in rows(run)] == [0, 1, 2]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpt2_ddp.data import order as orders
-from gpt2_ddp.data.feed import Feed, _Ahead, interleaved
+from gpt2_ddp.data.feed import Feed, _BatchSampler, interleaved
 from gpt2_ddp.data.mixture import MixedOrder, Phase
 from gpt2_ddp.data.order import FIRST_DIGEST, Order
 from gpt2_ddp.distributed import watchdog as watching
@@ -93,7 +93,7 @@ def test_a_step_costs_the_same_wherever_it_is(kind, monkeypatch):
 def test_the_sampler_makes_one_range_per_rank_and_micro_batch():
     """Accelerate asks for all ranks' batches to give one of them on: that is O(ranks) per micro-batch."""
     feed = Feed(range(WINDOWS), 1337, STEP, interleaved(WORLD, BATCH))
-    made = list(islice(_Ahead(feed, 0), WORLD))
+    made = list(islice(_BatchSampler(feed, 0), WORLD))
     assert [len(positions) for positions in made] == [BATCH] * WORLD
     assert made[-1][-1] == STEP - 1
 

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from runs import job_config, training_config
 from torch import Tensor
 
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.training.replica_check import ReplicaMismatch, _accuse, check_replicas, sum_of
@@ -48,8 +49,8 @@ def trained(config: RunConfig, steps: int):
         train_step(run)
     tensors = dict(run.task.model.named_parameters())
     for name, parameter in run.task.model.named_parameters():
-        tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.optimizer.state[parameter].items()}
-    return run, tensors, partial(check_replicas, run.accelerator, run.task.model, run.optimizer.optimizer)
+        tensors |= {f"{kind}.{name}": value for kind, value in run.optimizer.plain.state[parameter].items()}
+    return run, tensors, partial(check_replicas, run.accelerator, run.task.model, run.optimizer.plain)
 
 
 def message_of(check: Callable[[int], None], step: int) -> str:
@@ -211,4 +212,4 @@ def test_a_training_ends_before_it_saves_what_was_flipped(corpus, tmp_path, chec
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["state"] == "failed"
     assert "rank 1 (host " in status["reason"]
-    assert [place.name for place in (tmp_path / "run/checkpoints").iterdir()] == ["step-00000005"]
+    assert steps_of(list_checkpoints(tmp_path / "run/checkpoints")) == [0, 5]

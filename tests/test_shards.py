@@ -19,7 +19,7 @@ def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size
     for part in np.array_split(tokens, 7):  # parts and shards end in different places
         writer.add(part)
     values = {"tokenizer": "gpt2", "tokenizer_sha256": "0", "eot": 0, "source": "test"} | changes
-    manifest = Manifest(version=1, vocab_size=vocab_size, splits={"train": writer.close()}, **values)
+    manifest = Manifest(version=2, vocab_size=vocab_size, splits={"train": writer.close()}, **values)
     write_manifest(folder, manifest)
     return manifest
 

@@ -102,12 +102,12 @@ def test_the_deadline_counts_in_what_a_save_takes(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
     stop = StopRequest(build_accelerator("cpu"), time.monotonic(), max_minutes=1)
     try:
-        assert not stop.agreed()
+        assert not stop.check()
         stop.record_duration("step", 5)
         stop.record_duration("save", 30)
-        assert not stop.agreed()  # 55 of the 60 seconds
+        assert not stop.check()  # 55 of the 60 seconds
         stop.record_duration("save", 34)
-        assert stop.agreed()
+        assert stop.check()
         assert stop.reason == "train.max_minutes = 1"
     finally:
         stop.restore_handlers()

@@ -93,7 +93,14 @@ class Letters:
 # ---- What it is given
 
 
-def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step: int = 0) -> str:
+class Quiet(Letters):
+    """Has no row of its own due, and evaluates every five steps."""
+
+    def due(self, step: int, last: bool) -> Due:
+        return Due(log=False, evaluate=step % 5 == 0, save=last)
+
+
+def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step: int = 0, make: Any = Letters) -> str:
     """Trains; at a step, the last rank is sent a signal, or the main process has a gradient that is not finite."""
     from gpt2_ddp.training import loop
 
@@ -110,7 +117,7 @@ def letters(config: LettersConfig, signalled: tuple[int, int] = (0, 0), bad_step
         return step(run)
 
     loop.train_step = train_step
-    return loop.train(config, Letters).outcome
+    return loop.train(config, make).outcome
 
 
 def test_trains_and_resumes_bitwise(tmp_path):
@@ -138,3 +145,15 @@ def test_a_bad_gradient_is_skipped(tmp_path):
     checkpoint = find_checkpoint(tmp_path / "run")
     assert (checkpoint.kind, checkpoint.state["step"]) == ("letters", 6)
     assert checkpoint.state["best"] < 5
+
+
+def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
+    """Its means are of all steps since the row before; a stop in it leaves it pending."""
+    config = LettersConfig(output_dir=str(tmp_path), run_name="run", steps=12)
+    assert run_ranks(letters, 1, config, (5, signal.SIGTERM), 0, Quiet) == ["stopped"]
+    assert run_ranks(letters, 1, config, (0, 0), 0, Quiet) == ["completed"]
+    found = untimed(tmp_path / "run")
+    assert [(row["step"], row["letters"], "val_loss" in row) for row in found] == [
+        *((0, 0, True), (5, 212, True), (10, 424, True))
+    ]
+    assert all(row["loss_mean"] > 0 for row in found[1:])

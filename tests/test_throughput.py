@@ -75,18 +75,23 @@ def test_mfu_is_flops_by_hand(monkeypatch):
 
 
 def unlike_devices() -> tuple[float | None, float | None, list[str]]:
-    """On each rank the peaks of two devices that differ, and of two of which one is not known."""
-    accelerator = build_accelerator("cpu")
-    peaks.PEAKS["cpu"] = peaks.Peak(1.0 + accelerator.process_index, "", "")
-    both, _ = peak_of_ranks(accelerator.device)
-    if accelerator.process_index:
-        del peaks.PEAKS["cpu"]
-    none, names = peak_of_ranks(accelerator.device)
-    return both, none, names
+    """On each rank the peaks of two GPUs that differ, and of two of which one is not known."""
+    rank, gpu = build_accelerator("cpu").process_index, torch.device("cuda")
+    torch.cuda.get_device_name = lambda device: f"GPU {rank}"
+    peaks.PEAKS[f"GPU {rank}"] = peaks.Peak(1.0 + rank, "", "")
+    both, _ = peak_of_ranks(gpu)
+    if rank:
+        del peaks.PEAKS["GPU 1"]
+    return both, *peak_of_ranks(gpu)
 
 
 def test_the_peak_is_the_sum_of_the_ranks():
-    assert run_ranks(unlike_devices, 2) == [(3e12, None, ["cpu"])] * 2
+    assert run_ranks(unlike_devices, 2) == [(3e12, None, ["GPU 1"])] * 2
+
+
+def test_a_cpu_has_the_peak_that_the_user_gives_or_none():
+    assert peak_of_ranks(CPU) == (None, ["cpu"])
+    assert peak_of_ranks(CPU, 2e9) == (2e9, [])
 
 
 @pytest.mark.parametrize(("flops", "own", "said"), [(100, None, True), (0, None, False), (100, 1e12, False)])

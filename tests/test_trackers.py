@@ -13,7 +13,7 @@ import pytest
 from ranks import RankError, run_ranks
 from runs import TIMINGS, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
+from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.checkpoint.trackers import Trackers, WandB, last_step_offline
 from gpt2_ddp.config.training import TrainingConfig
@@ -125,7 +125,8 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     run = RunFolder(config)
 
     def start(cut_to: int, *log: int, loss: float) -> Trackers:
-        run.cut_rows(cut_to)
+        kept = [line.row for line in read_lines(run.path / METRICS) if line.row and line.row["step"] <= cut_to]
+        run.cut_rows(cut_to, 0, kept[-1]["chain"] if kept else None)
         trackers = Trackers(lambda _, action: action())
         trackers.start(config, "id", run.path)
         for step in log:

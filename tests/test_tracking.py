@@ -10,22 +10,35 @@ import pytest
 from ranks import run_ranks, start_ranks
 from runs import rows, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, next_chain, split_chain
+from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, METRICS, SAMPLES, next_chain, split_chain
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
 
-@pytest.mark.parametrize("owed", [{}, {"row": {}}, {"sample": True}, {"row": {}, "sample": True}])
-def test_what_a_checkpoint_still_owes_is_not_there_twice(corpus, tmp_path, owed):
-    """Its row may have been written since, and then a kill came before the checkpoint was saved anew."""
+@pytest.mark.parametrize("row_pending", [False, True])
+@pytest.mark.parametrize("sample_pending", [False, True])
+def test_pending_work_of_a_checkpoint_is_not_there_twice(corpus, tmp_path, row_pending, sample_pending):
+    """Its row and sample may have been written since, and then a kill came before the checkpoint was saved anew."""
+    run, chains = RunFolder(training_config(corpus, tmp_path)), {}
+    for step in (3, 4):
+        run.append(METRICS, {"step": step})
+        run.append(SAMPLES, {"step": step})
+        chains[step] = run.chain
+    run.cut_rows(4, 0, chains[3 if row_pending else 4], sample_pending)
+    left = {name: [row["step"] for row in rows(run.path, name)] for name in (METRICS, SAMPLES)}
+    assert left == {METRICS: [3] if row_pending else [3, 4], SAMPLES: [3] if sample_pending else [3, 4]}
+
+
+def test_without_a_checkpoint_no_row_is_kept(corpus, tmp_path):
+    """A run that was killed before its first checkpoint starts over."""
     run = RunFolder(training_config(corpus, tmp_path))
     for name in (METRICS, SAMPLES):
-        for step in (3, 4):
-            run.append(name, {"step": step})
-    run.cut_rows(4, owed=owed)
-    left = {name: [json.loads(line)["step"] for line in (run.path / name).open()] for name in (METRICS, SAMPLES)}
-    assert left == {METRICS: [3] if "row" in owed else [3, 4], SAMPLES: [3] if "sample" in owed else [3, 4]}
+        run.append(name, {"step": 0})
+    run.cut_rows(0, start={"event": "start", "step": 0})
+    assert split_chain((run.path / METRICS).read_text().rstrip()) == ('{"event": "start", "step": 0}', run.chain)
+    assert run.chain == next_chain(FIRST_CHAIN, '{"event": "start", "step": 0}')
+    assert (run.path / SAMPLES).read_text() == ""
 
 
 def test_rows_are_cut_behind_the_one_that_a_checkpoint_names(corpus, tmp_path, capsys):
@@ -36,7 +49,7 @@ def test_rows_are_cut_behind_the_one_that_a_checkpoint_names(corpus, tmp_path, c
         run.append(METRICS, {"step": step})
         chains.append(run.chain)
     lines = metrics.read_text().splitlines()
-    run.cut_rows(1, 0, chains[3], {"event": "start", "step": 1})
+    run.cut_rows(1, 0, chains[3], start={"event": "start", "step": 1})
     assert metrics.read_text().splitlines()[:-1] == lines[:4]
     text, chain = split_chain(metrics.read_text().splitlines()[-1])
     assert chain == run.chain == next_chain(chains[3], text)
@@ -50,11 +63,13 @@ def test_files_are_cut_back_and_a_torn_line_is_no_damage(corpus, tmp_path, capsy
     run = RunFolder(training_config(corpus, tmp_path))
     for name in (METRICS, SAMPLES):
         run.append(name, {"step": 1})
+    chain = run.chain
+    for name in (METRICS, SAMPLES):
         run.append(name, {"step": 2})
         (run.path / name).write_bytes((run.path / name).read_bytes() + b'{"step": 1, "\xc3')
-    run.cut_rows(1)
-    rows = [split_chain((run.path / name).read_text().rstrip("\n"))[0] for name in (METRICS, SAMPLES)]
-    assert rows == ['{"step": 1}'] * 2
+    run.cut_rows(1, 0, chain)
+    kept = [split_chain((run.path / name).read_text().rstrip("\n"))[0] for name in (METRICS, SAMPLES)]
+    assert kept == ['{"step": 1}'] * 2
     assert not list(run.path.glob("*.damaged*"))
     assert capsys.readouterr().err == ""
 
@@ -76,17 +91,22 @@ def test_files_are_cut_back_and_a_torn_line_is_no_damage(corpus, tmp_path, capsy
     ],
 )
 def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(corpus, tmp_path, capsys, name, line):
-    run = RunFolder(training_config(corpus, tmp_path))
-    damaged = b'{"step": 1}\n' + line + b'\n\n{"event": "x", "step": 3}\n{"step": 4}\n'
+    run, chains = RunFolder(training_config(corpus, tmp_path)), []
+    for row in ({"step": 1}, {"event": "x", "step": 3}, {"step": 4}):
+        run.append(METRICS, row)
+        run.append(SAMPLES, row)
+        chains.append(run.chain)
+    first, event, last = (run.path / name).read_bytes().splitlines(keepends=True)
+    damaged = first + line + b"\n\n" + event + last
     for aside in (f"{name}.damaged", f"{name}.damaged-2"):
         (run.path / name).write_bytes(damaged)
-        run.cut_rows(3)
-        assert (run.path / name).read_text() == '{"step": 1}\n{"event": "x", "step": 3}\n'
+        run.cut_rows(3, 0, chains[1])
+        assert (run.path / name).read_bytes() == first + event
         assert (run.path / aside).read_bytes() == damaged
         (warning,) = capsys.readouterr().err.splitlines()
         assert warning.startswith(f"warning: {run.path / name}: line 2 ")
         assert aside in warning
-    run.cut_rows(3)
+    run.cut_rows(3, 0, chains[1])
     assert capsys.readouterr().err == ""
 
 
@@ -146,9 +166,9 @@ def _crash_at_step_6(config: TrainingConfig) -> None:
     train(config)
 
 
-def test_without_a_number_of_rollbacks_rows_are_cut_by_their_steps(corpus, tmp_path):
+def test_without_the_row_that_a_checkpoint_names_rows_are_cut_by_their_steps(corpus, tmp_path):
     run = RunFolder(training_config(corpus, tmp_path))
     for row in ({"step": 1}, {"step": 3}, {"event": "rollback", "step": 1, "from": 3}, {"step": 2}, {"step": 3}):
         run.append(METRICS, row)
-    run.cut_rows(2)
+    run.cut_rows(2, 0, "f" * 64)
     assert [json.loads(line)["step"] for line in (run.path / METRICS).read_text().splitlines()] == [1, 2]

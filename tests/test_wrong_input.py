@@ -80,7 +80,7 @@ DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "manifest missing": (lambda data: (data / "manifest.json").unlink(), "data", "manifest.json"),
     "manifest torn": (lambda data: (data / "manifest.json").write_text('{"vers'), "manifest.json", "again"),
     "manifest of another version": (lambda data: edit_manifest(data, version=9), "version", "manifest.json"),
-    "manifest changed": (lambda data: edit(data / "manifest.json", 14, b"1"), "manifest.json", "sha256 differs"),
+    "manifest changed": (lambda data: edit(data / "manifest.json", 34, b"1"), "manifest.json", "sha256 differs"),
     "another vocabulary": (lambda data: edit_manifest(data, vocab_size=500), "vocab_size 500", "has 512"),
     "another end-of-text": (lambda data: edit_manifest(data, eot=5), "eot 5", "has 0"),
     "no training split": (lambda data: edit_manifest(data, splits={}), "manifest.json", "prepare"),

@@ -1,4 +1,4 @@
-"""Where the numbers go: metrics.jsonl, trackers, the terminal."""
+"""Metrics: rows for metrics.jsonl, the trackers and the terminal."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ SHOWN = {
 
 
 def describe(row: dict[str, Any]) -> str:
-    """What a row says of losses, step and speed; what it lacks is left out."""
+    """A row's losses and speed as text; missing fields are left out."""
     tasks = {name: f"{name} {{:.1%}}" for name in row if name.endswith("_acc")}
     parts = [layout.format(row[name]) for name, layout in (SHOWN | tasks).items() if row.get(name) is not None]
     unit, rate = _speed(row)
@@ -36,14 +36,14 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def time_left(row: dict[str, Any], steps: int) -> float | None:
-    """Seconds to step `steps` at the row's speed, by the units that a step of the run has had on average; evaluations
-    and checkpoints, which are not in that speed, not included. None where the row has no speed."""
+    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed. A
+    step is counted as the run's average number of units."""
     unit, rate = _speed(row)
     return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
 
 
 def duration(seconds: float) -> str:
-    """In words, like `1 h 05 min`."""
+    """Text like `1 h 05 min`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -54,21 +54,21 @@ def duration(seconds: float) -> str:
 
 
 def _speed(row: dict[str, Any]) -> tuple[str, float]:
-    """What the row's speed counts, and how many of them a second; nothing, where it has none."""
+    """The unit of the row's speed, and units per second; ("", 0) without a speed."""
     name = next((name for name in row if name.endswith("_per_second")), "")
     return name.removesuffix("_per_second"), row.get(name) or 0.0
 
 
 class LongStage:
-    """Prints a line when a stage of a run takes 5 s and three times longer than ever before: a compilation, a first
-    evaluation. Each further line comes after twice the time."""
+    """Prints a line when a stage takes 5 s and three times longer than before, such as a compilation or a first
+    evaluation. The next line comes after twice the time."""
 
     def __init__(self) -> None:
         self._stage, self._begun, self._due = ("", 0), time.monotonic(), math.inf
         self._longest: dict[str, float] = {}
 
     def report(self, facts: dict[str, Any]) -> None:
-        """Looks at the stage and step of `Watch.status`; called every few seconds, from one thread."""
+        """Checks the stage and step of `Watchdog.status`; called every few seconds, from one thread."""
         stage, now = (facts["stage"], facts["step"]), time.monotonic()
         seconds = now - self._begun
         if stage != self._stage:
@@ -121,23 +121,23 @@ class Metrics:
         self.run.append(METRICS, row)
         if self.trackers:
             self.trackers.log(row)
-        said, left = describe(row), time_left(row, self.steps)
+        text, left = describe(row), time_left(row, self.steps)
         if self._bar.disable or "val_loss" in row:
-            self.print(f"step {row['step']:>6}/{self.steps}  {said}{f'  {duration(left)} left' if left else ''}")
-        self._bar.set_postfix_str(said, refresh=False)
+            self.print(f"step {row['step']:>6}/{self.steps}  {text}{f'  {duration(left)} left' if left else ''}")
+        self._bar.set_postfix_str(text, refresh=False)
 
     def advance(self) -> None:
         """Counts a step on the progress bar."""
         self._bar.update()
 
     def print(self, text: str) -> None:
-        """Prints on the main process, above the bar."""
+        """Prints a line on the main process, above the progress bar."""
         if self.run is not None:
             with suppress(OSError):  # a log file on a full disk is not worth the run
                 tqdm.write(text, file=sys.stderr)
 
     def go_back(self, event: dict[str, Any]) -> None:
-        """Records that the run goes on behind the step that a rollback names."""
+        """Records a rollback in the files and trackers."""
         if self.run is not None:
             for name in (METRICS, SAMPLES):
                 if (self.run.path / name).exists():
@@ -147,21 +147,21 @@ class Metrics:
         self._bar.update(event["step"] - self._bar.n)
 
     def show_samples(self, step: int, samples: list[Sample] | None) -> None:
-        """Prints and keeps the samples of this step, if there are any."""
+        """Prints the samples of a step and appends them to samples.jsonl."""
         for sample in samples or ():
             if self.run is not None:
                 self.run.append(SAMPLES, {"step": step, **sample._asdict()})
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:
-        """Calls what a training can do without. If it raises, that is one warning."""
+        """The result of an action that training can do without; if it fails, prints one warning and returns None."""
         try:
             return action()
         except Exception as error:  # whatever other people's code may raise: no curve and no sample is worth the run
             if what not in self._failed:
                 self._failed.add(what)
-                said = " ".join(f"{type(error).__name__}: {error}".split())
-                self.print(f"warning: the {what} failed ({said}); the training goes on without it")
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                self.print(f"warning: the {what} failed ({reason}); the training goes on without it")
             return None
 
     def close(self) -> None:

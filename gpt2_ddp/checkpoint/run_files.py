@@ -1,4 +1,8 @@
-"""What lies in a run's folder, for those who only look at it. No torch: status.py answers at once."""
+"""The files of a run folder: their names, the status, and the rows of metrics.jsonl and samples.jsonl. No torch.
+
+A row is of a step or, with an `event`, of the run: a start, a checkpoint, a rollback, a branch, an end. Each line of
+metrics.jsonl ends with its `chain`, a hash of all lines up to it, so a row that was changed or removed is found.
+"""
 
 import fcntl
 import hashlib
@@ -19,7 +23,7 @@ METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.jso
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """What the run folder's status.json says; nothing where it is missing or damaged."""
+    """The content of status.json; empty if it is missing or damaged."""
     with suppress(OSError, ValueError):
         found = json.loads((folder / STATUS).read_bytes())
         return found if isinstance(found, dict) else {}
@@ -42,34 +46,32 @@ def is_locked(folder: Path) -> bool:
 
 
 FIRST_CHAIN = "0" * 64
-"""The chain before the first row."""
+"""Chain before the first row."""
 
 
 def next_chain(chain: str, text: str) -> str:
-    """SHA-256 of the chain before a row, as 32 bytes, followed by the row's JSON text without its own chain."""
+    """Chain of a row: SHA-256 of the chain before it, as 32 bytes, followed by the row's JSON text without a chain."""
     return hashlib.sha256(bytes.fromhex(chain) + text.encode()).hexdigest()
 
 
 def split_chain(line: str) -> tuple[str, str | None]:
-    """A line of metrics.jsonl as the row's JSON text without its chain, and that; None for one of an older release."""
+    """The row's JSON text without its chain, and the chain; None if it has none."""
     found = re.fullmatch(r'(.*), "chain": "([0-9a-f]{64})"}', line)
     return (found[1] + "}", found[2]) if found else (line, None)
 
 
 def is_event(row: dict[str, Any]) -> bool:
-    """Whether a row of a .jsonl file tells of the run (`event` says what: start, checkpoint, rollback, end ...), and
-    not of a step of the training."""
+    """Whether a row is of the run (start, checkpoint, rollback, end ...) instead of a step."""
     return "event" in row
 
 
 def is_rollback(row: dict[str, Any]) -> bool:
-    """Whether a row of a .jsonl file says that the run went back to the step that it names; rows that follow begin
-    behind that step again."""
+    """Whether a row is of a rollback to its step; the rows after it start behind that step again."""
     return row.get("event") == "rollback"
 
 
 def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of steps that still hold: without those that a rollback has undone, and without events."""
+    """The rows of steps that no rollback undid; without events."""
     found: list[dict[str, Any]] = []
     for row in rows:
         if is_rollback(row):
@@ -80,13 +82,13 @@ def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with null for numbers that are not finite, as JSON has none."""
+    """The row with None for numbers that are not finite, which JSON lacks."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 class Line(NamedTuple):
-    """A line of a .jsonl file: its number, the first being 1, its text, and the object that it holds; None for none.
-    A torn one has no newline: the last one, after a crash."""
+    """A line of a .jsonl file: number (from 1), text, and row, or None if it is no object. `torn`: the last line,
+    without a newline, after a crash."""
 
     number: int
     text: str
@@ -95,14 +97,14 @@ class Line(NamedTuple):
 
 
 def read_lines(file: Path) -> list[Line]:
-    """The lines of metrics.jsonl or samples.jsonl, none for a file that is not there."""
+    """The lines of a .jsonl file; none if the file is missing."""
     *lines, rest = (file.read_bytes() if file.is_file() else b"").split(b"\n")
     found = [Line(number, *parse(line), torn=False) for number, line in enumerate(lines, 1)]
     return [*found, Line(len(found) + 1, *parse(rest), torn=True)] if rest else found
 
 
 def parse(line: bytes) -> tuple[str, dict[str, Any] | None]:
-    """A line as text, and the object that it holds; None for none."""
+    """A line's text, and its object or None."""
     try:
         row = json.loads(line.decode())
     except (ValueError, RecursionError):
@@ -111,7 +113,7 @@ def parse(line: bytes) -> tuple[str, dict[str, Any] | None]:
 
 
 def _is_sound(row: dict[str, Any]) -> bool:
-    """Whether it has a step, and no number that JSON has not."""
+    """Whether the row has a step and only numbers of JSON."""
     with suppress(ValueError):
         json.dumps(row, allow_nan=False)
         return type(row.get("step")) is int
@@ -119,7 +121,7 @@ def _is_sound(row: dict[str, Any]) -> bool:
 
 
 def until(lines: list[Line], step: int, rollbacks: int) -> list[Line]:
-    """The lines until `step`, by their own steps: what there was to go by before rows had a chain."""
+    """The lines of a run with so many rollbacks until `step`, by the steps in the rows."""
     rows = [(line, line.row) for line in lines if line.row]
     ahead, kept = min(rollbacks, sum(is_rollback(row) for _, row in rows)), []
     for line, row in rows:
@@ -130,8 +132,8 @@ def until(lines: list[Line], step: int, rollbacks: int) -> list[Line]:
 
 
 def sound_lines(file: Path) -> list[Line]:
-    """The lines that hold a row with a step. A file with others is set aside, with a warning: it may be worth mending.
-    A torn last line is what a kill leaves, and no damage."""
+    """The lines with a row of a step. A file with other lines is copied aside, with a warning, for repair. A torn last
+    line is no damage."""
     sound: list[Line] = []
     bad: list[Line] = []
     with writing(file):

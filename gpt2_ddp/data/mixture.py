@@ -1,10 +1,9 @@
-"""Several sources as one order: of which source each position is, and which of its windows.
+"""Several sources as one order: the source and the window of each position.
 
-The order is cut into blocks of M = 1,000 positions, in each of which every source has a whole number of windows, by the
-weights of the phase that the block is of; a keyed permutation shares out the block's positions. The k-th position that
-is of a source, over all blocks, takes item k of the source's own endless order. So it is a pure function of seed and
-position like `Order`, and that is what it comes to as long as all weight is on source 0. docs/architecture.md spells it
-out, for who would check it without this code.
+The order is cut into blocks of M = 1,000 positions. In a block each source has a whole number of windows, by the
+weights of the block's phase; a keyed permutation shuffles the block. The k-th position of a source, over all blocks,
+takes item k of the source's own endless order. So the order is a pure function of seed and position, like `Order`, and
+equals `Order` while all weight is on source 0. docs/architecture.md specifies it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,25 +26,24 @@ from gpt2_ddp.data.shards import Windows, count_windows
 from gpt2_ddp.errors import UserError
 
 CACHED = 8
-"""Blocks whose positions are kept: a step's micro-batches are mostly of one or two."""
+"""Cached blocks; most steps need one or two."""
 
 
 class Phase(NamedTuple):
-    """The weights, which sum up to 1, from position `begins` on, a multiple of M."""
+    """Weights from position `begins` on, a multiple of M. They sum up to 1."""
 
     begins: int
     weights: tuple[Fraction, ...]
 
 
 class MixedOrder:
-    """The endless order of the windows of several sources: a pure function of seed and position, with O(1) seek.
+    """The endless order of the windows of several sources, with O(1) seek.
 
-    Its length, which is what rows and `train.epochs` call an epoch, is the windows of the sources that the first phase
-    is of: it does not change when sources come later.
+    Its length is an epoch: all windows of the first phase's sources. Sources that come later do not change it.
 
     Args:
-        windows: of each source.
-        names: of each, in rows.
+        windows: number of windows of each source.
+        names: name of each source in rows.
     """
 
     def __init__(self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]):
@@ -62,11 +60,11 @@ class MixedOrder:
         return self._length
 
     def items_at(self, positions: np.ndarray) -> np.ndarray:
-        """The items at ascending positions int [n] of the order: uint64 [n]."""
+        """Items uint64 [n] at the ascending positions int [n]."""
         numbers, offsets = np.divmod(positions, BLOCK)
         sources, uses = np.empty((2, len(positions)), np.int64)
         start = 0
-        while start < len(positions):  # they ascend, so those of a block stand side by side
+        while start < len(positions):  # ascending, so a block's positions are adjacent
             of_sources, of_uses = self._block(int(numbers[start]))
             stop = int(np.searchsorted(numbers, numbers[start], side="right"))
             sources[start:stop], uses[start:stop] = of_sources[offsets[start:stop]], of_uses[offsets[start:stop]]
@@ -78,14 +76,13 @@ class MixedOrder:
         return items
 
     def uses(self, position: int) -> np.ndarray:
-        """How many of the positions before `position` are of each source: int64 [sources]."""
+        """Positions of each source before `position`: int64 [sources]."""
         number, offset = divmod(position, BLOCK)
         before = self._uses_before(number)
         return before + np.bincount(self._block(number)[0][:offset], minlength=len(before)) if offset else before
 
     def by_source(self, position: int, passed: Sequence[Sequence[int]], unit: str, per_item: int) -> dict[str, float]:
-        """What rows say of each source where the data stand at `position`: `tokens/NAME`, trained on, without what was
-        passed over; `epoch/NAME`, of its own, with it."""
+        """Row fields at `position`: `tokens/NAME`, trained on without skipped ranges; `epoch/NAME`, of the source."""
         reached = self.uses(position)
         gaps = [self.uses(min(stop, position)) - self.uses(start) for start, stop in passed if start < position]
         trained = (reached - sum(gaps)) * per_item
@@ -101,14 +98,14 @@ class MixedOrder:
         return self._before[number] + _uses(phase.weights, block - phase.begins // BLOCK)
 
     def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of each position in a block, its source and how many positions before it are of that one: int64 [M] both."""
+        """Source of each position in a block, and number of that source's positions before it: int64 [M] both."""
         if number not in self._blocks:
             before = self._uses_before(number)
             counts = self._uses_before(number + 1) - before
             ends = np.cumsum(counts)
             slots = self._slots.items_at(np.arange(number * BLOCK, (number + 1) * BLOCK))
             sources = np.searchsorted(ends, slots.astype(np.int64), side="right")
-            uses = np.empty(BLOCK, np.int64)  # in order of time, so that an epoch ends where it should
+            uses = np.empty(BLOCK, np.int64)  # ascending in time, so that an epoch's items come first
             uses[np.argsort(sources, kind="stable")] = np.arange(BLOCK) + np.repeat(before - ends + counts, counts)
             if len(self._blocks) == CACHED:
                 self._blocks.clear()
@@ -117,8 +114,8 @@ class MixedOrder:
 
 
 def _uses(weights: Sequence[Fraction], blocks: int) -> np.ndarray:
-    """Positions of each source in the first so many blocks of a phase: floor(weight · M · blocks), and for the
-    heaviest, the first of them, what is left. So none ever has less in more blocks, and no share drifts."""
+    """Positions of each source in the first blocks of a phase: floor(weight · M · blocks); the (first) heaviest source
+    gets the rest. Counts never fall with more blocks, and no share drifts."""
     counts = [weight.numerator * BLOCK * blocks // weight.denominator for weight in weights]
     heaviest = weights.index(max(weights))
     counts[heaviest] += BLOCK * blocks - sum(counts)
@@ -126,22 +123,19 @@ def _uses(weights: Sequence[Fraction], blocks: int) -> np.ndarray:
 
 
 def phases_of(config: TrainingConfig, windows: Sequence[int]) -> list[Phase]:
-    """The phases of a run over sources of so many windows, a single one included. A weight is taken as it is written:
-    0.1 is one tenth."""
-    first = config.data.weights or windows
-    later = [phase.weights for phase in config.data.phases]
-    begun = [0, *config.phase_begins]
-    return [Phase(start, normal(weights)) for start, weights in zip(begun, [first, *later], strict=True)]
+    """The phases of a run over sources of these numbers of windows. Weights are exact decimals: 0.1 is one tenth."""
+    weights = [config.data.weights or windows, *(phase.weights for phase in config.data.phases)]
+    return [Phase(*phase) for phase in zip([0, *config.phase_begins], map(normal, weights), strict=True)]
 
 
 def normal(weights: Sequence[float]) -> tuple[Fraction, ...]:
-    """Weights in relation to their sum."""
+    """Weights divided by their sum."""
     exact = [Fraction(repr(weight)) for weight in weights]
     return tuple(weight / sum(exact) for weight in exact)
 
 
 def order_of(config: TrainingConfig, windows: Sequence[int]) -> Order | MixedOrder:
-    """The order of a run over sources of so many windows: of a single one, that which it always was."""
+    """The order of a run over sources of these numbers of windows; `Order` for a single one."""
     if len(windows) == 1:
         return Order(config.seed, windows[0])
     return MixedOrder(config.seed, windows, phases_of(config, windows), config.data.names)
@@ -151,7 +145,7 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
     """The manifests of all folders.
 
     Raises:
-        UserError: one is none, or is of another tokenizer than the first, or has a shard that another one has, too.
+        UserError: a manifest is unusable, its tokenizer differs from the first, or two folders share a shard.
     """
     manifests = [read_manifest(Path(path)) for path in paths]
     first, known = manifests[0], {}
@@ -161,52 +155,47 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
             names = " and ".join(f"{one.tokenizer}, {one.vocab_size} ids" for one in (manifest, first))
             hint = f"is of another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
             raise UserError("data.path", path, f"{hint}{Path(paths[0]) / first.tokenizer}")
-        own = [(split, shard) for split, shards in manifest.splits.items() for shard in shards]
-        for split, shard in own:
+        shards = [(split, shard) for split, shards in manifest.splits.items() for shard in shards]
+        for split, shard in shards:
             place, other = known.get((shard.sha256, shard.bytes), (path, ""))
             if place != path and (split, other) != ("val", "val"):
                 hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
                 raise UserError("data.path", path, f"{hint}; name the same text once, data.weights says how much of it")
-        known |= {(shard.sha256, shard.bytes): (path, split) for split, shard in own}
+        known |= {(shard.sha256, shard.bytes): (path, split) for split, shard in shards}
     return manifests
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a mixture is, in plain values: checkpoints and starts hold it, where there are several sources. The hashes
-    of the manifests; where each phase begins, and its weights as fractions."""
+    """Identity of a mixture as JSON values, for checkpoints and starts: hashes of the manifests; first position and
+    weights (fractions) of each phase."""
 
     manifests: list[str]
     phases: list[tuple[int, list[str]]]
 
 
 def identity(manifests: Sequence[Manifest], phases: Sequence[Phase]) -> Identity:
-    """Of the sources and phases of a run, of which there may be one each."""
+    """Identity of these sources and phases."""
     weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
     return Identity([manifest.hash for manifest in manifests], weights)
 
 
 def recorded(record: Mapping[str, Any]) -> Identity | None:
-    """What a state or a start holds, also of a run with a single source; None where none is known. Raises: ValueError
-    where that is nonsense."""
-    alone = {"manifests": [record.get("data_manifest")], "phases": [(0, ["1"])]}
-    known = record.get("mixture") or (alone if record.get("data_manifest") else None)
+    """Identity in a state or a start, for a single source too; None without one. Raises: ValueError for bad fields."""
+    single = {"manifests": [record.get("data_manifest")], "phases": [(0, ["1"])]}
+    known = record.get("mixture") or (single if record.get("data_manifest") else None)
     return TypeAdapter(Identity | None).validate_python(known)
 
 
 def past(mixture: Identity, position: int, sources: int) -> list[tuple[int, list[str]]]:
-    """The phases that positions before `position` are of; of sources that came later, they have nothing."""
+    """Phases before `position`, with weight 0 for sources that came later."""
     begun = [(begins, weights) for begins, weights in mixture.phases if begins < max(position, 1)]
     return [(begins, weights + ["0"] * (sources - len(weights))) for begins, weights in begun]
 
 
 def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identity) -> None:
-    """Checks that a run which stands at `state` goes on with its own data: the same sources, behind which others may
-    have come, with the same weights for all positions that it has been at.
-
-    Raises:
-        UserError: naming what differs.
-    """
+    """Checks the data of a resumed run: the saved sources, which new ones may follow, with the saved weights for all
+    positions that the run has reached. Raises: UserError where they differ."""
     before = recorded(state)
     if before is None:
         return
@@ -235,13 +224,13 @@ def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identit
 
 
 def source_weights(config: TrainingConfig, manifests: Sequence[Manifest], split: str = "val") -> dict[int, float]:
-    """How much each source that has this split counts in the loss of the mixture, by its number: 1 in all. It is the
-    same through a run, whatever the phases. Empty where none of those that count has the split: nothing is scored."""
+    """Weight of each source with this split in the loss of the mixture, by number; they sum up to 1 in every phase.
+    Empty if no source of positive weight has the split."""
     windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
     weights = config.eval.weights or config.data.weights or windows
-    there = {number: weights[number] for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1}
-    total = sum(there.values())
-    return {number: weight / total for number, weight in there.items()} if total else {}
+    present = {number: weights[number] for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1}
+    total = sum(present.values())
+    return {number: weight / total for number, weight in present.items()} if total else {}
 
 
 class MixedWindows:
@@ -255,8 +244,19 @@ class MixedWindows:
 
     def read(self, items: np.ndarray) -> tuple[Tensor]:
         """Tokens int64 [b, T + 1] of the items int64 [b]."""
-        of, windows = np.divmod(items, 2**SOURCE_BITS)
+        sources, windows = np.divmod(items, 2**SOURCE_BITS)
         rows = torch.empty(len(items), self.sources[0].block_size + 1, dtype=torch.int64)
-        for source in set(of.tolist()):
-            (rows[torch.from_numpy(of == source)],) = self.sources[source].read(windows[of == source])
+        for source in set(sources.tolist()):
+            here = sources == source
+            (rows[torch.from_numpy(here)],) = self.sources[source].read(windows[here])
         return (rows,)
+
+
+def mix(
+    config: TrainingConfig, manifests: Sequence[Manifest], windows: Sequence[Windows]
+) -> tuple[MixedWindows, MixedOrder, dict[int, float], Identity]:
+    """Windows, order, validation weights (`source_weights`) and identity of a mixture."""
+    sizes = [len(source) for source in windows]
+    phases = phases_of(config, sizes)
+    order = MixedOrder(config.seed, sizes, phases, config.data.names)
+    return MixedWindows(windows), order, source_weights(config, manifests), identity(manifests, phases)

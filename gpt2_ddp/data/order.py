@@ -1,8 +1,7 @@
-"""The global order of the items to train on (windows of tokens, or samples), and the digest that proves it.
+"""The global order of the training items (windows of tokens, or samples), and its digest.
 
-Position p of the endless order of N items is item `permutation(seed, p // N)[p % N]`, so that every epoch of N
-positions uses each item once. docs/architecture.md spells permutation and digest out, for who would check them without
-this code.
+Position p of the endless order of N items is item `permutation(seed, p // N)[p % N]`. So an epoch of N positions has
+each item once. docs/architecture.md specifies permutation and digest, so that other code can check them.
 """
 
 import hashlib
@@ -15,45 +14,42 @@ FIRST_DIGEST = "0" * 64
 
 ROUNDS = 8
 FEW, AHEAD = 256, 2048
-"""Positions that are few: arrays of 4 and of 400 take the network as long, so the items of so many are made at once,
-and kept for the loader, and for the steps to come."""
+"""Requests for fewer than FEW positions compute and cache AHEAD items: 4 items take as long as 400."""
 SOURCE_BITS = 48
-"""An item of a mixture is source · 2^48 + window: a window of source 0 is the item that it is alone."""
+"""An item of a mixture is source · 2^48 + window, so the items of source 0 are its windows."""
 
 
 class Order:
     """The endless order of N items: a keyed bijection per epoch, in O(1) memory and with O(1) seek.
 
     A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a = ceil(sqrt(N)) permutes
-    [0, a²); what falls outside [0, N), at most 2·sqrt(N) of the values, is sent through it again until it falls inside
-    (cycle walking; Black and Rogaway, 2002).
+    [0, a²). Values outside [0, N), at most 2·sqrt(N), pass through it again until they are inside (cycle walking;
+    Black and Rogaway, 2002).
 
     Args:
-        stream: makes it another order of the same seed (`data.mixture`); it stands before the epoch in the key.
+        stream: prefix of the epoch in the key; each gives another order of the same seed (`data.mixture`).
     """
 
     def __init__(self, seed: int, n_items: int, stream: str = ""):
-        self.seed = seed
-        self.n_items = n_items
-        self.stream = stream
+        self.seed, self.n_items, self.stream = seed, n_items, stream
         self.base = np.uint64(math.isqrt(n_items - 1) + 1)
-        self._first, self._kept = 0, np.empty(0, np.uint64)  # the items at so many positions from the first on
+        self._first, self._cached = 0, np.empty(0, np.uint64)  # items at the positions from _first on
 
     def __len__(self) -> int:
         return self.n_items
 
     def items_at(self, positions: np.ndarray) -> np.ndarray:
-        """The items at ascending positions int [n] of the order: uint64 [n]."""
+        """Items uint64 [n] at the ascending positions int [n]."""
         if not len(positions) or positions[-1] - positions[0] >= FEW:
-            return self._made(positions)
+            return self._compute(positions)
         first, stop = int(positions[0]), int(positions[-1]) + 1
-        if first < self._first or stop > self._first + len(self._kept):
-            epoch_ends = (first // self.n_items + 1) * self.n_items  # each has a key of its own
-            self._first, stop = first, max(stop, min(first + AHEAD, epoch_ends))
-            self._kept = self._made(np.arange(first, stop))
-        return self._kept[positions - self._first]
+        if first < self._first or stop > self._first + len(self._cached):
+            epoch_end = (first // self.n_items + 1) * self.n_items  # each epoch has a key of its own
+            self._first, stop = first, max(stop, min(first + AHEAD, epoch_end))
+            self._cached = self._compute(np.arange(first, stop))
+        return self._cached[positions - self._first]
 
-    def _made(self, positions: np.ndarray) -> np.ndarray:
+    def _compute(self, positions: np.ndarray) -> np.ndarray:
         parts = []
         while len(positions):
             epoch = int(positions[0]) // self.n_items
@@ -87,13 +83,13 @@ class Order:
 
 
 def next_digest(digest: str, items: np.ndarray) -> str:
-    """The order digest after a step: SHA-256 over the digest before it and the step's items (uint64, little endian,
-    in order of position), so that equal digests mean equal items in every step so far."""
+    """The order digest after a step: SHA-256 of the digest before and the step's items (uint64, little endian, in order
+    of position). Equal digests mean equal items in every step so far."""
     return hashlib.sha256(bytes.fromhex(digest) + items.astype("<u8").tobytes()).hexdigest()
 
 
 def skipped_digest(digest: str, start: int, stop: int) -> str:
-    """The order digest once positions [start, stop) are passed over: SHA-256 over the digest before it, the four bytes
-    `pass`, start and stop (uint64, little endian)."""
+    """The order digest after positions [start, stop) are skipped: SHA-256 of the digest before, the four bytes `pass`,
+    start and stop (uint64, little endian)."""
     ends = np.array([start, stop], "<u8").tobytes()
     return hashlib.sha256(bytes.fromhex(digest) + b"pass" + ends).hexdigest()

@@ -21,14 +21,14 @@ from gpt2_ddp.files import read_small, regular, sha256_file
 
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
 OPEN_FILES = 64
-"""Shards that a `TokenStream` keeps open; a corpus may have more shards than a process may have files."""
+"""Most shards that a `TokenStream` keeps open."""
 
 
 def read_header(path: Path, dtype: np.dtype) -> int:
     """Checks a shard's header and size; returns its number of tokens.
 
     Raises:
-        UserError: naming the file, when it is missing, truncated, or not a shard of `dtype` tokens.
+        UserError: the file is missing, truncated, or no shard of `dtype` tokens.
     """
     try:
         with open(regular(path), "rb") as file:
@@ -50,18 +50,16 @@ def read_header(path: Path, dtype: np.dtype) -> int:
 
 
 def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
-    """Checks a shard's header and size against the manifest; UserError naming the file."""
+    """Compares a shard's header and size with the manifest. Raises: UserError."""
     path = folder / shard.file
-    tokens = read_header(path, dtype)
-    if tokens != shard.tokens:
+    if (tokens := read_header(path, dtype)) != shard.tokens:
         raise UserError("shard", path, f"has {tokens} tokens where the manifest says {shard.tokens}; {AGAIN}")
 
 
 class TokenStream:
-    """A split as one stream of tokens, read at any position with `preadv`.
+    """A split as one stream of tokens, read at any position with `preadv`. Can be pickled and forked; one thread.
 
-    Not a memory map: pages of a map count as the process's memory, and a truncated file would kill it with SIGBUS.
-    It can be pickled and forked, so loader workers can have it; it is not meant for several threads.
+    A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS.
 
     Raises:
         UserError: the split or a shard is missing, or a shard's header or size is wrong.
@@ -72,12 +70,12 @@ class TokenStream:
         if split not in manifest.splits:
             hint = f"{folder} has no such split, only {', '.join(manifest.splits)}; prepare it with val_fraction > 0"
             raise UserError("split", split, hint)
-        self.dtype = token_dtype(manifest.vocab_size)
-        self.vocab_size = manifest.vocab_size
-        self._paths = [Path(folder) / shard.file for shard in manifest.splits[split]]
-        for shard in manifest.splits[split]:
+        self.vocab_size, self.dtype = manifest.vocab_size, token_dtype(manifest.vocab_size)
+        shards = manifest.splits[split]
+        self._paths = [Path(folder) / shard.file for shard in shards]
+        for shard in shards:
             check_shard(Path(folder), shard, self.dtype)
-        self._ends = np.cumsum([shard.tokens for shard in manifest.splits[split]])
+        self._ends = np.cumsum([shard.tokens for shard in shards])
         self._bounds = [0, *self._ends.tolist()]
 
     def __len__(self) -> int:
@@ -88,7 +86,7 @@ class TokenStream:
 
         Raises:
             IndexError: a row reaches outside the stream.
-            UserError: naming the shard, when it was cut since it was opened or holds an id outside the vocabulary.
+            UserError: a shard became shorter, or has an id outside the vocabulary.
         """
         starts = np.asarray(starts, dtype=np.int64)
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
@@ -137,7 +135,7 @@ class TokenStream:
 
 RECORD = ".verified.jsonl"
 LARGEST = 2**26
-"""Bytes of a record, which then begins anew: 300,000 shards; or where inodes change at every start, many of these."""
+"""Largest record in bytes (300,000 shards); a larger one is deleted."""
 
 
 def verify_shards(
@@ -146,61 +144,57 @@ def verify_shards(
     """Checks headers, sizes and SHA-256 of every `parts`-th shard from `part` on: a node's processes share the work.
 
     Args:
-        remember: trust the record where it says that this very file was right.
-        record: add to it what is found right, if the folder can be written.
+        remember: skip the hash of files that the record lists unchanged.
+        record: add verified files to the record, if the folder is writable.
 
     Raises:
-        UserError: naming the file and what is wrong with it.
+        UserError: a shard differs from the manifest.
     """
     folder = Path(folder)
-    known = _read(folder)
+    known = _read_record(folder / RECORD)
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     for shard in shards[part::parts]:
         check_shard(folder, shard, token_dtype(manifest.vocab_size))
         path = folder / shard.file
-        fact = _fact(path, shard)  # of the file before it is read: one that changes meanwhile is another
-        if remember and fact in known:
+        stat = path.stat()  # before hashing: a change meanwhile is another file. `cp -p` keeps mtime, so ctime too
+        file = [shard.file, shard.sha256, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        line = json.dumps(file)
+        if remember and line in known:
             continue
         if sha256_file(path) != shard.sha256:
             raise UserError("shard", path, f"is not the file that was prepared: its SHA-256 differs; {AGAIN}")
-        if record and fact not in known:
-            _add(folder, fact)
+        if record and line not in known:
+            _append(folder / RECORD, line)
 
 
-def _fact(path: Path, shard: Shard) -> str:
-    found = path.stat()  # ctime, too: `cp -p` over a file sets the time of the copy, which may be the one before
-    return json.dumps([shard.file, shard.sha256, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino])
-
-
-def _read(folder: Path) -> set[str]:
+def _read_record(path: Path) -> set[str]:
     with suppress(OSError):
-        if (folder / RECORD).stat().st_size > LARGEST:
-            (folder / RECORD).unlink()
-        return set(read_small(folder / RECORD, LARGEST).decode(errors="replace").splitlines())
+        if path.stat().st_size > LARGEST:
+            path.unlink()
+        return set(read_small(path, LARGEST).decode(errors="replace").splitlines())
     return set()
 
 
-def _add(folder: Path, fact: str) -> None:
-    with suppress(OSError):  # a folder that cannot be written: these shards are hashed at every start
-        mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # the last: a pipe would wait for a reader
-        descriptor = os.open(folder / RECORD, mode, 0o666)
+def _append(path: Path, line: str) -> None:
+    with suppress(OSError):  # a read-only folder: its shards are hashed at every start
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe fails at once
+        descriptor = os.open(path, flags, 0o666)
         try:
-            os.write(descriptor, f"{fact}\n".encode())
+            os.write(descriptor, f"{line}\n".encode())
         finally:
             os.close(descriptor)
 
 
 def count_windows(n_tokens: int, block_size: int) -> int:
-    """N: full windows of block_size inputs, each with its targets, in a stream of n_tokens."""
+    """Number of full windows of block_size inputs and their targets in a stream of n_tokens."""
     return max(n_tokens - 1, 0) // block_size
 
 
 class Windows:
-    """The windows of `stream`, read by their numbers."""
+    """The windows of `stream`, read by number."""
 
     def __init__(self, stream: TokenStream, block_size: int):
-        self.stream = stream
-        self.block_size = block_size
+        self.stream, self.block_size = stream, block_size
 
     def __len__(self) -> int:
         return count_windows(len(self.stream), self.block_size)

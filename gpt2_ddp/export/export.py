@@ -20,7 +20,7 @@ from gpt2_ddp.files import sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
 from gpt2_ddp.tasks.checkpoints import note_best
-from gpt2_ddp.tasks.pretraining import find_gpt, load_model
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model
 
 TRAINING = "training.yaml"
 """The configuration that the run was trained with."""

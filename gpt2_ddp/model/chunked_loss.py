@@ -1,23 +1,16 @@
-"""Cross-entropy of a linear head over chunks of tokens, so that logits are never whole.
+"""Cross-entropy of a linear head over chunks of tokens: only one chunk's logits are in memory.
 
-Shapes: N tokens, C features, V rows of the head. A chunk's gradients are computed together with its loss, while its
-logits are there: nothing is computed twice, as it would be if the backward pass made them again.
+Shapes: N tokens, C features, V rows of the head. The gradients of a chunk are computed with its loss, so the backward
+pass recomputes no logits.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-GPU_CHUNK = 8192
-"""Tokens of a chunk on GPUs: enough to fill the device, at a gigabyte of logits in bf16 for GPT-2's vocabulary."""
-
-
-def resolve_chunk(chunk: int | Literal["auto"] | None, kind: str) -> int | None:
-    """What `train.loss_chunk` comes to on such a device."""
-    return chunk if chunk != "auto" else GPU_CHUNK if kind == "cuda" else None
 
 
 def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, reduction: str) -> Tensor:
@@ -25,14 +18,14 @@ def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 
     Args:
         x: [N, C]. weight: [V, C]. bias: [V], a constant. targets: int64 [N]; -100 is not scored.
-        chunk: tokens whose logits are there at a time; of reduction `none` where no gradient is wanted alone.
+        chunk: tokens per chunk. Reduction `none` keeps all logits if gradients are required.
     """
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if reduction == "none":
         half, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        parts = zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True)
-        losses = [F.cross_entropy(F.linear(part, half, bias).float(), own, reduction="none") for part, own in parts]
+        chunks = zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True)
+        losses = [F.cross_entropy(F.linear(rows, half, bias).float(), goal, reduction="none") for rows, goal in chunks]
         return torch.cat(losses)
     total: Tensor = _Sum.apply(x, weight, bias, targets, chunk, dtype)  # pyright: ignore[reportAssignmentType]
     return total if reduction == "sum" else total / (targets != IGNORED).sum()
@@ -51,8 +44,8 @@ class _Sum(torch.autograd.Function):
     ) -> Tensor:
         half, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         total, of_x, of_weight = x.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
-        for rows, own in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
-            scored, index = (own != IGNORED)[:, None], own.clamp(min=0)[:, None]
+        for rows, goal in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
+            scored, index = (goal != IGNORED)[:, None], goal.clamp(min=0)[:, None]
             log_p = F.linear(rows, half, bias).float().log_softmax(dim=-1)  # [n, V]
             total = total - (log_p.gather(1, index) * scored).sum()
             gradient = log_p.exp_().scatter_add_(1, index, log_p.new_full(index.shape, -1.0)).to(dtype)  # [n, V]

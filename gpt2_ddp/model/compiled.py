@@ -1,4 +1,4 @@
-"""torch.compile: what of a model is compiled, whether that pays, and whether it can be done here (docs/step.md)."""
+"""torch.compile: which part of a model to compile, and whether a compiler is available (docs/step.md)."""
 
 import os
 import shutil
@@ -15,25 +15,25 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 
 WORTH_IT = 1.2e13
-"""Floating-point operations that a training in bf16 on CPUs has left, per process, from which on compiling pays."""
+"""Remaining FLOPs per process from which on compiling pays off, in bf16 on CPUs."""
 
 
 def check_compiler(how: str, device: torch.device) -> None:
-    """Raises: UserError where a graph is asked for, and what compiles it is not there."""
+    """Raises: UserError where `train.compile` asks for a graph and the compiler is missing."""
     if how not in ("auto", "off") and (missing := missing_compiler(device)):
         raise UserError("train.compile", how, f"needs {missing}; install that, or use auto or off")
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What inductor would need, and does not find: a C++ compiler for CPUs; Triton, and a C compiler, for GPUs."""
+    """What inductor lacks: a C++ compiler for CPUs; Triton or a C compiler for GPUs. None: nothing."""
     if device.type == "mps":
-        return None  # Metal compiles its own
+        return None  # Metal has its own compiler
     if device.type == "cuda" and not has_triton():
         return "Triton"
-    kind, names = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
-    wanted = [os.environ[kind]] if kind in os.environ else names
-    if not any(shutil.which(name) for name in wanted):
-        return f"a compiler, which is {' or '.join(wanted)}"
+    variable, names = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++", "clang++"))
+    compilers = [os.environ[variable]] if variable in os.environ else names
+    if not any(shutil.which(name) for name in compilers):
+        return f"a compiler, which is {' or '.join(compilers)}"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return f"Python's headers (python{sys.version_info.major}.{sys.version_info.minor}-dev)"
     return None
@@ -42,33 +42,33 @@ def missing_compiler(device: torch.device) -> str | None:
 def resolve_compile(
     how: str, before: str | None, model: nn.Module, accelerator: Accelerator, flops: float
 ) -> tuple[str, str | None]:
-    """What `train.compile` comes to: off, blocks or model; and what keeps `auto` from it, where that is not there.
+    """`train.compile` with `auto` resolved (off, blocks or model), and what inductor lacks, which turned `auto` off.
 
     Args:
-        before: what auto came to when the run was last on such devices.
+        before: the saved run's value on the same devices.
         model: plain.
-        flops: that a process has still to do; 0 where nobody counts.
+        flops: remaining FLOPs of a process; 0 if unknown.
     """
     if how != "auto":
         return how, None
-    place = accelerator.device.type, accelerator.num_processes, accelerator.mixed_precision
-    how = before or what_pays(model, *place, flops)
+    environment = accelerator.device.type, accelerator.num_processes, accelerator.mixed_precision
+    how = before or what_pays(model, *environment, flops)
     missing = None if how == "off" else missing_compiler(accelerator.device)
     return ("off", missing) if missing else (how, None)
 
 
 def what_pays(model: nn.Module, kind: str, processes: int, precision: str, flops: float) -> str:
-    """What auto comes to on devices of a kind, where what compiles is there: off, blocks or model."""
+    """Value of `auto` where a compiler is available: off, blocks or model."""
     if kind == "cpu" and precision == "bf16" and flops >= WORTH_IT:
         return "model"
     if kind != "cuda" or not isinstance(model, GPT):
         return "off"
-    # flex_attention needs the documents' mask in its own graph
+    # flex_attention needs the document mask in the same graph
     return "blocks" if processes > 1 and not model.config.document_mask else "model"
 
 
 def compiled(model: nn.Module, how: str) -> nn.Module:
-    """The model, with static shapes: compiled as a whole, or each of its blocks in place; or as it is (off)."""
+    """The model, compiled with static shapes: as a whole (model), each block in place (blocks), or unchanged (off)."""
     if how == "blocks":
         assert isinstance(model, GPT)
         model.compile_blocks()
@@ -76,5 +76,5 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether some of it is, so that each new shape would make a graph of its own."""
+    """Whether the model or its blocks are compiled: each new shape would compile another graph."""
     return hasattr(model, "_orig_mod") or (isinstance(model, GPT) and model.compiles_blocks)

@@ -1,4 +1,4 @@
-"""Loss of a model over a split: each of its targets scored exactly once, whatever the ranks and the batch."""
+"""Loss of a model over a split. Each target is scored once, for any number of ranks and any batch size."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,8 +18,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums over the scored targets: nll in nats (fp64), how many they are, and the UTF-8 bytes that they spell, whole
-    unless it is of a mixture."""
+    """Sums over the scored targets: negative log-likelihood in nats (fp64), tokens, and UTF-8 bytes of their text."""
 
     nll: float
     tokens: int
@@ -37,19 +36,18 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Independent of the tokenizer: nll / ln 2 / bytes; NaN when the bytes are not known."""
+        """nll / ln 2 / bytes, which tokenizers share; NaN where the bytes are unknown."""
         return self.nll / math.log(2) / self.bytes if self.bytes else math.nan
 
 
 def mixed(parts: Iterable[tuple[float, Evaluation]]) -> Evaluation:
-    """That of a text whose tokens are, in these shares, which sum up to 1, of several: of a single one, its own. A part
-    without a share counts nothing, its tokens included."""
-    parts = [(share, part) for share, part in parts if share]
+    """Weighted mean of evaluations. Weights sum up to 1; a part of weight 0 is left out, with its tokens."""
+    parts = [(weight, part) for weight, part in parts if weight]
     if len(parts) == 1:
         return parts[0][1]
     tokens = sum(part.tokens for _, part in parts)
-    shares = [(share * tokens / part.tokens, part) for share, part in parts]
-    return Evaluation(sum(n * part.nll for n, part in shares), tokens, sum(n * part.bytes for n, part in shares))
+    scaled = [(weight * tokens / part.tokens, part) for weight, part in parts]
+    return Evaluation(sum(n * part.nll for n, part in scaled), tokens, sum(n * part.bytes for n, part in scaled))
 
 
 @torch.no_grad()
@@ -63,18 +61,17 @@ def evaluate(
     token_bytes: np.ndarray | None = None,
     poll: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Scores `stream` in windows of block_size, the shorter last one included: its L - 1 targets, each once.
+    """Scores the L - 1 targets of `stream`, in windows of block_size; the last may be shorter. Collective.
 
-    Batch j belongs to rank j mod W; a short batch is filled up with targets that are not scored, so that every
-    forward pass has one shape. Ranks meet once, at the end; a rank without batches just waits there. What takes more
-    than two seconds has a progress bar, on a terminal.
+    Batch j belongs to rank j mod W. Short batches are padded with targets that are not scored: every forward pass has
+    one shape. Ranks synchronize once, at the end. After two seconds, a terminal shows a progress bar.
 
     Args:
         model: prepared or plain, on the accelerator's device; `model(x, y, reduction="none")` -> nll [B, T].
         batch_size: windows per forward pass and rank.
-        tokens: score about this many, in whole windows evenly spread over the split; None for all.
+        tokens: number of targets to score, rounded to whole windows that are evenly spread; None: all.
         token_bytes: int [vocab_size], UTF-8 bytes of each token, for bits per byte.
-        poll: called before each batch, by all ranks equally often; what it raises ends the evaluation.
+        poll: called before each batch, equally often on each rank; its exceptions end the evaluation.
     """
     windows = _chosen_windows(len(stream), block_size, tokens)
     device = accelerator.device
@@ -84,12 +81,12 @@ def evaluate(
     was_training = model.training
     model.eval()
     batches = range(0, len(windows), batch_size * accelerator.num_processes)
-    hidden = None if accelerator.is_main_process else True  # None: where there is no terminal
+    hidden = None if accelerator.is_main_process else True  # None hides the bar only without a terminal
     try:
-        with tqdm(batches, "evaluating", unit="batch", leave=False, delay=2, disable=hidden) as shown:
-            for of_ranks in shown:
+        with tqdm(batches, "evaluating", unit="batch", leave=False, delay=2, disable=hidden) as progress:
+            for first_of_ranks in progress:
                 poll()
-                first = of_ranks + batch_size * accelerator.process_index
+                first = first_of_ranks + batch_size * accelerator.process_index
                 if first >= len(windows):
                     continue
                 x, y = _batch(stream, windows[first : first + batch_size], block_size, batch_size)
@@ -103,12 +100,12 @@ def evaluate(
         model.train(was_training)
     if accelerator.num_processes > 1:
         dist.all_reduce(totals)
-    nll, count, spelled = totals.tolist()
-    return Evaluation(nll, round(count), round(spelled))
+    nll, n_tokens, n_bytes = totals.tolist()
+    return Evaluation(nll, round(n_tokens), round(n_bytes))
 
 
 def _chosen_windows(n_tokens: int, block_size: int, tokens: int | None) -> np.ndarray:
-    """Indices of the windows to score, int64; the last may be the short window at the stream's end."""
+    """Indices int64 of the windows to score; the last may be the stream's short one."""
     count = math.ceil((n_tokens - 1) / block_size)
     if tokens is None or tokens >= n_tokens - 1:
         return np.arange(count)
@@ -118,14 +115,14 @@ def _chosen_windows(n_tokens: int, block_size: int, tokens: int | None) -> np.nd
 
 
 def _batch(stream: TokenStream, windows: np.ndarray, block_size: int, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets int64 [batch_size, block_size]; IGNORED where there is nothing to score."""
+    """Inputs and targets int64 [batch_size, block_size]; the padding's targets are IGNORED."""
     x = torch.zeros(batch_size, block_size, dtype=torch.int64)
     y = torch.full((batch_size, block_size), IGNORED)
     whole = windows[windows < count_windows(len(stream), block_size)]
     if len(whole):
         rows = torch.from_numpy(stream.read(whole * block_size, block_size + 1).astype(np.int64))
         x[: len(whole)], y[: len(whole)] = rows[:, :-1], rows[:, 1:]
-    if len(whole) < len(windows):  # the tail
+    if len(whole) < len(windows):  # the short window
         start = int(windows[-1]) * block_size
         row = torch.from_numpy(stream.read(np.array([start]), len(stream) - start).astype(np.int64))[0]
         x[len(whole), : len(row) - 1], y[len(whole), : len(row) - 1] = row[:-1], row[1:]

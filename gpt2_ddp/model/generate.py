@@ -1,4 +1,4 @@
-"""Text from a model: ragged batches, a KV cache, and samples that depend on nothing but their seed and row."""
+"""Text generation: ragged batches and a KV cache. A sample depends only on its seed and row."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -8,10 +8,57 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
-from gpt2_ddp.model.gpt import GPT, KVCache
+from gpt2_ddp.model.gpt import GPT
 
 BATCH_ROWS = 32
-"""Rows decoded at once, at most: bounds the cache's memory (75 MB a row for GPT-2 124M at its full context)."""
+"""Rows decoded at once, at most. Bounds the cache's memory: 75 MB a row for GPT-2 (124M) at its full context."""
+
+
+class KVCache:
+    """Keys and values of the tokens decoded so far; slot s of a row belongs to its position s.
+
+    Rows may differ in length. Padding comes after a row's last token: the causal mask hides it until tokens
+    overwrite it.
+
+    Args:
+        model: the model that decodes; gives shapes, device and dtype.
+        rows: B.
+        length: slots per row, at most block_size.
+    """
+
+    def __init__(self, model: GPT, rows: int, length: int):
+        config, weight = model.config, model.wte.weight
+        shape = (config.n_layer, rows, config.n_head, length, config.n_embd // config.n_head)
+        # zeros: masked values are multiplied by 0, and 0 * NaN is NaN
+        self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+        self.values = torch.zeros_like(self.keys)
+
+    def place(self, positions: Tensor) -> None:
+        """Sets the positions of the next tokens for all layers: int64 [B, t]."""
+        end = int(positions.max()) + 1
+        self.slots = positions[:, None, :, None].expand(-1, self.keys.size(2), -1, self.keys.size(4))  # [B, H, t, Q]
+        self.mask = torch.arange(end, device=positions.device) <= positions[:, None, :, None]  # [B, 1, t, end]
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Stores [B, H, t, Q]. Returns keys and values [B, H, end, Q], and the attention mask [B, 1, t, end]."""
+        keys, values = self.keys[layer].scatter_(2, self.slots, key), self.values[layer].scatter_(2, self.slots, value)
+        end = self.mask.size(-1)
+        return keys[:, :, :end], values[:, :, :end], self.mask
+
+
+def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
+    """Hidden states [B, t, C], for `GPT.head`, of tokens that continue the cache; extends the cache. A row is one
+    document, for a model with a document mask.
+
+    Args:
+        tokens: int64 [B, t].
+        positions: int64 [B, t], positions in the rows; all earlier slots have to be filled.
+    """
+    cache.place(positions)
+    x = model.wte(tokens) + model.wpe(positions)  # [B, t, C]
+    for block in model.h:
+        x = block.forward(x, cache=cache)  # not compiled, as shapes change with each token
+    return x
 
 
 @torch.inference_mode()
@@ -29,24 +76,24 @@ def generate(
 ) -> list[list[int]]:
     """Continues each prompt; a row's result does not depend on the other rows.
 
-    A row that outgrows the model's context goes on from the last half of it, encoded anew: positions are learned, so a
-    cache cannot be shifted. This happens once in block_size / 2 tokens, and each token sees at least as many.
+    When a row reaches the model's context, its last half is encoded again: positions are learned, so a cache cannot
+    be shifted. So each token sees at least block_size / 2 tokens.
 
     Args:
         model: on any device; its training mode is restored afterwards.
-        prompts: token ids; an empty prompt is the start of a document, a too long one loses its beginning. A model with
-            a document mask sees the last document of each.
-        max_new_tokens: tokens to add to each prompt, at most.
+        prompts: token ids. An empty prompt is the start of a document. A long one loses its beginning. A model with a
+            document mask sees the last document of each.
+        max_new_tokens: most tokens to add to each prompt.
         eot: the end-of-text token, which ends a row.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: sample among the k likeliest tokens; None: all.
         top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
-        seed: with the row's index, fixes its random numbers; global generators are neither read nor changed.
-        poll: called for each token; what it raises ends the generation.
-        heard: is given each row's new tokens as they come.
+        seed: seed of the random numbers, with the row's index. Global generators stay as they are.
+        poll: called before each token; its exceptions end the generation.
+        heard: called with each row's index and new token.
 
     Returns:
-        The new tokens of each row, end-of-text left out.
+        The new tokens of each row, without end-of-text.
     """
     draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
     training = model.training
@@ -76,8 +123,8 @@ def _continue(
 ) -> list[list[int]]:
     """`generate` for one batch of non-empty prompts; `uniform` holds its random numbers [B, max_new_tokens]."""
     block_size, steps = model.config.block_size, uniform.size(1)
-    begins = model.eot if model.config.document_mask else None  # a document, which sees nothing before it
-    windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # what each row sees
+    begins = model.eot if model.config.document_mask else None  # first token of a document, whose past is masked
+    windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # context of each row
     cache = KVCache(model, len(windows), min(max(map(len, windows)) + steps, block_size))
     results: list[list[int]] = [[] for _ in windows]
     running = set(range(len(windows)))
@@ -102,7 +149,7 @@ def _continue(
 
 
 def last_document(tokens: list[int], begins: int | None) -> list[int]:
-    """The tokens from the last `begins` on; all of them where there is none."""
+    """The tokens from the last `begins` on; all tokens without one."""
     return tokens[max((place for place, token in enumerate(tokens) if token == begins), default=0) :]
 
 
@@ -110,16 +157,16 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bo
     """Logits [B, V] of the token after each window (1 to block_size ids).
 
     With `refill` the windows are encoded from their beginning; otherwise the cache holds all but their last tokens.
-    A finished row's last token is simply encoded again, in the same place.
+    The last token of a finished row is encoded again, in the same slot.
     """
     device = model.wte.weight.device
     last = torch.tensor([len(window) - 1 for window in windows], device=device)  # [B]
     if not refill:
         tokens = torch.tensor([window[-1:] for window in windows], device=device)  # [B, 1]
-        return model.head(model.decode(tokens, last[:, None], cache)[:, 0])
+        return model.head(decode(model, tokens, last[:, None], cache)[:, 0])
     longest = max(map(len, windows))
     padded = torch.tensor([window + [0] * (longest - len(window)) for window in windows], device=device)  # [B, longest]
-    x = model.decode(padded, torch.arange(longest, device=device).expand_as(padded), cache)  # [B, longest, C]
+    x = decode(model, padded, torch.arange(longest, device=device).expand_as(padded), cache)  # [B, longest, C]
     return model.head(x[torch.arange(len(windows), device=device), last])
 
 
@@ -145,29 +192,6 @@ def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | Non
     return ids.gather(1, choice)[:, 0]
 
 
-class TextStream:
-    """Text out of tokens that come one by one: what ends in the middle of a character waits for the rest of it.
-
-    Args:
-        write: takes the pieces; together they are what all the tokens decode to at once.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
-        self._tokenizer, self._write = tokenizer, write
-        self._waiting: list[int] = []
-
-    def add(self, token: int) -> None:
-        """Writes the text of the tokens since the last piece, unless it ends in U+FFFD: half of a character."""
-        self._waiting.append(token)
-        if not self._tokenizer.decode(self._waiting).endswith("\N{REPLACEMENT CHARACTER}"):
-            self.end()
-
-    def end(self) -> None:
-        """Writes what still waits."""
-        self._write(self._tokenizer.decode(self._waiting))
-        self._waiting = []
-
-
 def sample_texts(
     model: GPT,
     tokenizer: Tokenizer,
@@ -176,7 +200,7 @@ def sample_texts(
     seed: int,
     poll: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Each prompt and its continuation as one text, sampled as `generate` does by default."""
+    """Each prompt and its continuation as one text, by the defaults of `generate`."""
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     new = generate(model, ids, max_new_tokens, tokenizer.eot, seed=seed, poll=poll)
     return [tokenizer.decode(prompt + more) for prompt, more in zip(ids, new, strict=True)]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.feed import divisors
-from gpt2_ddp.model.chunked_loss import resolve_chunk
-from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import state_numbers
 
 HEAP = 2**25
@@ -89,7 +88,7 @@ def setting_of(
         processes,
         background,
         base,
-        resolve_chunk(config.train.loss_chunk, kind),
+        resolve_loss_chunk(config.train.loss_chunk, kind),
     )
 
 

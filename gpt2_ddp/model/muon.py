@@ -11,21 +11,20 @@ from torch.optim import AdamW
 from gpt2_ddp.distributed.launch import multiplies_bf16
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-"""Of the Newton-Schulz iteration: Jordan's, whose result has singular values between about 0.7 and 1.2."""
+"""Newton-Schulz iteration by Jordan: singular values end between about 0.7 and 1.2."""
 
 
 class Muon(AdamW):
-    """The arithmetic of `torch.optim.Muon` for groups that have a `momentum`, and fused AdamW for the others.
+    """`torch.optim.Muon` for groups with a `momentum`, and fused AdamW for the others.
 
-    The update of an [A, B] matrix is Nesterov's momentum, made orthogonal and scaled by √max(1, A/B), the "original"
-    adjustment: its spectral norm is about the learning rate, whatever the width. Of several ranks each makes some of
-    the updates and gives them to the others: that divides the work, and ranks whose processors round differently stay
-    replicas. torch's own does not look at `found_inf`; this reads it on the device, as AdamW's kernel does, so that a
-    step that is left out changes nothing and nobody waits.
+    The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by √max(1, A/B) (the "original"
+    adjustment): its spectral norm is about the learning rate at any width. Each rank computes some updates and
+    broadcasts them. So ranks share the work, and stay replicas although processors round differently.
+    Unlike torch's, it reads `found_inf` on the device, so a skipped step changes nothing and needs no synchronization.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """AdamW's step asks here what it has to step of a group: nothing of Muon's, which is stepped at once."""
+        """Collects a group's tensors for AdamW's kernel. Steps Muon's groups at once, and leaves them out."""
         if "momentum" not in group:
             return super()._init_group(group, *lists)
         assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
@@ -38,7 +37,7 @@ class Muon(AdamW):
             if parameter not in self.state:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
             moment = self.state[parameter]["momentum_buffer"]
-            grad = torch.where(bad, moment, parameter.grad)  # whichever part of the way to itself: the moment stays
+            grad = torch.where(bad, moment, parameter.grad)  # lerp to itself keeps the moment
             moment.lerp_(grad, 1 - momentum)
             update = torch.empty_like(parameter, dtype=torch.bfloat16)
             if number % world == rank:
@@ -58,9 +57,8 @@ class Muon(AdamW):
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """About U·Vᵀ of a matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [A, B] -> [A, B].
 
-    Each step multiplies X by a polynomial of X·Xᵀ. For an oblong X in fp32, these polynomials are multiplied with each
-    other and at last with X, which takes about half of the arithmetic. bf16 has not the digits for that: singular
-    values are squared before they are made larger.
+    Each step multiplies X by a polynomial of X·Xᵀ. For an oblong X in fp32, the polynomials' product is computed first
+    and multiplies X once: half of the arithmetic. bf16 is too coarse for that, as singular values are squared first.
     """
     a, b, c = COEFFICIENTS
     x = (matrix.T if matrix.size(0) > matrix.size(1) else matrix).to(dtype)
@@ -75,7 +73,7 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product_of_polynomials(gram: Tensor) -> Tensor:
-    """All that the iteration multiplies X by, of G = X·Xᵀ: a step by P = a + b·G + c·G² makes P·G·P of G."""
+    """Product of the iteration's polynomials of G = X·Xᵀ. A step by P = a + b·G + c·G² turns G into P·G·P."""
     polynomial = product = _polynomial(gram)
     for _ in range(STEPS - 1):
         gram = polynomial @ gram @ polynomial

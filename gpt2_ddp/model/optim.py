@@ -9,14 +9,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.model.muon import Muon
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """The optimizer over the plain model: matrices and embeddings decay, biases and LayerNorms do not.
+    """The optimizer over the plain model. Matrices and embeddings decay; biases and LayerNorms do not.
 
-    Fused AdamW; with `muon`, the matrices of the blocks (`h.*`) are a group of Muon's, whose `relative_lr` says how
-    many times the step's learning rate is theirs.
+    Fused AdamW. With `muon`, the blocks' matrices (`h.*`) are a group of Muon at `relative_lr` times the learning rate.
     """
     matrices = muon_matrices(model, config)
     known = set(matrices)
@@ -25,27 +23,24 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
         {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
+    kind: type[AdamW] = AdamW
     if matrices:
-        own = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, **own})
-    return without_dynamo(Muon if matrices else AdamW)(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+        from gpt2_ddp.model.muon import Muon as kind
+
+        muon = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, **muon})
+    return without_dynamo(kind)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def without_dynamo(kind: Any) -> Any:
-    """A class of optimizers that computes the same, and imports no compiler.
-
-    Torch keeps Dynamo out of an optimizer by wrappers that import it at the first call: 1.1 s of CPU time, sympy and
-    all, also where nothing is compiled. What they wrap is never compiled here.
-    """
+    """The optimizer class without torch's wrappers, which import Dynamo at the first call: 1.1 s of CPU time."""
     names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     bare = {name: inspect.unwrap(getattr(kind, name)) for name in names}
     return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
 def muon_matrices(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
-    """The parameters that Muon steps, none without it; the largest first, which shares them out evenly among ranks."""
+    """Parameters of Muon's group; empty for AdamW. The largest come first, which balances the ranks."""
     if config.name != "muon":
         return []
     matrices = [p for name, p in model.named_parameters() if name.startswith("h.") and p.dim() == 2 and p.requires_grad]
@@ -53,18 +48,18 @@ def muon_matrices(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
 
 
 def state_numbers(model: nn.Module, config: OptimConfig) -> int:
-    """What the optimizer keeps of a model: two moments of each parameter, and one of Muon's matrices."""
+    """Size of the optimizer state, in numbers: two per parameter, one per element of Muon's matrices."""
     muon = sum(matrix.numel() for matrix in muon_matrices(model, config))
     return 2 * sum(parameter.numel() for parameter in model.parameters()) - muon
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
-    """Learning rate of optimizer step `step`; the first is 1. A pure function: nothing has to be restored.
+    """Learning rate of optimizer step `step`; the first step is 1.
 
     Linear warm-up to `lr` at `warmup_steps`, then one of
         cosine: half a cosine to `min_lr` at `decay_steps` (Loshchilov and Hutter, 2017);
         wsd: `lr` until the last `decay_fraction` of `decay_steps`, then linear to `min_lr` (Hu et al., 2024);
-        constant: `lr`, for ever.
+        constant: `lr`.
     After `decay_steps`, cosine and wsd stay at `min_lr`.
     """
     if step < config.warmup_steps:
@@ -80,21 +75,29 @@ def lr_at(step: int, config: OptimConfig) -> float:
     return config.min_lr + share * (config.lr - config.min_lr)
 
 
+def default_decay_steps(steps: int, config: OptimConfig) -> int:
+    """Value of `optim.decay_steps: null` in a run of `steps` steps: the last step, or the first after the warm-up."""
+    return max(steps, config.warmup_steps + 1)
+
+
 def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
-    """What may surprise about the rates of a run of so many steps, of which `step` are taken; empty for nothing."""
+    """Warning about a schedule that does not end with the run; empty if none is due.
+
+    Args:
+        step: steps so far, of `steps` in all.
+    """
     end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
     branch = "train.branch_from starts a new run from one of its checkpoints with another schedule"
     hint = f"--optim.decay_steps {steps} moves that end" if config.may_end_at(steps, step) else branch
     if steps <= config.warmup_steps:
-        up = f"the run ends at step {steps:,}, and its warm-up at step {config.warmup_steps:,}"
-        up += f": the last rate is {last:.3g}, and optim.lr {config.lr:.3g}"
-        return f"{up}; raise train.steps, or lower optim.warmup_steps in a new run"
+        ends = f"the run ends at step {steps:,}, and its warm-up at step {config.warmup_steps:,}"
+        ends += f": the last rate is {last:.3g}, and optim.lr {config.lr:.3g}"
+        return f"{ends}; raise train.steps, or lower optim.warmup_steps in a new run"
     if config.schedule == "constant" or low == config.lr:
         return ""
     if steps > end:
-        flat = steps - max(step, end)
         reached = f"the rate reaches min_lr ({low:.3g}) at step {end:,}, and the run ends at step {steps:,}"
-        return f"{reached}: {flat:,} steps train at min_lr; {hint}"
+        return f"{reached}: {steps - max(step, end):,} steps train at min_lr; {hint}"
     if last - low > (config.lr - low) / 20:
         ends = f"the run ends at step {steps:,}, and the schedule at step {end:,} (optim.decay_steps)"
         return f"{ends}: the last rate is {last:.3g}, and min_lr {low:.3g}; {hint}"

@@ -12,20 +12,17 @@ from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file
 
 
 class ShardWriter:
-    """Writes the tokens of one split into shards of `shard_tokens` tokens, the last one shorter.
+    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter.
 
-    A shard carries a temporary name until it is whole and on disk.
+    A shard has a temporary name until it is complete and on disk.
 
     Args:
-        pool: waits for the disk and hashes, meanwhile; None: this process does.
+        pool: syncs and hashes shards in the background; None: in this process.
     """
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
-        self.folder = folder
-        self.split = split
-        self.shard_tokens = shard_tokens
-        self.vocab_size = vocab_size
-        self.dtype = token_dtype(vocab_size)
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
         self._pool = pool or InlineExecutor()
         self._shards: list[Future[Shard]] = []
         self._file = None
@@ -67,14 +64,14 @@ class ShardWriter:
             file.seek(0)
             file.write(header.data)
         size = HEADER_BYTES + self._tokens * self.dtype.itemsize
-        place = self.folder / self._name()
-        self._shards.append(self._pool.submit(_seal, self._temporary(), place, self._tokens, size))
+        path = self.folder / self._name()
+        self._shards.append(self._pool.submit(_publish, self._temporary(), path, self._tokens, size))
         self._file, self._tokens = None, 0
 
 
-def _seal(temporary: Path, place: Path, tokens: int, size: int) -> Shard:
-    """Gives a shard its name, once it is on disk."""
+def _publish(temporary: Path, path: Path, tokens: int, size: int) -> Shard:
+    """Renames a shard once it is on disk."""
     fsync_file(temporary)
-    shard = Shard(place.name, tokens, size, sha256_file(temporary))
-    temporary.replace(place)
+    shard = Shard(path.name, tokens, size, sha256_file(temporary))
+    temporary.replace(path)
     return shard

@@ -10,7 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, CHARACTER, END_OF_TEXT
+from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT
+from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.workers import run_in_worker
 from gpt2_ddp.files import fsync_file
 from gpt2_ddp.preparation.sources import Scan, read_pieces

@@ -4,7 +4,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import add
 from pathlib import Path
@@ -25,7 +25,7 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_writable, read_small, writing
 from gpt2_ddp.model.evaluate import Evaluation, evaluate, mixed
-from gpt2_ddp.model.generate import TextStream, generate
+from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.scoring.items import ItemSet
 from gpt2_ddp.scoring.result import Result, judge, save, table
@@ -34,13 +34,36 @@ from gpt2_ddp.scoring.sources import load_sets
 from gpt2_ddp.tasks.confusion import confusion, format_confusion, with_predictions
 from gpt2_ddp.tasks.confusion import save as save_classes
 from gpt2_ddp.tasks.jobs import make_job
-from gpt2_ddp.tasks.pretraining import find_gpt, load_model, load_weights
 from gpt2_ddp.tasks.samples import score_each
 from gpt2_ddp.tasks.supervised import means
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model, load_weights
 from gpt2_ddp.training.progress import Best
 
 LONGEST = 2**28
 """Bytes of a file of prompts."""
+
+
+class TextStream:
+    """Text of tokens that come one by one. Incomplete characters wait for their remaining tokens.
+
+    Args:
+        write: called with each piece of text; joined, the pieces are the text of all tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
+        self._tokenizer, self._write = tokenizer, write
+        self._waiting: list[int] = []
+
+    def add(self, token: int) -> None:
+        """Writes the text since the last piece, unless it ends in U+FFFD, an incomplete character."""
+        self._waiting.append(token)
+        if not self._tokenizer.decode(self._waiting).endswith("\N{REPLACEMENT CHARACTER}"):
+            self.end()
+
+    def end(self) -> None:
+        """Writes the waiting tokens."""
+        self._write(self._tokenizer.decode(self._waiting))
+        self._waiting = []
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:

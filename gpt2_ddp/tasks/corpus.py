@@ -1,14 +1,15 @@
-"""What a GPT is trained and validated on: the folders of shards that `data.path` names."""
+"""Training and validation data of a GPT: the shard folders of `data.path`."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate import Accelerator
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import MANIFEST, Manifest
-from gpt2_ddp.data.mixture import read_manifests, source_weights
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
 from gpt2_ddp.distributed.process import run_script
@@ -16,25 +17,31 @@ from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:
     from gpt2_ddp.config.tools import PrepareConfig
+    from gpt2_ddp.data.mixture import Identity, MixedOrder, MixedWindows
 
 
 class Corpus(NamedTuple):
-    """The opened folders, in the order of `data.path`.
+    """The opened shard folders, in the order of `data.path`.
 
     Args:
-        tokenizer: of all of them.
-        windows: of their training splits.
-        validation: of those that are validated on, by name: how much each counts, and its split.
+        manifests: one per folder.
+        tokenizer: the one of all folders.
+        source: windows of the training splits.
+        order: order of the windows.
+        validation: loss weight and validation split, by the name of the folder.
+        mixture: manifests and phases of several folders; None for one folder.
     """
 
     manifests: list[Manifest]
     tokenizer: Tokenizer
-    windows: list[Windows]
+    source: "Windows | MixedWindows"
+    order: "Order | MixedOrder"
     validation: dict[str, tuple[float, TokenStream]]
+    mixture: "Identity | None"
 
 
 def missing_data(config: TrainingConfig) -> "PrepareConfig | None":
-    """The recipe of shards that are missing, where `data.prepare` names one. Raises: UserError."""
+    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError."""
     missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
     if not config.data.prepare or not missing:
         return None
@@ -43,43 +50,65 @@ def missing_data(config: TrainingConfig) -> "PrepareConfig | None":
 
     recipe = load(PrepareConfig, ["--config", config.data.prepare])
     for folder in missing:
-        if os.path.realpath(recipe.folder) != os.path.realpath(folder):  # a mistyped path is not another corpus
+        if os.path.realpath(recipe.folder) != os.path.realpath(folder):  # a mistyped path must not start a preparation
             hint = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {recipe.folder}"
             raise UserError("data.path", folder, f"{hint}; prepare it first")
     return recipe
 
 
 def prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Prepares missing shards by `prepare_data.py`, in one process per node. Raises: UserError."""
+    """Runs `prepare_data.py` for missing shards, in one process per node. Raises: UserError."""
     if missing_data(config) and accelerator.is_local_main_process:
         run_script("prepare_data", "--config", str(config.data.prepare))
 
 
 def open_corpus(config: TrainingConfig) -> Corpus:
-    """Looks at the small files: nothing is hashed but the tokenizer.
+    """Opens the folders by their small files; hashes only the tokenizer.
 
     Raises:
-        UserError: a folder holds no shards for such a training, or of another tokenizer than the others.
+        UserError: a folder has no usable shards, or its tokenizer differs from the first folder's.
     """
-    manifests = read_manifests(config.data.paths)
-    both = [(Path(path), manifest) for path, manifest in zip(config.data.paths, manifests, strict=True)]
-    for folder, manifest in both:
+    paths, size = config.data.paths, config.model.block_size
+    if len(paths) == 1:
+        manifests = [read_manifest(Path(paths[0]))]
+    else:
+        from gpt2_ddp.data.mixture import read_manifests
+
+        manifests = read_manifests(paths)
+    folders = [(Path(path), manifest) for path, manifest in zip(paths, manifests, strict=True)]
+    for folder, manifest in folders:
         if not manifest.tokens("train"):
             raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
-    file = both[0][0] / manifests[0].tokenizer
+    file = folders[0][0] / manifests[0].tokenizer
     tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
     if tokenizer.sha256 != manifests[0].tokenizer_sha256:
         hint = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
         raise UserError("tokenizer", file, hint)
-    for folder, manifest in both:
+    for folder, manifest in folders:
         check_tokenizer(tokenizer, manifest, folder)
     for prompt in config.tracking.sample_prompt:
-        tokenizer.encode(prompt, "tracking.sample_prompt")  # it may lack a character
-    windows = [Windows(TokenStream(*one, "train"), config.model.block_size) for one in both]
-    for (folder, _), source in zip(both, windows, strict=True):
+        tokenizer.encode(prompt, "tracking.sample_prompt")  # raises where the tokenizer has no such character
+    windows = [Windows(TokenStream(folder, manifest, "train"), size) for folder, manifest in folders]
+    for (folder, _), source in zip(folders, windows, strict=True):
         if not len(source):
-            hint = f"a window needs {config.model.block_size + 1} tokens, the training split has {len(source.stream)}"
+            hint = f"a window needs {size + 1} tokens, the training split has {len(source.stream)}"
             raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
-    names, weights = config.data.names, source_weights(config, manifests)
-    validation = {names[number]: (weight, TokenStream(*both[number], "val")) for number, weight in weights.items()}
-    return Corpus(manifests, tokenizer, windows, validation)
+    if len(windows) == 1:
+        order, weights = Order(config.seed, len(windows[0])), {0: 1.0} if manifests[0].tokens("val") > 1 else {}
+        source, mixture = windows[0], None
+    else:
+        from gpt2_ddp.data.mixture import mix
+
+        source, order, weights, mixture = mix(config, manifests, windows)
+    names = config.data.names
+    validation = {names[number]: (weight, TokenStream(*folders[number], "val")) for number, weight in weights.items()}
+    return Corpus(manifests, tokenizer, source, order, validation, mixture)
+
+
+def check_same_data(config: TrainingConfig, corpus: Corpus, state: Mapping[str, Any]) -> None:
+    """Compares the data with those of the saved run. Raises: UserError where they differ."""
+    now, saved = corpus.manifests[0].hash, state.get("data_manifest")
+    if corpus.mixture or state.get("mixture") or saved not in (None, now):
+        from gpt2_ddp.data.mixture import Identity, check_goes_on
+
+        check_goes_on(config, state, corpus.mixture or Identity([now], []))

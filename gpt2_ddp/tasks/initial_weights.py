@@ -13,7 +13,8 @@ from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, LARGEST, TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.data.tokenizer_file import LARGEST
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small
 from gpt2_ddp.model.gpt import GPT

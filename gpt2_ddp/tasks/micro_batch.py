@@ -11,7 +11,7 @@ from gpt2_ddp.model.memory import CUDA_BASE, estimate, pick_micro_batch, setting
 
 
 def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: Accelerator) -> int:
-    """Windows per forward pass, by what memory is reckoned to do. All ranks have the same; collective."""
+    """Windows per forward pass by the memory estimate, equal on all ranks. Collective."""
     device, processes = accelerator.device, accelerator.num_processes
     with torch.device("meta"), without_init():
         model = GPT(config.model, vocab_size)
@@ -21,28 +21,26 @@ def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: 
         return estimate(setting_of(config, model, device.type, processes, precision, size, base)).peak
 
     room = float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
-    own = pick_micro_batch(config.global_batch_windows // processes, device.type, config.model.block_size, peak, room)
-    return min(gather_object([own]))
+    share = config.global_batch_windows // processes
+    return min(gather_object([pick_micro_batch(share, device.type, config.model.block_size, peak, room)]))
 
 
 def tried_micro_batch(model: GPT, accelerator: Accelerator, share: int, size: int) -> int:
-    """The largest divisor of the rank's share, from `size` on, with which a forward and a backward pass of the plain
-    model fits on every rank's device, beside the optimizer's moments; 1 if none does. Collective."""
+    """The largest divisor of the rank's share up to `size` whose forward and backward pass fits on every device, beside
+    the optimizer state; 1 if none fits. Collective."""
     model.to(accelerator.device)
-    for candidate in [one for one in divisors(share) if 1 < one <= size]:
-        if all(gather_object([_fits(model, accelerator, candidate)])):
-            return candidate
-    return 1
+    sizes = (number for number in divisors(share) if 1 < number <= size)
+    return next((one for one in sizes if all(gather_object([_fits(model, accelerator, one)]))), 1)
 
 
 def _fits(model: GPT, accelerator: Accelerator, size: int) -> bool:
     tokens = torch.zeros(size, model.config.block_size, dtype=torch.int64, device=accelerator.device)
     try:
-        moments = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
+        optimizer_state = [torch.empty_like(parameter) for parameter in model.parameters() for _ in range(2)]
         with accelerator.autocast():
             loss = model(tokens, tokens, reduction="sum")
         loss.backward()
-        del moments, loss
+        del optimizer_state, loss
         fits = True
     except torch.OutOfMemoryError:
         fits = False

@@ -21,7 +21,7 @@ from gpt2_ddp.tasks.images.augment import normalise
 from gpt2_ddp.tasks.images.decode import decode_image
 from gpt2_ddp.tasks.images.sources import image_files
 from gpt2_ddp.tasks.jobs import image_model
-from gpt2_ddp.tasks.pretraining import load_weights
+from gpt2_ddp.tasks.trained_model import load_weights
 
 LONGEST_NAME = 4096
 """Characters of a file's, as systems allow them."""

@@ -1,4 +1,4 @@
-"""What a task says of itself, so that one loop can train it: a GPT, a line, a classifier of images."""
+"""The protocol of a task: what one kind of training (a GPT, a regression, a classifier) adds to the common loop."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +15,11 @@ from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.training.progress import Scores
 
 Poll = Callable[[], None]
-"""Called now and then by what takes long: a sign of life. Raises `training.stop.Interrupted` where a stop was asked
-for."""
+"""Heartbeat of long work. Raises `training.stop.Interrupted` if a stop was requested."""
 
 
 class Due(NamedTuple):
-    """What happens after a step, besides training."""
+    """The work that follows a step."""
 
     log: bool
     evaluate: bool = False
@@ -29,20 +28,20 @@ class Due(NamedTuple):
 
 
 class Task(Protocol):
-    """What one kind of training has of its own; everything else is the run's (`run.Run`) and the loop's.
+    """One kind of training; the rest is the run's and the loop's.
 
-    A `MakeTask` makes it before any long work, and raises the UserErrors that can be found by small files. `load` does
-    the long work: what is named below the line is there after it.
+    A `MakeTask` makes it, and raises the user errors that small files show. `load` does the long work; the attributes
+    below the line exist after it.
 
     Args:
-        config: what the run folder records; what was left open is settled after `load`.
-        unit: what losses are means over and what is counted, in the plural: tokens, samples.
-        units_per_item: of the feed's items.
-        flops_per_unit: training FLOPs, for the MFU; 0 where nobody asks.
+        config: the resolved configuration, complete after `load`.
+        unit: what losses are means over, in the plural: tokens, samples.
+        units_per_item: units in an item of the feed.
+        flops_per_unit: training FLOPs per unit, for the MFU; 0 for none.
         ---
-        feed: which items each step trains on.
-        files: what a checkpoint has to carry along, such as a tokenizer.
-        model: plain, fp32; on the CPU. What the main process's holds counts.
+        feed: the items of each step.
+        files: files that each checkpoint contains, such as a tokenizer.
+        model: plain, fp32, on the CPU. The main process's weights count.
     """
 
     config: Any
@@ -56,43 +55,42 @@ class Task(Protocol):
     def model(self) -> nn.Module: ...
 
     def load(self, watchdog: Watchdog) -> None:
-        """Reads the data and makes `feed` and `model`; tells the watch what takes long. Raises: UserError, on every
-        rank alike."""
+        """Reads the data and makes `feed` and `model`. Raises: UserError, on every rank alike."""
 
     def total_steps(self, epoch_size: int | None) -> int | None:
-        """Optimizer steps of the whole run; None where that depends on the items of an epoch and they are not known."""
+        """Optimizer steps of the whole run; None if they depend on an unknown `epoch_size`, in items."""
 
     def build_optimizer(self) -> Optimizer:
-        """The optimizer over the plain model, which is on its device."""
+        """The optimizer of the plain model, which is on its device."""
         ...
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, the first being 1; a pure function, so nothing has to be restored."""
+        """Learning rate of optimizer step `step`, the first being 1. A pure function, so no state has to be saved."""
         ...
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Sum of the losses over the units of the micro-batch's own rows, by the prepared model: fp32 scalar."""
+        """Sum of the losses over the micro-batch's valid rows, by the prepared model: fp32 scalar."""
         ...
 
     def due(self, step: int, last: bool) -> Due:
-        """What follows a step; equal on every rank. The feed knows whether an epoch ended. The last step saves."""
+        """The work that follows a step, equal on every rank. The last step saves."""
         ...
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
-        """Scores of the model (without DDP; compiled, if the run compiles), equal on every rank; collective. Empty
-        where there is nothing to score. Every rank calls `poll` equally often, about once a batch."""
+        """Scores of the model (without DDP; compiled, if the run compiles), equal on every rank; empty for none.
+        Collective. Every rank calls `poll` equally often, about once a batch."""
         ...
 
     def sample(self, poll: Poll) -> list[Sample] | None:
-        """Texts to show, on the main process alone; None for a task that writes none. Calls `poll` for every token."""
+        """Samples, on the main process; None for a task without any. Calls `poll` for every token."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values that checkpoints keep besides the run's own: what the data are, the task's own fields."""
+        """The task's fields of a checkpoint's state.json, in plain JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes its fields back from a checkpoint's state.json; one that is missing there takes its default."""
+        """Loads its fields from a checkpoint's state.json. A missing field takes its default."""
 
 
 MakeTask = Callable[[Any, Accelerator, Checkpoint | None], Task]
-"""(a RunConfig, the accelerator, the run's newest checkpoint, None for a new run) -> the task."""
+"""(RunConfig, accelerator, the run's newest checkpoint or None) -> task."""

@@ -1,4 +1,4 @@
-"""How fast a training is: units per second, MFU, and a profiler's trace."""
+"""The speed of a training: units per second, MFU, and a profiler trace."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +12,10 @@ from gpt2_ddp.training.task import Task
 
 
 class Throughput:
-    """Units (tokens, samples) per second of the training alone; evaluations, checkpoints and samples happen while it is
-    paused. Making one is collective.
+    """Units (tokens, samples) per second of training, without the time while it is paused. Made by all ranks together.
 
     Args:
-        peak_flops: FLOP/s of one device, where the user says so (`peak_of_ranks`).
+        peak_flops: FLOP/s of one device (`tracking.peak_flops`); None: its data sheet's.
     """
 
     def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
@@ -25,7 +24,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Begins a new reading now."""
+        """Starts a new measurement."""
         self._start, self._units, self._waited = time.perf_counter(), 0, self.task.feed.waited
 
     def add(self, units: int) -> None:
@@ -33,8 +32,8 @@ class Throughput:
         self._units += units
 
     def read(self) -> dict[str, float | None]:
-        """What a row says of the steps since the last reading: units per second, MFU (None where a device's peak is
-        not known), the share of the time spent waiting for data. Call it once the device's work has been awaited."""
+        """A row's speed since the last call: units per second, MFU (None if a device's peak is unknown), and the share
+        of time spent waiting for data. The device must be idle."""
         units, waited = self._units, self.task.feed.waited - self._waited
         seconds = time.perf_counter() - self._start
         self.restart()
@@ -46,7 +45,7 @@ class Throughput:
         }
 
     def why_no_mfu(self) -> str:
-        """A line for the user; empty where there is an MFU, or where nobody asks for one: CPUs, the small jobs."""
+        """A note if GPUs are unknown, else empty."""
         names = [name for name in self._unknown if name != "cpu"]
         if not (names and self.task.flops_per_unit):
             return ""
@@ -55,7 +54,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
+        """Leaves the time inside out."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
         start = time.perf_counter()

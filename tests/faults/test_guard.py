@@ -4,19 +4,24 @@ import json
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from runs import job_config, newest_checkpoint, said, state_of, train, train_with_faults, training_config, untimed
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import RegressionConfig
+from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.training.guard import LARGEST, Guard, Verdict, _Numbers
+from gpt2_ddp.training.optimizer import RunningStatistics
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -53,7 +58,7 @@ def test_a_job_that_diverges_stops_and_does_not_go_back(tmp_path):
 def test_a_short_run_that_nothing_has_changed_is_not_completed(corpus, tmp_path):
     config = training_config(corpus, tmp_path, {"train.steps": 4})
     assert run_ranks(train_with_faults, 1, config, ALL) == ["diverged"]
-    assert not list_checkpoints(tmp_path / "run/checkpoints")
+    assert steps_of(list_checkpoints(tmp_path / "run/checkpoints")) == [0], "the one to go back to"
 
 
 def test_trained_on_all_the_same_a_bad_gradient_ruins_the_run(corpus, tmp_path):
@@ -88,7 +93,7 @@ def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
     config, run = training_config(corpus, tmp_path, GUARD | {"train.steps": 8}), tmp_path / "run"
     bad = (0, 12 * 5)
     assert run_ranks(train_with_faults, 1, config, bad, math.nan, 4, signal.SIGTERM) == ["stopped"]
-    assert [place.name for place in list_checkpoints(run / "checkpoints")] == ["step-00000000", "step-00000004"]
+    assert steps_of(list_checkpoints(run / "checkpoints")) == [0, 4]
     assert run_ranks(train_with_faults, 1, config, bad) == ["completed"]
     (event,) = [row for row in untimed(run) if "event" in row]
     assert (event["step"], event["from"]) == (0, 5)
@@ -129,8 +134,7 @@ def test_the_checkpoint_to_go_back_to_is_kept(corpus, tmp_path):
     changes = GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1, "guard": {"patience": 3, "rollbacks": 0}}
     config = training_config(corpus, tmp_path, changes)
     assert run_ranks(train_with_faults, 1, config, POISON) == ["diverged"]
-    kept = [int(place.name[5:]) for place in list_checkpoints(tmp_path / "run/checkpoints")]
-    assert kept == [9]
+    assert steps_of(list_checkpoints(tmp_path / "run/checkpoints")) == [9]
 
 
 def test_the_presets_set_limits():
@@ -145,16 +149,12 @@ def test_the_presets_set_limits():
 @pytest.mark.parametrize("values", [[5.0, 6.0, 4.0, 5.5], list(range(300))])
 def test_running_statistics(values):
     """Mean and variance of all values while they are few, of about the last hundred later; skips do not count."""
-    from gpt2_ddp.model.optim import NormStatistics, RunningStatistics
-
-    statistics, on_host = NormStatistics(torch.device("cpu")), RunningStatistics()
+    statistics = RunningStatistics(torch.device("cpu"))
     for value in values:
         statistics.add(torch.tensor(float(value)), torch.tensor(True))
         statistics.add(torch.tensor(math.nan), torch.tensor(False))
-        on_host.add(float(value))
-    count, mean, variance = statistics.read()
-    assert list(on_host.values) == [count, mean, variance]
-    assert on_host.limit(3.0) == statistics.limit(3.0).item()
+    count, mean, variance = statistics.state_dict()
+    assert RunningStatistics(torch.device("cpu"), [count, mean, variance]).state_dict() == [count, mean, variance]
     assert count == len(values)
     if len(values) < 100:
         exact = torch.tensor(values, dtype=torch.float64)
@@ -170,33 +170,22 @@ LOSSES = [*(5.0 + i % 3 / 100 for i in range(30)), 9.0, math.nan, -1e9, 5.0, 5.0
 """Of steps 1 to 39; the gradient of step 33 is bad."""
 
 
+ALONE: Any = SimpleNamespace(
+    device=torch.device("cpu"), is_main_process=True, num_processes=1, reduce=lambda value, reduction: value
+)
+
+
 def judgements(cut: int = 0) -> list[tuple]:
-    """What a guard knows after each step of `LOSSES`; after step `cut`, another one resumes from its state."""
-    from types import SimpleNamespace
-
-    from gpt2_ddp.config.run import GuardConfig
-    from gpt2_ddp.training.guard import Guard
-    from gpt2_ddp.training.stop import CARRIED, Agreement
-
-    class Stop:
-        def __init__(self):
-            self.carried, self.agreement = [0] * CARRIED, Agreement(accelerator, CARRIED)
-
-        def agreed(self, carry):
-            sums = self.agreement.exchange(carry)
-            self.carried = [a + b for a, b in zip(self.carried, sums, strict=True)]
-
-    place = {"device": torch.device("cpu"), "is_main_process": True, "num_processes": 1}
-    accelerator = SimpleNamespace(**place, reduce=lambda value, reduction: value)
+    """Each step of `LOSSES`: the step judged then, its verdict and the guard's state. After step `cut`, another guard
+    resumes from its state."""
     config = GuardConfig(loss_sigmas=6.0, patience=3)
-    guard, stop, found = Guard(config, accelerator), Stop(), []
+    guard, found = Guard(config, ALONE), []
     for step, loss in enumerate(LOSSES, 1):
-        guard.record(torch.tensor(loss), torch.tensor(float(step == 33)))
-        bad = guard.judge(step, stop)
-        found.append((guard.judged, bad, guard.first_bad, guard.diverged, guard.last_good, guard.losses.values[0]))
+        verdict = guard.judge(step, torch.tensor(loss), torch.tensor(float(step == 33)))
+        found.append((guard.judged, verdict, guard.first_bad, guard.last_good, guard.losses.state_dict()[0]))
         if step == cut:
             state = json.loads(json.dumps(guard.state_dict()))
-            guard, stop = Guard(config, accelerator), Stop()
+            guard = Guard(config, ALONE)
             guard.load_state_dict(state)
             assert guard.state_dict() == state
     return found
@@ -204,14 +193,14 @@ def judgements(cut: int = 0) -> list[tuple]:
 
 def test_each_step_is_judged_two_steps_late():
     found = judgements()
-    assert found[0] == found[1] == (0, False, None, False, 0, 0)
-    assert found[2] == (1, False, None, False, 1, 1)
-    assert found[31] == (30, False, None, False, 30, 30)
-    assert found[32] == (31, True, 31, False, 30, 30)
-    assert found[33] == (32, True, 31, False, 30, 30)
-    assert found[34] == (33, True, 31, True, 30, 30)
-    assert found[35] == (34, False, None, False, 34, 31)
-    assert [bad for _, bad, *_ in found[36:]] == [False, False, True]
+    assert found[0] == found[1] == (0, Verdict.OK, None, 0, 0)
+    assert found[2] == (1, Verdict.OK, None, 1, 1)
+    assert found[31] == (30, Verdict.OK, None, 30, 30)
+    assert found[32] == (31, Verdict.BAD, 31, 30, 30)
+    assert found[33] == (32, Verdict.BAD, 31, 30, 30)
+    assert found[34] == (33, Verdict.DIVERGED, 31, 30, 30)
+    assert found[35] == (34, Verdict.OK, None, 34, 31)
+    assert [verdict for _, verdict, *_ in found[36:]] == [Verdict.OK, Verdict.OK, Verdict.BAD]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 29, 32, 33, 35, 36])
@@ -220,16 +209,10 @@ def test_a_resumed_guard_judges_alike(cut):
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():
-    from types import SimpleNamespace
-
-    from gpt2_ddp.config.run import GuardConfig
-    from gpt2_ddp.training.guard import LARGEST, Guard, _Numbers
-
-    place = {"device": torch.device("cpu"), "is_main_process": True}
-    guard = Guard(GuardConfig(), SimpleNamespace(**place))
-    guard.load_state_dict({}, begins=7)
+    guard = Guard(GuardConfig(), ALONE)
+    guard.load_state_dict({}, first_step=7)
     assert (guard.last_good, guard.judged, guard.bad_steps) == (7, 0, 0)
-    guard.load_state_dict({"judged": 9, "first_bad": 9}, begins=7)
+    guard.load_state_dict({"judged": 9, "first_bad": 9}, first_step=7)
     assert guard.last_good == 8
     assert _Numbers().integers() == [0, 0, 0, 0]
     assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
