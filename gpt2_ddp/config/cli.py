@@ -29,6 +29,15 @@ LARGEST = 2**16
 """Largest YAML file, in bytes. The shipped ones have 2,000; the parser would need ten seconds for a megabyte."""
 
 C = TypeVar("C", bound=Command)
+SCRIPT_OF_FIELD = {
+    "train.global_batch_tokens": "train_gpt2.py",
+    "data.weight": "train_regression.py",
+    "data.sequences": "train_transformer.py",
+    "data.name": "train_classifier.py",
+    "train.global_batch_size": "train_classifier.py, train_regression.py or train_transformer.py",
+}
+"""The training script of a configuration file with this field; the first match counts."""
+
 Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
 """The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file and
 a note (or "") for the given flags."""
@@ -140,14 +149,10 @@ def resolve(
 
 
 def _other_script(command: type[Command], file: str, content: dict[str, Any]) -> list[str]:
-    """The user error for a file that has unknown keys here and fits another training script."""
-    from gpt2_ddp.config.kinds import CONFIGS
-
-    keys = {*flat(content)}
-    scripts = [str(kind.__doc__).partition(":")[0] for kind in CONFIGS.values() if keys <= {*dict(leaves(kind))}]
-    if not scripts or keys <= {*dict(leaves(command))}:
-        return []
-    return UserError("--config", file, f"is for {' or '.join(scripts)}: name one for this script").mistakes
+    """The user error for a file of another training script, known by a field that this one lacks."""
+    known, keys = dict(leaves(command)), flat(content)
+    scripts = next((scripts for field, scripts in SCRIPT_OF_FIELD.items() if field in keys and field not in known), "")
+    return UserError("--config", file, f"is for {scripts}: name one for this script").mistakes if scripts else []
 
 
 def dump(config: Command) -> str:

@@ -10,6 +10,8 @@ import torch
 from accelerate import Accelerator
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
@@ -56,8 +58,9 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
     with redirect_stdout(sys.stderr), _noting(seen), Run(config, make_task, lock=False) as run:
         assert isinstance(run.task, Pretraining)
         seen.step, seen.complete = run.step, run.is_complete
-        seen.unprepared = (recipe := missing_data(config)) is not None
-        if recipe:
+        seen.unprepared = (file := missing_data(config)) is not None
+        if file:
+            recipe = load(PrepareConfig, ["--config", file])
             if not recipe.source.startswith("bin:"):
                 scan(recipe)
         else:

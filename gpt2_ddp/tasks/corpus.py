@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate import Accelerator
 
+from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest
 from gpt2_ddp.data.order import Order
@@ -16,7 +17,6 @@ from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:
-    from gpt2_ddp.config.tools import PrepareConfig
     from gpt2_ddp.data.mixture import Identity, MixedOrder, MixedWindows
 
 
@@ -40,26 +40,23 @@ class Corpus(NamedTuple):
     mixture: "Identity | None"
 
 
-def missing_data(config: TrainingConfig) -> "PrepareConfig | None":
+def missing_data(config: TrainingConfig) -> str | None:
     """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError."""
     missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
     if not config.data.prepare or not missing:
         return None
-    from gpt2_ddp.config.cli import load
-    from gpt2_ddp.config.tools import PrepareConfig
-
-    recipe = load(PrepareConfig, ["--config", config.data.prepare])
+    output = str(read_yaml(config.data.prepare, "data.prepare").get("output"))
     for folder in missing:
-        if os.path.realpath(recipe.folder) != os.path.realpath(folder):  # a mistyped path must not start a preparation
-            hint = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {recipe.folder}"
+        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
+            hint = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}"
             raise UserError("data.path", folder, f"{hint}; prepare it first")
-    return recipe
+    return config.data.prepare
 
 
 def prepare_missing_data(accelerator: Accelerator, config: TrainingConfig) -> None:
     """Runs `prepare_data.py` for missing shards, in one process per node. Raises: UserError."""
-    if missing_data(config) and accelerator.is_local_main_process:
-        run_script("prepare_data", "--config", str(config.data.prepare))
+    if (recipe := missing_data(config)) and accelerator.is_local_main_process:
+        run_script("prepare_data", "--config", recipe)
 
 
 def open_corpus(config: TrainingConfig) -> Corpus:
