@@ -23,7 +23,7 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model import compiled as compiling
-from gpt2_ddp.model.memory import Setting, estimate, optimizer_state
+from gpt2_ddp.model.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan import plan as planning
 from gpt2_ddp.plan.cost import START, Rate, count, divides, seconds
 from gpt2_ddp.plan.machine import find_machine
@@ -208,7 +208,7 @@ def test_muon_keeps_one_moment_of_the_blocks_matrices():
     assert {part: size for part, size in fewer.items() if size} == {"moments": pytest.approx(4 * 84_934_656)}
     assert estimate(setting()).host - estimate(muon).host == 4 * 84_934_656
     cpu = [setting(kind="cpu", background=True, state=2 * 124_475_904 - less) for less in (0, 84_934_656)]
-    saving, fewer = (sum(block.total for block in optimizer_state(one)["saving"]) for one in cpu)
+    saving, fewer = (sum(block.total for block in moments_of(one)["saving"]) for one in cpu)
     assert saving - fewer == pytest.approx(8 * 84_934_656), "it and its copy"
 
 

@@ -118,12 +118,8 @@ def _batch(stream: TokenStream, windows: np.ndarray, block_size: int, batch_size
     """Inputs and targets int64 [batch_size, block_size]; the padding's targets are IGNORED."""
     x = torch.zeros(batch_size, block_size, dtype=torch.int64)
     y = torch.full((batch_size, block_size), IGNORED)
-    whole = windows[windows < count_windows(len(stream), block_size)]
-    if len(whole):
-        rows = torch.from_numpy(stream.read(whole * block_size, block_size + 1).astype(np.int64))
-        x[: len(whole)], y[: len(whole)] = rows[:, :-1], rows[:, 1:]
-    if len(whole) < len(windows):  # the short window
-        start = int(windows[-1]) * block_size
-        row = torch.from_numpy(stream.read(np.array([start]), len(stream) - start).astype(np.int64))[0]
-        x[len(whole), : len(row) - 1], y[len(whole), : len(row) - 1] = row[:-1], row[1:]
+    for row, start in enumerate((windows * block_size).tolist()):
+        length = min(block_size, len(stream) - start - 1)
+        tokens = torch.from_numpy(stream.read(np.array([start]), length + 1)[0].astype(np.int64))
+        x[row, :length], y[row, :length] = tokens[:-1], tokens[1:]
     return x, y

@@ -1,7 +1,6 @@
-"""Memory of one process, by part, at each of the moments that may be the one with the most.
+"""Memory estimate of one process, by part, in training, evaluation and saving (derived in docs/plan.md).
 
-Every line is an argument about which tensors are alive, spelled out in docs/plan.md. On CPUs it was held against the
-measured peak; no GPU run has checked it.
+On CPUs the estimate was compared with the measured peak; on GPUs with none.
 """
 
 import platform
@@ -14,31 +13,31 @@ from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import state_numbers
 
 HEAP = 2**25
-"""Bytes from which on glibc gives a freed block back to the system at once; what is smaller it keeps for later."""
+"""Smallest freed block, in bytes, that glibc returns to the system at once; it keeps smaller ones."""
 
 ROOM = 0.9
-"""Of a GPU's memory, that the estimate for a micro-batch may take."""
+"""Largest estimate for a micro-batch, as a fraction of a GPU's memory."""
 CPU_TOKENS = 512
-"""Of a micro-batch that is chosen for a CPU, at most."""
+"""Largest micro-batch on a CPU, in tokens."""
 
 CUDA_BASE = 1.0e9
-"""A CUDA context, cuBLAS's workspace and the allocator's slack; NCCL has as much again."""
+"""Bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What memory depends on.
+    """Inputs of the estimate.
 
     Args:
         kind: cuda, cpu or mps.
-        parameters: all of them. matrices: those that autocast copies. state: numbers that the optimizer keeps of them.
+        parameters: number of them. matrices: those that autocast copies. state: numbers of the optimizer state.
         vocab_size: rows of the head, padding included.
-        micro_batch: windows of a training step's forward pass; eval_batch: of an evaluation's.
+        micro_batch: windows per forward pass in training. eval_batch: in evaluation.
         precision: no, bf16 or fp16. checkpointing: of activations.
-        processes: of the whole training.
-        background: checkpoints are written behind the training, from a copy in the host's memory.
-        base: bytes of a process that has all libraries loaded, and no model.
-        loss_chunk: tokens whose logits are there at a time; None: all.
+        processes: number of processes.
+        background: checkpoints are written in the background, from a copy in host memory.
+        base: bytes of a process with all libraries and no model.
+        loss_chunk: tokens per chunk of the loss; None: all.
     """
 
     kind: str
@@ -68,10 +67,10 @@ def setting_of(
     validates: bool = True,
     background: bool = False,
 ) -> Setting:
-    """That of a training, of a model that may be on the meta device.
+    """Setting of a training. The model may be on the meta device.
 
     Args:
-        validates: it is evaluated. background: as in `Setting`.
+        validates: whether the training evaluates.
     """
     sizes = [(parameter.numel(), parameter.dim()) for parameter in model.parameters()]
     return Setting(
@@ -93,10 +92,10 @@ def setting_of(
 
 
 def pick_micro_batch(share: int, kind: str, block_size: int, peak: Callable[[int], float], room: float) -> int:
-    """What `train.micro_batch_size: auto` comes to, before it is tried out: a divisor of the rank's windows of a step.
+    """Estimate for `train.micro_batch_size: auto`: a divisor of `share`, the rank's windows per step.
 
     Args:
-        peak: bytes of a process, by its micro-batch. room: bytes of its device.
+        peak: bytes of a process, as a function of the micro-batch. room: bytes of the device.
     """
     fits = (lambda size: peak(size) <= ROOM * room) if kind == "cuda" else lambda size: size * block_size <= CPU_TOKENS
     return next(filter(fits, divisors(share)), 1)
@@ -104,7 +103,7 @@ def pick_micro_batch(share: int, kind: str, block_size: int, peak: Callable[[int
 
 @dataclass(frozen=True)
 class Block:
-    """Tensors of a `part`: `count` of them, of `bytes` each; they stay, or are gone when the moment is over."""
+    """`count` tensors of a `part`, of `bytes` each. `stays`: they outlive the moment."""
 
     part: str
     count: float
@@ -119,13 +118,13 @@ class Block:
 Moment = list[Block]
 
 
-def optimizer_state(setting: Setting) -> dict[str, Moment]:
-    """What is alive when most is: in a step of training, in an evaluation, and while a checkpoint is saved."""
+def moments_of(setting: Setting) -> dict[str, Moment]:
+    """Tensors that are alive at the peak of a training step, of an evaluation, and while a checkpoint is saved."""
     n, n_eval = (batch * setting.model.block_size for batch in (setting.micro_batch, setting.eval_batch))
     embedding, tensors = 4 * setting.vocab_size * setting.model.n_embd, 12 * setting.model.n_layer
 
     def kept(part: str, copies: float, stays: bool = False, of_others: float | None = None) -> Moment:
-        """So many copies of the parameters in fp32: the embedding, which is the largest, and the others."""
+        """Copies of the parameters in fp32: the embedding, which is the largest, and the others."""
         others, times = (4 * setting.parameters - embedding) / tensors, copies if of_others is None else of_others
         return [Block(part, copies, embedding, stays), Block(part, times * tensors, others, stays)]
 
@@ -144,7 +143,7 @@ def optimizer_state(setting: Setting) -> dict[str, Moment]:
 
 
 def _activations(setting: Setting, n: int) -> Moment:
-    """What autograd saves of n tokens."""
+    """Tensors that autograd saves for n tokens."""
     config = setting.model
     recomputed = setting.checkpointing  # of each block its input is kept, and one block at a time is whole
     residual = Block("activations", (1 if recomputed else 2) * config.n_layer + 3, n * config.n_embd * 4)
@@ -152,7 +151,7 @@ def _activations(setting: Setting, n: int) -> Moment:
 
 
 def _of_block(setting: Setting, n: int, layers: int) -> Moment:
-    """Of so many blocks, without the residual stream: inputs of the four matrix products, and what is not linear."""
+    """Tensors of `layers` blocks without the residual stream: inputs of matrix products and of nonlinear functions."""
     config, half = setting.model, 4 if setting.precision == "no" else 2
     width = n * config.n_embd
     saved = [
@@ -168,14 +167,14 @@ def _of_block(setting: Setting, n: int, layers: int) -> Moment:
 
 
 def _one_block(setting: Setting, n: int, trains: bool = False) -> Moment:
-    """What a block has for a moment, in an evaluation or in the backward pass: what goes into GELU and what comes out,
-    or their gradients; and gradients of attention's scores."""
+    """Temporary tensors of a block, in evaluation or the backward pass: GELU's input and output or their gradients, and
+    gradients of attention scores."""
     wide = Block("activations", 3, 4 * n * setting.model.n_embd * (4 if setting.precision == "no" else 2))
     return [wide, Block("activations", 4, _scores(setting, n))] if trains and _plain_attention(setting) else [wide]
 
 
 def _plain_attention(setting: Setting) -> bool:
-    """Whether attention is by its formula, with T² numbers a head: flash attention has no dropout on CPUs."""
+    """Whether attention keeps T² scores per head: on CPUs flash attention has no dropout."""
     return setting.kind == "cpu" and setting.model.dropout > 0
 
 
@@ -187,7 +186,7 @@ def _logits(setting: Setting, n: int, trains: bool = False) -> Moment:
     """fp32: logits and log-softmax, and in the backward pass the gradients of both beside log-softmax. In half
     precision: logits in half and in fp32, and log-softmax."""
     chunk, head = min(n, setting.loss_chunk or n), []
-    if trains and chunk < n:  # the head's gradient is there with the loss
+    if trains and chunk < n:  # the loss computes the head's gradient
         head = [Block("logits", 1, 4 * setting.vocab_size * setting.model.n_embd)]
     numbers = chunk * setting.vocab_size
     if trains:
@@ -201,9 +200,9 @@ class Memory:
     """Bytes of one process.
 
     Args:
-        peak: the most. moment: when that is.
-        peaks: of each moment. parts: at that moment, by name; they add up to the peak.
-        host: on the CPU's side of a GPU's process, for a checkpoint: a copy of it, or of its largest tensor.
+        peak: largest of `peaks`. moment: name of its moment.
+        peaks: peak of each moment. parts: bytes by part at the largest peak, which they sum up to.
+        host: host memory of a GPU's process for a checkpoint: a copy of it, or of its largest tensor.
     """
 
     peak: float
@@ -214,8 +213,8 @@ class Memory:
 
 
 def estimate(setting: Setting) -> Memory:
-    """The memory of one process, at each moment and by part."""
-    at = optimizer_state(setting)
+    """Memory of one process, at each moment and by part."""
+    at = moments_of(setting)
     keeps = setting.kind == "cpu" and platform.libc_ver()[0] == "glibc"
     heap = {
         name: sum(block.total for block in blocks if not block.stays and keeps and block.bytes < HEAP)
@@ -223,8 +222,7 @@ def estimate(setting: Setting) -> Memory:
     }
     peaks, highest = {}, max(heap.values())
     for name, blocks in at.items():
-        own = sum(block.total for block in blocks)
-        peaks[name] = setting.base + own - heap[name] + highest
+        peaks[name] = setting.base + sum(block.total for block in blocks) - heap[name] + highest
     moment = max(peaks, key=peaks.__getitem__)
     parts = {"program": setting.base}
     for block in at[moment]:

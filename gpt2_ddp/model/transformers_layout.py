@@ -1,7 +1,7 @@
-"""A GPT's weights and shape in the layout of transformers' GPT-2, there and back.
+"""Converts weights and shape of a GPT to the layout of transformers' GPT-2 and back.
 
-Names are the same but for a prefix. Theirs keeps the matrices of a block as [in, out] (`Conv1D`), always has biases,
-and has no padding rows in its vocabulary; the head is tied to the embedding in both.
+Names differ by a prefix. transformers stores a block's matrices as [in, out] (`Conv1D`), always has biases, and has no
+padding rows in its vocabulary. Both tie the head to the embedding.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ FIXED = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-"""Fields of a config.json in which GPT-2's class has a choice and `GPT` has none; they are the class's defaults."""
+"""Fields of a config.json that `GPT` fixes, with the defaults of transformers' class."""
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 HEAD = "lm_head.weight"
 MASKS = (".attn.bias", ".attn.masked_bias")
@@ -53,19 +53,18 @@ def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[
 
 
 def to_transformers(state: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of a GPT2LMHeadModel that computes what a `GPT` with these weights does. A bias that it does not have
-    is zero there, which is exact.
+    """The tensors of an equal GPT2LMHeadModel. Missing biases are zeros.
 
     Args:
-        state: the weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
-        vocab_size: rows of the vocabulary to carry; the padding above them is left out.
+        state: weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
+        vocab_size: rows of the vocabulary; the padding above them is left out.
     """
     tensors = {}
     for name, weight in state.items():
         if name == "wte.weight":
             tensors[name] = weight[:vocab_size].contiguous()
         else:
-            tensors[name] = _turned(name, weight)
+            tensors[name] = _transposed(name, weight)
         bias = name.removesuffix("weight") + "bias"
         if name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
             tensors[bias] = weight.new_zeros(weight.size(0))
@@ -76,13 +75,12 @@ def from_transformers(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor])
     """The weights of a `GPT` from the tensors of a GPT2LMHeadModel or GPT2Model, in fp32.
 
     Args:
-        tensors: theirs by name, with the prefix or without.
-        like: the weights that the `GPT` has before (`GPT.state_dict()`). Padding rows stay as they are there; where its
-            context is shorter, the positions behind its end are left out; where it has no biases, theirs must be zero.
+        tensors: by name, with or without the prefix.
+        like: present weights of the `GPT` (`GPT.state_dict()`), which keep their padding rows. Positions beyond its
+            context are left out. If it has no biases, the tensors' biases have to be zero.
 
     Raises:
-        ValueError: in words, naming a tensor: it is missing or one too many, has another shape, cannot be left out
-            because it is not zero, or is a head of its own.
+        ValueError: a tensor is missing, unknown, of another shape, a nonzero bias without place, or an untied head.
     """
     theirs = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if not name.endswith(MASKS)}
     head = theirs.pop(HEAD, None)
@@ -92,7 +90,7 @@ def from_transformers(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor])
         raise ValueError(f"{HEAD} is not the embedding, and here the head is tied to it")
     state = {}
     for name in sorted(theirs):
-        tensor = _turned(name, theirs[name]).float()
+        tensor = _transposed(name, theirs[name]).float()
         if name not in like:
             if not name.endswith(".bias") or name.removesuffix("bias") + "weight" not in like:
                 raise ValueError(f"{name} is one too many")
@@ -110,6 +108,6 @@ def from_transformers(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor])
     return state
 
 
-def _turned(name: str, tensor: Tensor) -> Tensor:
-    """The tensor of the one layout in the other: a block's matrix transposed, else as it is."""
+def _transposed(name: str, tensor: Tensor) -> Tensor:
+    """The tensor in the other layout: transposed for a block's matrix, else unchanged."""
     return tensor.T.contiguous() if name.startswith("h.") and tensor.dim() == 2 else tensor

@@ -1,4 +1,4 @@
-"""What a new run begins with (`train.init_from`): the weights of another run, or those of a GPT-2 of transformers."""
+"""Initial weights of a new run (`train.init_from`): those of another run, or of a GPT-2 of transformers."""
 
 import json
 import os
@@ -24,19 +24,21 @@ FIELD = "train.init_from"
 HUB = "hub:"
 INDEX, VOCABULARY, MERGES = f"{MODEL}.index.json", "vocab.json", "merges.txt"
 NEEDED = [TRANSFORMERS, INDEX, "model*.safetensors", TOKENIZER_FILE, VOCABULARY, MERGES]
-"""Patterns of what is fetched from the Hub."""
+"""Patterns of the files to fetch from the Hub."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-"""Of transformers' GPT-2, where a config.json leaves them out."""
+"""Defaults of transformers' GPT-2 for fields that a config.json leaves out."""
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Names of one function, which is the only one here."""
+"""Names of the tanh-GELU, the only activation of `GPT`."""
 
 
 def find_initial_weights(config: TrainingConfig) -> Path:
-    """The folder that is meant: of a checkpoint, or of a transformers model whose config.json fits the model section.
+    """Folder of `train.init_from`: a checkpoint, or a transformers model whose config.json fits the model section.
+
+    Reads small files only.
 
     Raises:
-        UserError: there is none, or it cannot be continued; found by small files alone.
+        UserError: there is no such folder, or its model does not fit.
     """
     named = config.train.init_from or ""
     path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
@@ -51,13 +53,13 @@ def find_initial_weights(config: TrainingConfig) -> Path:
 
 
 def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    """Puts the weights that `find_initial_weights` has found into the plain model; says in a line what is left out.
+    """Loads the weights of `find_initial_weights` into the plain model; prints a note on omitted parts.
 
     Args:
-        tokenizer: the data's; the weights have to be of the same ids.
+        tokenizer: tokenizer of the data; the weights need the same ids.
 
     Raises:
-        UserError: a file is missing or damaged, the ids are others, or a tensor does not fit.
+        UserError: a file is missing or damaged, the ids differ, or a tensor does not fit.
     """
     named = config.train.init_from or ""
     if named.startswith(HUB):
@@ -85,7 +87,7 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
 
 
 def _fetch(named: str, patterns: list[str]) -> Path:
-    """The folder where huggingface_hub keeps these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`."""
+    """Local folder of these files of `hub:OWNER/NAME`, or of its branch, tag or commit `@…`."""
     import huggingface_hub
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -108,14 +110,14 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 
 def _choices(named: str, theirs: dict[str, Any]) -> list[UserError]:
-    """Where it computes something that a `GPT` cannot. (`reorder_and_upcast_attn` is another order of the same.)"""
+    """Fields of a config.json that a `GPT` does not support. (`reorder_and_upcast_attn` only changes the order.)"""
     if theirs.get("model_type") != "gpt2":
         return [UserError(FIELD, named, f"is a model of type {theirs.get('model_type')}; only a gpt2 can be continued")]
-    several = {"activation_function": TANH_GELUS, "n_inner": (None, 4 * theirs.get("n_embd", DEFAULTS["n_embd"]))}
+    allowed = {"activation_function": TANH_GELUS, "n_inner": (None, 4 * theirs.get("n_embd", DEFAULTS["n_embd"]))}
     return [
         UserError(FIELD, named, f"has {field}: {json.dumps(theirs[field])}, and here it is {json.dumps(ours)} alone")
         for field, ours in {**FIXED, "n_inner": None, "quantization_config": None}.items()
-        if theirs.get(field, ours) not in several.get(field, (ours,))
+        if theirs.get(field, ours) not in allowed.get(field, (ours,))
     ]
 
 
@@ -152,17 +154,17 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors, by their names without a prefix; without the causal masks of older releases."""
+    """All tensors by name without the prefix; without the causal masks of older releases of transformers."""
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(path):
         try:
             read = load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(FIELD, file, f"is not a whole safetensors file ({error}); get it again") from error
-        own = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
-        if twice := [*own.keys() & tensors.keys()] or [name for name in own if name in read and PREFIX + name in read]:
+        named = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
+        if twice := [*named.keys() & tensors.keys()] or [name for name in named if {name, PREFIX + name} <= {*read}]:
             raise UserError(FIELD, file, f"holds {min(twice)} a second time; save the model again")
-        tensors |= own
+        tensors |= named
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise UserError(FIELD, path, f"{name} is of type {tensor.dtype}; only fp32, fp16 and bf16 can be continued")
@@ -174,10 +176,10 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
-    """Compares each id's token, the order of merges, and the ids of a text of all tokens; returns what is to be said.
+    """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. Returns notes.
 
     Args:
-        rows: ids that the weights have.
+        rows: rows of the weights' vocabulary.
     """
     theirs, size = _read_tokenizer(path), tokenizer.vocab_size
     if rows < size or (theirs is None and rows > size):
@@ -205,7 +207,7 @@ def _spelled(token: bytes, bytewise: bool) -> str:
 
 
 def _read_tokenizer(path: Path) -> Any:
-    """That of HuggingFace `tokenizers`, where its files are there."""
+    """Tokenizer of HuggingFace `tokenizers`; None without its files."""
     import tokenizers
 
     try:

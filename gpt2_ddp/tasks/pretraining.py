@@ -237,14 +237,13 @@ class Pretraining:
         length = default_decay_steps(steps, optim)
         if saved:
             values = complete(TrainingConfig, saved.config)[0]
-            before = self._total_steps(values["train"]["steps"], values["train"]["epochs"], epoch_size) or 0
-            kept = optim.model_copy(update={"decay_steps": values["optim"]["decay_steps"]})
-            movable = kept.decay_steps == default_decay_steps(before, optim)
-            if not movable or not kept.may_end_at(length, self._state["step"]):
-                length = kept.decay_steps or length
-            elif length != kept.decay_steps:
-                note = f"was {kept.decay_steps} and is {length} now"
-                self._note(f"optim.decay_steps, which no step depends on so far, {note}")
+            kept, train = values["optim"]["decay_steps"], values["train"]
+            default = default_decay_steps(self._total_steps(train["steps"], train["epochs"], epoch_size) or 0, optim)
+            before = optim.model_copy(update={"decay_steps": kept})
+            if kept != default or not before.may_end_at(length, self._state["step"]):
+                length = kept or length
+            elif length != kept:
+                self._note(f"optim.decay_steps, which no step depends on so far, was {kept} and is {length} now")
         self._set("optim", decay_steps=length)
 
     def _resolve_micro_batch(self) -> None:
