@@ -7,35 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpt2_ddp.api import evaluate, export_hf, generate, load_config, load_model, prepare, read_metrics, train
-    from gpt2_ddp.config.training import TrainingConfig
-    from gpt2_ddp.errors import UserError
+    from gpt2_ddp.api import evaluate, export_hf, generate, load_config, load_model, prepare, read_metrics, train  # noqa: F401
+    from gpt2_ddp.config.training import TrainingConfig  # noqa: F401
+    from gpt2_ddp.errors import UserError  # noqa: F401
 
-_HOMES = {
-    **dict.fromkeys(
-        ("evaluate", "export_hf", "generate", "load_config", "load_model", "prepare", "read_metrics", "train"), "api"
-    ),
-    "TrainingConfig": "config.training",
-    "UserError": "errors",
-}
-__all__ = [
-    "TrainingConfig",
-    "UserError",
-    "evaluate",
-    "export_hf",
-    "generate",
-    "load_config",
-    "load_model",
-    "prepare",
-    "read_metrics",
-    "train",
-]
+_API = ("evaluate", "export_hf", "generate", "load_config", "load_model", "prepare", "read_metrics", "train")
+_MODULES = {**dict.fromkeys(_API, "api"), "TrainingConfig": "config.training", "UserError": "errors"}
+__all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

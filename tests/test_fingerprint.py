@@ -10,10 +10,11 @@ import pytest
 from commands import expect_error
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import read_manifest, write_manifest
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.preparation import fingerprint
 from gpt2_ddp.preparation.fingerprint import RECORD
 from gpt2_ddp.preparation.prepare import prepare
+from gpt2_ddp.preparation.shard_writer import write_manifest
 
 
 @pytest.fixture

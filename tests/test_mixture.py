@@ -20,14 +20,14 @@ from runs import change, edit_manifest, edit_rows, permuted, reseal, rows, train
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, interleaved
-from gpt2_ddp.data.manifest import Manifest, read_manifest, write_manifest
+from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import MixedOrder, MixedWindows, Phase, normal, past, phases_of, read_manifests, recorded
 from gpt2_ddp.data.order import AHEAD, Order
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import Evaluation, mixed
-from gpt2_ddp.preparation.shard_writer import ShardWriter
+from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
 
 WINDOWS = [997, 300, 50]
 PHASES = [Phase(0, normal([0.7, 0.2, 0.1])), Phase(3000, normal([0, 0.5, 0.5])), Phase(5000, normal([0.3, 1, 1e-4]))]

@@ -11,8 +11,8 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.training import peaks
+from gpt2_ddp.training.meters import Throughput, peak_of_ranks
 from gpt2_ddp.training.peaks import PEAKS, peak_flops
-from gpt2_ddp.training.throughput import Throughput, peak_of_ranks
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,10 @@ from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, STATE
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, contiguous
-from gpt2_ddp.data.manifest import read_manifest, write_manifest
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.preparation.shard_writer import write_manifest
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
 from gpt2_ddp.reports.verify_config import check_end

@@ -20,19 +20,19 @@ from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.config.benchmark import BenchmarkConfig
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import MANIFEST, Manifest, write_manifest
+from gpt2_ddp.data.manifest import MANIFEST, Manifest
 from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, TOKENIZER_FILE, load_tokenizer
 from gpt2_ddp.distributed.launch import multiplies_bf16, pick_device
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.building import locked_output
-from gpt2_ddp.preparation.shard_writer import ShardWriter
+from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
+from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import peak_flops
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
-from gpt2_ddp.training.throughput import device_name
 
 BARE = "bare PyTorch loop"
 PRESET = "configs/gpt2_124m.yaml"

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small, write_atomically
+from gpt2_ddp.files import read_small
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 2**26
@@ -57,15 +57,17 @@ class Manifest:
     def hash(self) -> str:
         """SHA-256 of the tokens and the tokenizer, without source and recipe. Checkpoints hold it."""
         content = {key: value for key, value in asdict(self).items() if key not in ("source", "recipe")}
-        return _sha256(content | {"version": 1})  # pinned: saved checkpoints hold hashes that were made with this 1
+        return content_sha256(
+            content | {"version": 1}
+        )  # pinned: saved checkpoints hold hashes that were made with this 1
 
     @property
     def parts(self) -> dict[str, str]:
         """Contents of `hash` as text, by part: tokenizer, and each split."""
-        tokenizer = _sha256({"sha256": self.tokenizer_sha256, "eot": self.eot})
+        tokenizer = content_sha256({"sha256": self.tokenizer_sha256, "eot": self.eot})
         parts = {"tokenizer": f"{self.tokenizer} of {self.vocab_size:,} ids (hash {tokenizer[:16]})"}
         for split, shards in self.splits.items():
-            content = _sha256({"shards": [asdict(shard) for shard in shards]})
+            content = content_sha256({"shards": [asdict(shard) for shard in shards]})
             parts[f"{split} split"] = f"{self.tokens(split):,} tokens in {len(shards)} shards (hash {content[:16]})"
         return parts
 
@@ -92,23 +94,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise UserError("data", folder, _no_manifest(Path(folder))) from error
     except OSError as error:
         raise UserError("data", folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
-    return _parse(text, path)
+    return parse_manifest(text, path)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` atomically.
-
-    Raises:
-        UserError: the manifest is invalid, as when one shard is in both splits.
-    """
-    content = asdict(manifest)
-    content["sha256"] = _sha256(content)
-    text = json.dumps(content, indent=1) + "\n"
-    _parse(text.encode(), folder / MANIFEST)
-    write_atomically(folder / MANIFEST, text)
-
-
-def _parse(text: bytes, path: Path) -> Manifest:
+def parse_manifest(text: bytes, path: Path) -> Manifest:
+    """The manifest in the file `path`. Raises: UserError."""
     try:
         manifest = TypeAdapter(Manifest).validate_json(text, strict=True)
         content = json.loads(text)
@@ -120,7 +110,7 @@ def _parse(text: bytes, path: Path) -> Manifest:
             reason = f"{'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}"
         hint = f"is not a manifest of this version ({reason}); delete it and prepare the data again"
         raise UserError("data", path, hint) from error
-    if content.pop("sha256", None) != _sha256(content):
+    if content.pop("sha256", None) != content_sha256(content):
         hint = f"copy it again from where it is whole, or delete it and run {_index_command(path.parent)}"
         raise UserError("data", path, f"is not the manifest that was written: its own sha256 differs; {hint}")
     return manifest
@@ -144,7 +134,8 @@ def _check_consistent(manifest: Manifest) -> None:
             names.add(shard.file)
 
 
-def _sha256(content: dict[str, Any]) -> str:
+def content_sha256(content: dict[str, Any]) -> str:
+    """SHA-256 of `json.dumps(content, sort_keys=True)`, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -9,8 +9,8 @@ import torch
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import PEAKS, peak_flops
-from gpt2_ddp.training.throughput import device_name
 
 MEMORY = {
     "NVIDIA A10": 24,

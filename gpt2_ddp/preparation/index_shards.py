@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype, write_manifest
+from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype
 from gpt2_ddp.data.shards import read_header
 from gpt2_ddp.data.tokenizer import Tokenizer, encoding_names, load_tokenizer
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.preparation.shard_writer import write_manifest
 
 BLOCK_BYTES = 2**24
 

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest, token_dtype, write_manifest
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest, token_dtype
 from gpt2_ddp.data.shards import check_shard
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, encoding_names, load_tokenizer
 from gpt2_ddp.distributed.environment import usable_cores
@@ -26,6 +26,7 @@ from gpt2_ddp.preparation.building import locked_output
 from gpt2_ddp.preparation.encode import write_splits
 from gpt2_ddp.preparation.fingerprint import check_unchanged, record_source
 from gpt2_ddp.preparation.index_shards import index_shards
+from gpt2_ddp.preparation.shard_writer import write_manifest
 from gpt2_ddp.preparation.sources import Scan, describe, read_pieces, scan
 from gpt2_ddp.preparation.vocabulary import make_tokenizer, suitable_vocab_size
 

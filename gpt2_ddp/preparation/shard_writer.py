@@ -1,14 +1,16 @@
 """Writes token shards."""
 
+import json
 from concurrent.futures import Executor, Future
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
-from gpt2_ddp.data.manifest import HEADER_BYTES, Shard, token_dtype
+from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.distributed.workers import InlineExecutor
-from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file
+from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file, write_atomically
 
 
 class ShardWriter:
@@ -75,3 +77,16 @@ def _publish(temporary: Path, path: Path, tokens: int, size: int) -> Shard:
     shard = Shard(path.name, tokens, size, sha256_file(temporary))
     temporary.replace(path)
     return shard
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes `manifest.json` atomically.
+
+    Raises:
+        UserError: the manifest is invalid, as when one shard is in both splits.
+    """
+    content = asdict(manifest)
+    content["sha256"] = content_sha256(content)
+    text = json.dumps(content, indent=1) + "\n"
+    parse_manifest(text.encode(), folder / MANIFEST)
+    write_atomically(folder / MANIFEST, text)

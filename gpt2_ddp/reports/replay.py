@@ -33,10 +33,10 @@ from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train
+from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.progress import Outcome
 from gpt2_ddp.training.resume import check_resumable
 from gpt2_ddp.training.task import Due, Task
-from gpt2_ddp.training.throughput import device_name
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
 """What is a sum over ranks, in some order."""

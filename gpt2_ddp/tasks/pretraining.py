@@ -28,9 +28,9 @@ from gpt2_ddp.model.evaluate import evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.tasks.corpus import check_same_data, open_corpus, prepare_missing_data
+from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
-from gpt2_ddp.training.throughput import device_name
 
 if TYPE_CHECKING:
     from gpt2_ddp.scoring.items import ItemSet

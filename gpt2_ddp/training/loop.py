@@ -15,12 +15,12 @@ from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.training.guard import Verdict
+from gpt2_ddp.training.meters import profile
 from gpt2_ddp.training.progress import Outcome, Pending, Scores
 from gpt2_ddp.training.rollback import roll_back, warn_of_bad_step
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import MakeTask
-from gpt2_ddp.training.throughput import profile
 
 
 @dataclass(frozen=True)

@@ -35,13 +35,12 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.losses import LossSum
+from gpt2_ddp.training.meters import LossSum, Throughput, device_name
 from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.progress import Outcome, Progress, Scores
 from gpt2_ddp.training.resume import resolve_start
 from gpt2_ddp.training.stop import Interrupted, StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task
-from gpt2_ddp.training.throughput import Throughput, device_name
 
 SLOW_DISK = 20e6
 """Bytes per second of the slowest disk for checkpoints, in timeouts."""

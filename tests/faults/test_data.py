@@ -18,12 +18,13 @@ from runs import edit_manifest
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import shards as hashes
-from gpt2_ddp.data.manifest import MANIFEST, read_manifest, write_manifest
+from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.data.shards import RECORD, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.index_shards import index_shards
+from gpt2_ddp.preparation.shard_writer import write_manifest
 
 SHARDS = ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
 
