@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
-from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError
 
 if TYPE_CHECKING:
@@ -269,6 +268,11 @@ class Feed:
             yield MicroBatch(rows, len(part), last=number == len(shares))
 
     def _load(self, accelerator: Accelerator, position: int) -> Iterator[tuple[tuple[Tensor, ...], np.ndarray]]:
+        context = None
+        if self._workers:
+            from gpt2_ddp.distributed.workers import worker_context  # only loader workers need it
+
+            context = worker_context()
         prepared = prepare_loader(
             accelerator,
             _Positions(self.source, self.order),
@@ -276,7 +280,7 @@ class Feed:
             even_batches=False,
             num_workers=self._workers,
             prefetch_factor=4 if self._workers else None,
-            multiprocessing_context=worker_context() if self._workers else None,
+            multiprocessing_context=context,
         )
         self._end_loading = prepared.end
         return iter(prepared)
