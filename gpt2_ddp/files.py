@@ -135,18 +135,15 @@ def _error(number: int, text: str = "") -> OSError:
 
 
 def fsync_file(path: Path) -> None:
-    """Waits until the file's data are on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def fsync_folder(folder: Path) -> None:
-    """Waits until the names of the folder's files are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Waits until a file's data, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+fsync_folder = fsync_file
 
 
 def sha256_file(path: Path) -> str:

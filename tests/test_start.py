@@ -28,7 +28,7 @@ HEAVY = (
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
 UNUSED = (
     *("config.jobs", "config.tools", "data.encode", "data.prepare", "data.sources", "data.vocabulary", "model.memory"),
-    *("reports", "run.trackers", "scoring", "tasks.initial_weights", "tasks.micro_batch"),
+    *("distributed.workers", "reports", "run.trackers", "scoring", "tasks.initial_weights", "tasks.micro_batch"),
 )
 """Modules and folders of this package that a training on prepared data loads only where they are switched on."""
 LINES, MODULES = 7_300, 64

@@ -4,9 +4,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, PositiveInt, TypeAdapter, ValidationError, field_validator
 
 from gpt2_ddp.config.base import Section, Tasks
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
@@ -17,12 +17,23 @@ MOST_SOURCES = 32
 """Most sources of a mixture: with more, the largest could not have its share of every block."""
 
 
-def _number_or(kinds: Any, value: object, what: str) -> object:
-    """The value, if it is a number of at least 1 or of these kinds. Raises one ValueError for all kinds."""
-    with suppress(ValidationError):
-        TypeAdapter(PositiveInt | kinds).validate_python(value)  # pyright: ignore
-        return value
-    raise ValueError(f"should be {what}")
+def _number_or(kinds: Any, hint: str) -> BeforeValidator:
+    """A check for numbers of at least 1 and these kinds, with one error for all of them."""
+
+    def check(value: object) -> object:
+        with suppress(ValidationError):
+            TypeAdapter(PositiveInt | kinds).validate_python(value)  # pyright: ignore
+            return value
+        raise ValueError(f"should be {hint}")
+
+    return BeforeValidator(check)
+
+
+Auto = Literal["auto"]
+Windows = Annotated[int | Auto, _number_or(Auto, "a number of windows, at least 1, or auto")]
+Tokens = Annotated[
+    int | Auto | None, _number_or(Auto | None, "a number of tokens, at least 1, or auto, or null for all of them")
+]
 
 
 class Phase(Section):
@@ -171,11 +182,11 @@ class TrainConfig(LoopConfig):
     """passes over the training split; takes the place of steps when set"""
     global_batch_tokens: int = Field(default=524_288, ge=1)
     """tokens per optimizer step over all processes; a multiple of block_size times the number of processes"""
-    micro_batch_size: int | Literal["auto"] = 16
+    micro_batch_size: Windows = 16
     """windows per forward pass and process, at most: the largest divisor of the rank's share is taken; auto: what a
     GPU's memory holds, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a run keeps its own on as
     many devices of the same kind"""
-    loss_chunk: int | Literal["auto"] | None = "auto"
+    loss_chunk: Tokens = "auto"
     """tokens whose logits are in memory at a time, while the loss of the others waits; null: all of the micro-batch;
     auto: 8,192 on GPUs, all on CPUs"""
     activation_checkpointing: bool = False
@@ -187,24 +198,13 @@ class TrainConfig(LoopConfig):
     """run folder or checkpoint that a new run goes on from at its step: weights, optimizer state and place in the data
     are taken along; learning rate, schedule and the optimizer's settings may be others"""
 
-    @field_validator("micro_batch_size", mode="before")
-    @classmethod
-    def _windows_or_auto(cls, value: object) -> object:
-        return _number_or(Literal["auto"], value, "a number of windows, at least 1, or auto")
-
-    @field_validator("loss_chunk", mode="before")
-    @classmethod
-    def _tokens_or_auto(cls, value: object) -> object:
-        kinds = Literal["auto"] | None
-        return _number_or(kinds, value, "a number of tokens, at least 1, or auto, or null for all of them")
-
 
 class EvalConfig(Section):
     """Validation during training"""
 
     every: int = Field(default=250, ge=1)
     """steps between evaluations; the first and the last step are always evaluated"""
-    tokens: int | Literal["auto"] | None = "auto"
+    tokens: Tokens = "auto"
     """validation tokens per evaluation, evenly spread over the split and the same each time; auto: 6% of those trained
     on between two evaluations, at least 16 windows, settled when the run starts; null: all of them"""
     patience: int | None = Field(default=None, ge=1)
@@ -220,12 +220,6 @@ class EvalConfig(Section):
     weights: tuple[float, ...] = ()
     """several folders in data.path: how much each one's loss counts in val_loss, which decides the best, like 0 0 1;
     none: as in data.weights"""
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _a_number_or_a_word(cls, value: object) -> object:
-        kinds = Literal["auto"] | None
-        return _number_or(kinds, value, "a number of tokens, at least 1, or auto, or null for all of them")
 
 
 class CheckpointConfig(KeepConfig):

@@ -1,4 +1,4 @@
-"""Worker processes of loaders and pools: signals do not end them, only their parent does. No torch."""
+"""Worker processes of loaders and pools; only their parent ends them, signals do not. No torch."""
 
 import copy
 import multiprocessing
@@ -19,38 +19,36 @@ from gpt2_ddp.distributed.signals import SIGNALS, block_signals, start_resource_
 
 T = TypeVar("T")
 
-LEAVE_SECONDS = 0.2
-"""How long a worker that was told to end may take: it holds nothing that is worth more."""
+LEAVE_SECONDS = 0.2  # longest wait for the end of a worker
 
 
 class _Worker(BaseProcess):
-    """A process that signals do not end: those to the process group must not, before its parent has heard them. It ends
-    when its parent says so (`terminate`), and with its parent."""
+    """A process that ends with its parent or by `terminate`; signals are blocked, since the parent handles them."""
 
     def start(self) -> None:
-        """Starts it with signals blocked, and the pipe by which `terminate` tells it to end."""
-        self._told, tell = multiprocessing.Pipe(duplex=False)
+        """Starts the process with signals blocked, and a pipe for `terminate`."""
+        self._end, sender = multiprocessing.Pipe(duplex=False)
         with block_signals():
             super().start()
-        self._told.close()
+        self._end.close()
 
         def terminate() -> None:
             with suppress(OSError):  # it has ended
-                tell.send(None)
+                sender.send(None)
 
-        # also what ends it when the interpreter exits; SIGTERM is blocked, and of a SIGKILL torch makes an error
+        # multiprocessing calls this at exit, too. SIGTERM is blocked, and torch reports a SIGKILL as an error
         self._popen.terminate = terminate  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(self) -> None:
-        """What it was made for, beside a thread that ends it."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a fork server's child is born without
-        threading.Thread(target=self._end_when_told, name="end when told", daemon=True).start()
+        """Runs the target, and a thread that ends the process."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # children of a fork server do not inherit the mask
+        threading.Thread(target=self._wait_for_end, name="wait for end", daemon=True).start()
         super().run()
 
-    def _end_when_told(self) -> None:
+    def _wait_for_end(self) -> None:
         parent = multiprocessing.parent_process()
         assert parent is not None
-        wait([self._told, parent.sentinel])
+        wait([self._end, parent.sentinel])
         os._exit(0)
 
     def join(self, timeout: float | None = None) -> None:
@@ -58,14 +56,14 @@ class _Worker(BaseProcess):
 
 
 class _DefaultWorker(_Worker, multiprocessing.Process):
-    """Started as this process's own children usually are."""
+    """A worker by the default start method."""
 
 
 class _SpawnedWorker(_Worker, SpawnProcess):
-    """In a fresh interpreter, which does not run the user's script again: what helpers call is of modules."""
+    """A worker in a fresh interpreter, which does not import the user's script."""
 
     def start(self) -> None:
-        """Starts it without this process's main module, which it would import otherwise."""
+        """Starts the process without this one's main module, which it would import otherwise."""
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
             super().start()
@@ -74,11 +72,10 @@ class _SpawnedWorker(_Worker, SpawnProcess):
 
 
 def worker_context(method: str | None = None) -> BaseContext:
-    """A multiprocessing context for a loader's or a pool's workers: signals do not end them, only this process and its
-    end do.
+    """A multiprocessing context for the workers of a loader or a pool.
 
     Args:
-        method: `spawn`, or None for the usual one.
+        method: `spawn`, or None for the default start method.
     """
     if method == "spawn":
         start_resource_tracker()
@@ -89,8 +86,7 @@ def worker_context(method: str | None = None) -> BaseContext:
 
 @contextmanager
 def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """A pool of helper processes in fresh interpreters. Where something is raised inside, what they are at does not
-    matter any more, and they end at once."""
+    """A pool of worker processes in fresh interpreters. An exception inside ends the workers at once."""
     pool = ProcessPoolExecutor(workers, mp_context=worker_context("spawn"))
     try:
         yield pool
@@ -104,17 +100,17 @@ def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 class InlineExecutor(Executor):
-    """Does in this process, at once, what a pool would do in others."""
+    """An executor that runs functions in this process at once."""
 
     def submit(self, function: Callable[..., T], /, *arguments: Any, **options: Any) -> Future[T]:
-        """A future that has its result already; what is raised is raised."""
+        """A completed future. Raises the function's exception."""
         future: Future[T] = Future()
         future.set_result(function(*arguments, **options))
         return future
 
 
 def run_in_worker(function: Callable[..., T], *arguments: Any) -> T:
-    """What `function`, of a module, returns in a helper process: there it can be interrupted also where it computes for
-    long without coming to Python, and its memory goes with it."""
+    """The result of a module's function in a worker process, which signals can interrupt during long C calls, and which
+    frees its memory."""
     with worker_pool(1) as pool:
         return pool.submit(function, *arguments).result()
