@@ -271,7 +271,8 @@ def checkpoint(tmp_path_factory):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
     config = TrainingConfig.model_validate({"model": shape, "train": {"steps": 1}})
     model = GPT(config.model, vocab_size)
-    state = {"tokenizer": "tokenizer.json", "vocab_size": vocab_size, "best_evaluation": [1, 2.5, 100, 1]}
+    state = {"kind": "gpt2", "tokenizer": "tokenizer.json", "vocab_size": vocab_size}
+    state["best_evaluation"] = [1, 2.5, 100, 1]
     optimizer = torch.optim.AdamW(model.parameters())
     moments = optimizer_state(model, optimizer)
     for step in (1, 2):
