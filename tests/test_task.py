@@ -148,7 +148,7 @@ def test_a_bad_gradient_is_skipped(tmp_path):
 
 
 def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):
-    """Its means are of all steps since the row before; a stop in it leaves it pending."""
+    """Its means are of all steps since the row before, over a stop too."""
     config = LettersConfig(output_dir=str(tmp_path), run_name="run", steps=12)
     assert run_ranks(letters, 1, config, (5, signal.SIGTERM), 0, Quiet) == ["stopped"]
     assert run_ranks(letters, 1, config, (0, 0), 0, Quiet) == ["completed"]

@@ -191,10 +191,11 @@ class RunFolder:
         self.write_status(outcome, step, reason)
 
     def record_completed(self, step: int, rollbacks: int, chain: str | None, reason: str) -> None:
-        """Records the end of a complete run whose last process was killed before it could."""
+        """Prunes the checkpoints and records the end of a complete run whose last process could not."""
         lines = read_lines(self.path / METRICS)
         if not lines or lines[-1].torn or (lines[-1].row or {}).get("event") != "end":
             self.cut_rows(step, rollbacks, chain)
+            self.checkpoints.prune(step)
             there = list_checkpoints(self.checkpoints.folder)
             self.append(METRICS, {"event": "checkpoint", **checkpoint_ref(there[-1]), "kept": steps_of(there)})
             self.record_end("completed", step, reason)

@@ -19,13 +19,14 @@ from disk import interpose, refuse
 from ranks import in_turn, run_ranks, start_ranks
 from runs import rows, train, training_config
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, verify
+from gpt2_ddp.checkpoint.checkpoint import MODEL, list_checkpoints, steps_of, verify
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.training import TrainingConfig
 
 FURTHER = {"train.steps": 7, "optim.decay_steps": 10, "eval.every": 100, "tracking.sample_every": 5}
 FURTHER |= {"checkpoint.every": 3, "checkpoint.keep_last": 1}
-FAST = ("write checkpoints/.step-N.tmp/model.safetensors", "write metrics.jsonl", "rename checkpoints/.step-N.tmp")
+FAST = ("write checkpoints/.step-N.tmp/model.safetensors", "write metrics.jsonl")
+FAST += ("rename checkpoints/.step-N.tmp", "rename checkpoints/step-N")
 
 HARMLESS = ("mkdir checkpoints",)  # it is there already
 
@@ -81,7 +82,7 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
 
 
 def left_behind(run: Path) -> list[str]:
-    return [str(file) for file in run.rglob(".*") if file.name not in (".lock", ".saved")]
+    return [str(file) for file in run.rglob(".*") if file.name != ".lock"]
 
 
 def ended(run: Path) -> tuple[list[Any], bytes, list[str]]:
@@ -203,7 +204,7 @@ def expect_full(found: list[tuple[int, str]], run: Path, *words: str) -> None:
 
 
 def steps(run: Path) -> list[int]:
-    return [int(place.name[5:]) for place in list_checkpoints(run / "checkpoints")]
+    return steps_of(list_checkpoints(run / "checkpoints"))
 
 
 WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps": 15}
@@ -211,11 +212,12 @@ WIDE = {"model.n_embd": 64, "model.n_layer": 2, "eval.every": 100, "train.steps"
 
 @pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk, background):
-    """A checkpoint takes 1.6 MB: the second does not fit, and the first one stays; with room, the same command ends."""
+    """A checkpoint takes 1.6 MB: the second does not fit, and the first stays, as does the small one of step 0. With
+    room, the same command ends."""
     config = training_config(corpus, small_disk, WIDE | {"checkpoint.background": background})
     arguments, run = write_config(tmp_path, config), small_disk / "run"
     expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "make room")
-    assert steps(run) == [5]
+    assert steps(run) == [0, 5]
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)
     assert code == 0, said

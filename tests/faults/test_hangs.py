@@ -65,7 +65,7 @@ def faulty(config: JobConfig, folder: Path, stage: str, victim: int, fault: Call
         "data": (Feed, "next_step", STEP),
         "forward/backward": (Supervised, "loss", STEP + (os.environ.get("WORLD_SIZE", "1") != "1")),  # settling is one
         "evaluate": (Supervised, "evaluate", 2),
-        "save": (Run, "capture", 2),
+        "save": (Run, "snapshot", 2),
     }
     place, name, at = places[stage]
     sick = range(at, at + (5 if fault is slow else 1))
