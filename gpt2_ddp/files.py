@@ -99,19 +99,6 @@ def _pieces(buffers: Iterable[Any]) -> Iterator[bytearray | memoryview]:
     yield small
 
 
-def check_writable(output: str) -> None:
-    """Raises UserError if the file `output` cannot be written; for use before long work. Existing files stay as they
-    are."""
-    path = Path(output)
-    try:
-        is_new = not path.exists()
-        path.open("ab").close()
-        if is_new:
-            path.unlink()
-    except OSError as error:
-        raise UserError("output", output, f"cannot be written ({error.strerror}); name another file") from error
-
-
 def check_can_make(folder: Path) -> None:
     """Raises the OSError that making this folder, or a file in it, would raise; makes nothing."""
     for place in (folder.absolute(), *folder.absolute().parents):

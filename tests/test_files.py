@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gpt2_ddp.config.tools import check_writable
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_writable, write_atomically, writing
+from gpt2_ddp.files import write_atomically, writing
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed, contiguous
+from gpt2_ddp.data.feed import Feed
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
@@ -31,6 +31,7 @@ from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_order import Records, replay_order
 from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.resume import check_resumable

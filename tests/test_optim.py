@@ -337,7 +337,7 @@ def test_a_schedule_that_ends_within_a_twentieth_of_its_last_rate_needs_no_note(
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_numbers_that_an_optimizer_keeps(name):
-    from gpt2_ddp.model.optim import state_numbers
+    from gpt2_ddp.model.memory import state_numbers
 
     config, model = OptimConfig(name=name), GPT(TINY, 100)
     optimizer = build_optimizer(model, config)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
-from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
+from gpt2_ddp.data.feed import Feed, MicroBatch
+from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
 

@@ -15,7 +15,7 @@ from runs import change, edit_rows, expect_defect, job_config, reseal, train, tr
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, STATE
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed, contiguous
+from gpt2_ddp.data.feed import Feed
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
@@ -25,6 +25,7 @@ from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
 from gpt2_ddp.reports.verify_config import check_end
 from gpt2_ddp.reports.verify_order import OrderReplay, Records, in_parts, replay_order
 from gpt2_ddp.reports.verify_rows import read_metrics
+from gpt2_ddp.tasks.supervised import contiguous
 
 
 @pytest.fixture

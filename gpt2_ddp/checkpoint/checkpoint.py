@@ -12,7 +12,6 @@ import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -225,16 +224,6 @@ def steps_of(checkpoints: list[Path]) -> list[int]:
 def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
     """A checkpoint's step and the SHA-256 of its manifest, for rows."""
     return {"step": int(checkpoint.name[5:]), "sha256": sha256_file(checkpoint / MANIFEST)}
-
-
-@contextmanager
-def still_there(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raises: UserError if a file of a verified checkpoint was removed since."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        hint = "is gone; a run that goes on removes old checkpoints: give the same command again"
-        raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
 def newest_intact(

@@ -164,11 +164,8 @@ class Metrics:
                 self.print(f"warning: the {what} failed ({reason}); the training goes on without it")
             return None
 
-    def close(self) -> None:
-        """Ends the progress bar."""
+    def close(self, failed: bool = False) -> None:
+        """Ends the progress bar and, unless the run failed, the trackers."""
         self._bar.close()
-
-    def finish(self) -> None:
-        """Ends the trackers."""
-        if self.trackers:
+        if self.trackers and not failed:
             self.trackers.finish()

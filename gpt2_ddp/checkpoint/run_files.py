@@ -22,14 +22,6 @@ from gpt2_ddp.files import free_name, fsync_file, writing
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 
 
-def read_status(folder: Path) -> dict[str, Any]:
-    """The content of status.json; empty if it is missing or damaged."""
-    with suppress(OSError, ValueError):
-        found = json.loads((folder / STATUS).read_bytes())
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
 def is_locked(folder: Path) -> bool:
     """Whether a trainer has locked the run folder. Not for the trainer itself, which this would unlock."""
     try:

@@ -20,13 +20,12 @@ from gpt2_ddp.cluster.estimate import network_notes
 from gpt2_ddp.cluster.meeting import RankEnv, connect
 from gpt2_ddp.cluster.roll_call import NodeInfo, format_ranks, gather_facts, rendezvous
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.tools import CheckClusterConfig
+from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import is_main_process, world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
 from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_writable
 
 WARM_UP = 3
 """All-reduces of a size before it is timed: the first opens connections."""

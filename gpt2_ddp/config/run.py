@@ -142,11 +142,6 @@ class RunConfig(Command):
         return getattr(self.checkpoint, "save_optimizer", True)
 
     @property
-    def loader_workers(self) -> int:
-        """Loader processes per rank: `data.workers`."""
-        return getattr(getattr(self, "data", None), "workers", 0)
-
-    @property
     def eval_patience(self) -> int | None:
         """Evaluations without a new lowest val_loss after which the run ends: `eval.patience`."""
         return getattr(getattr(self, "eval", None), "patience", None)

@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Tasks
+from gpt2_ddp.errors import UserError
 
 
 class PrepareConfig(Command):
@@ -268,3 +269,16 @@ class LabConfig(Command):
     """file for the table: .html is a page with the lessons and their code, .json has every number; or else markdown"""
     explain: str | None = None
     """name of an experiment: print its lesson, and the code of both ways, and measure nothing"""
+
+
+def check_writable(output: str) -> None:
+    """Raises UserError if the file `output` cannot be written; for use before long work. Existing files stay as they
+    are."""
+    path = Path(output)
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise UserError("output", output, f"cannot be written ({error.strerror}); name another file") from error

@@ -8,7 +8,6 @@ The feed compares each delivered batch with the order.
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -155,7 +154,7 @@ class Feed:
         self.ended_epoch = False
         self.skipped_ranges: list[tuple[int, int]] = []
         self.waited = 0.0
-        self._accelerator, self._by_epoch, self._workers = accelerator, by_epoch, workers
+        self._accelerator, self._by_epoch, self.workers = accelerator, by_epoch, workers
         self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
         self._end_loading: Callable[[], None] = lambda: None
         self._first: MicroBatch | None = None
@@ -269,11 +268,11 @@ class Feed:
 
     def _load(self, accelerator: Accelerator, position: int) -> Iterator[tuple[tuple[Tensor, ...], np.ndarray]]:
         options: dict[str, Any] = {}
-        if self._workers:
+        if self.workers:
             from gpt2_ddp.distributed.workers import worker_context
 
             context = worker_context()
-            options = {"num_workers": self._workers, "prefetch_factor": 4, "multiprocessing_context": context}
+            options = {"num_workers": self.workers, "prefetch_factor": 4, "multiprocessing_context": context}
         prepared = prepare_loader(
             accelerator,
             _Positions(self.source, self.order),
@@ -332,23 +331,6 @@ def interleaved(processes: int, batch: int) -> Shares:
         return [parts[first : first + processes] for first in range(0, len(parts), processes)]
 
     return share
-
-
-def contiguous(processes: int, largest: int) -> Shares:
-    """Shares of one range per rank, in micro-batches of at most `largest` items. Ranges differ by at most one item, and
-    so do a rank's micro-batches; in a short step they may be empty."""
-
-    def share(n: int) -> list[list[range]]:
-        parts = ceil(ceil(n / processes) / largest)
-        ranks = [_split(part, parts) for part in _split(range(n), processes)]
-        return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]
-
-    return share
-
-
-def _split(whole: range, parts: int) -> list[range]:
-    ends = [len(whole) * part // parts for part in range(parts + 1)]
-    return [whole[start:stop] for start, stop in pairwise(ends)]
 
 
 def split_batch(global_windows: int, processes: int, micro_batch_size: int) -> int:

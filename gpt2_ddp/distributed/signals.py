@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -118,28 +117,6 @@ def install_handlers(answer: Handler, last: bool = True) -> Callable[[], None]:
 def is_second_interrupt(number: int) -> bool:
     """Whether a signal is a SIGINT that follows another signal and is no echo of it."""
     return number == signal.SIGINT and time.monotonic() > _state.asked_at + ECHO_SECONDS
-
-
-@contextmanager
-def block_signals() -> Iterator[None]:
-    """Blocks the three signals in processes that are started inside, until they call `unblock_signals`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def start_resource_tracker() -> None:
-    """Starts multiprocessing's resource tracker with signals blocked: a SIGUSR1 to the process group would end it. Call
-    this before `block_signals`, which the start would undo."""
-    with block_signals():
-        resource_tracker.ensure_running()
-
-
-def unblock_signals() -> None:
-    """Unblocks the signals of this process; pending ones are delivered."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

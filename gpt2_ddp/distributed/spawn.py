@@ -19,13 +19,12 @@ from typing import TypeVar
 from gpt2_ddp.distributed.environment import STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
 from gpt2_ddp.distributed.signals import (
+    SIGNALS,
     Stopped,
-    block_signals,
     exit_on_signal,
     install_handlers,
-    start_resource_tracker,
-    unblock_signals,
 )
+from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
@@ -196,3 +195,8 @@ def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def unblock_signals() -> None:
+    """Unblocks the signals of this process; pending ones are delivered."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, TypeVar
 
-from gpt2_ddp.distributed.signals import SIGNALS, block_signals, start_resource_tracker
+from gpt2_ddp.distributed.signals import SIGNALS
 
 T = TypeVar("T")
 
@@ -82,6 +83,23 @@ def worker_context(method: str | None = None) -> BaseContext:
     context = copy.copy(multiprocessing.get_context(method or multiprocessing.get_start_method()))
     context.Process = _SpawnedWorker if method == "spawn" else _DefaultWorker  # pyright: ignore[reportAttributeAccessIssue]
     return context
+
+
+@contextmanager
+def block_signals() -> Iterator[None]:
+    """Blocks the three signals in processes that are started inside, until they call `unblock_signals`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_resource_tracker() -> None:
+    """Starts multiprocessing's resource tracker with signals blocked: a SIGUSR1 to the process group would end it. Call
+    this before `block_signals`, which the start would undo."""
+    with block_signals():
+        resource_tracker.ensure_running()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors, still_there
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
@@ -20,7 +20,7 @@ from gpt2_ddp.files import sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
 from gpt2_ddp.tasks.checkpoints import note_best
-from gpt2_ddp.tasks.trained_model import find_gpt, load_model
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
 
 TRAINING = "training.yaml"
 """The configuration that the run was trained with."""

@@ -10,11 +10,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
-from gpt2_ddp.config.tools import LabConfig
+from gpt2_ddp.config.tools import LabConfig, check_writable
 from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.spawn import start_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_writable
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.lab.lessons import choose, explain
 from gpt2_ddp.lab.table import Row, as_json, as_markdown, as_page

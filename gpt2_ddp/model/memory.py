@@ -7,10 +7,12 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from torch import nn
+
+from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.data.feed import divisors
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
-from gpt2_ddp.model.optim import state_numbers
+from gpt2_ddp.model.optim import muon_matrices
 
 HEAP = 2**25
 """Smallest freed block, in bytes, that glibc returns to the system at once; it keeps smaller ones."""
@@ -231,3 +233,9 @@ def estimate(setting: Setting) -> Memory:
         parts["freed, and kept by the allocator"] = highest - heap[moment]
     copied = setting.parameters + setting.state if setting.background else setting.vocab_size * setting.model.n_embd
     return Memory(peaks[moment], moment, peaks, parts, 0.0 if setting.kind == "cpu" else 4.0 * copied)
+
+
+def state_numbers(model: nn.Module, config: OptimConfig) -> int:
+    """Size of the optimizer state, in numbers: two per parameter, one per element of Muon's matrices."""
+    muon = sum(matrix.numel() for matrix in muon_matrices(model, config))
+    return 2 * sum(parameter.numel() for parameter in model.parameters()) - muon

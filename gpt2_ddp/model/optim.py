@@ -47,12 +47,6 @@ def muon_matrices(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
     return sorted(matrices, key=Tensor.numel, reverse=True)
 
 
-def state_numbers(model: nn.Module, config: OptimConfig) -> int:
-    """Size of the optimizer state, in numbers: two per parameter, one per element of Muon's matrices."""
-    muon = sum(matrix.numel() for matrix in muon_matrices(model, config))
-    return 2 * sum(parameter.numel() for parameter in model.parameters()) - muon
-
-
 def lr_at(step: int, config: OptimConfig) -> float:
     """Learning rate of optimizer step `step`; the first step is 1.
 

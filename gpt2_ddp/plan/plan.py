@@ -25,8 +25,7 @@ from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import what_pays
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.memory import CUDA_BASE, Memory, estimate, pick_micro_batch, setting_of
-from gpt2_ddp.model.optim import state_numbers
+from gpt2_ddp.model.memory import CUDA_BASE, Memory, estimate, pick_micro_batch, setting_of, state_numbers
 from gpt2_ddp.plan.cost import Count, Disk, Rate, assumed_rate, count, disk, divides, seconds
 from gpt2_ddp.plan.machine import Machine, find_machine
 from gpt2_ddp.plan.measure import Measured, base_memory, measure

@@ -1,11 +1,14 @@
 """What a run was: its configuration, its id and its data, wherever they were written down. And how it ended."""
 
+import json
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import STATE, Checkpoint
-from gpt2_ddp.checkpoint.run_files import CONFIG, SAMPLES, STATUS, is_rollback, read_lines, read_status
+from gpt2_ddp.checkpoint.run_files import CONFIG, SAMPLES, STATUS, is_rollback, read_lines
 from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -135,3 +138,11 @@ def check_end(run: Path, rows: Records, states: Records) -> Iterator[str]:
         elif not is_rollback(line.row) and not before <= step <= end:
             yield f"{place}: is of step {step}, after step {before} of a run of {end} steps"
         before = step if type(step) is int else before
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    """The content of status.json; empty if it is missing or damaged."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / STATUS).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}

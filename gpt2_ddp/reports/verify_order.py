@@ -11,10 +11,11 @@ from gpt2_ddp.checkpoint.run_files import is_event, is_rollback, valid_rows
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed, contiguous
+from gpt2_ddp.data.feed import Feed
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.data.mixture import MixedOrder, order_of
 from gpt2_ddp.data.shards import count_windows
+from gpt2_ddp.tasks.supervised import contiguous
 
 Record = dict[str, Any]
 Records = dict[str, Record]

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
@@ -23,7 +23,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator, pick_device
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_writable, read_small, writing
+from gpt2_ddp.files import read_small, writing
 from gpt2_ddp.model.evaluate import Evaluation, evaluate, mixed
 from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT

@@ -12,10 +12,10 @@ import torch
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.tools import PredictConfig
+from gpt2_ddp.config.tools import PredictConfig, check_writable
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import check_writable, write_atomically, writing
+from gpt2_ddp.files import write_atomically, writing
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.images.augment import normalise
 from gpt2_ddp.tasks.images.decode import decode_image

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, broadcast_tensors
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, MicroBatch, contiguous
+from gpt2_ddp.data.feed import Feed, MicroBatch, Shares
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError, truncate
@@ -170,6 +171,23 @@ def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int
         evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
         save=last or (ended_epoch and epochs % config.checkpoint.save_every == 0),
     )
+
+
+def contiguous(processes: int, largest: int) -> Shares:
+    """Shares of one range per rank, in micro-batches of at most `largest` items. Ranges differ by at most one item, and
+    so do a rank's micro-batches; in a short step they may be empty."""
+
+    def share(n: int) -> list[list[range]]:
+        parts = math.ceil(math.ceil(n / processes) / largest)
+        ranks = [_split(part, parts) for part in _split(range(n), processes)]
+        return [list(micro_batch) for micro_batch in zip(*ranks, strict=True)]
+
+    return share
+
+
+def _split(whole: range, parts: int) -> list[range]:
+    ends = [len(whole) * part // parts for part in range(parts + 1)]
+    return [whole[start:stop] for start, stop in pairwise(ends)]
 
 
 def score_job(

@@ -1,14 +1,17 @@
 """A trained GPT and its tokenizer, from a checkpoint."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint, find_checkpoint, fit_weights, still_there
+from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint, find_checkpoint, fit_weights
 from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT, without_init
 
 
@@ -46,3 +49,13 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     with still_there(checkpoint):
         weights = load_file(checkpoint.path / MODEL)
     fit_weights(weights, model, checkpoint.path)
+
+
+@contextmanager
+def still_there(checkpoint: Checkpoint) -> Iterator[None]:
+    """Raises: UserError if a file of a verified checkpoint was removed since."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        hint = "is gone; a run that goes on removes old checkpoints: give the same command again"
+        raise UserError("checkpoint", checkpoint.path, hint) from error

@@ -116,9 +116,8 @@ class Run(Progress):
             self._record_failure(error)
         if self._is_started:
             self.stop.restore_handlers()
-            self.metrics.close()
+            self.metrics.close(failed=error is not None)
             if not error:
-                self.metrics.finish()
                 self.accelerator.end_training()
         self.close()
 
@@ -126,13 +125,11 @@ class Run(Progress):
         """Reports an exception to the other ranks, to the user and in status.json. No checkpoint is saved: other ranks
         may be gone, and the newest checkpoint is good."""
         self.watchdog.failed(error)  # ends this process if another rank is to blame
-        if not self._is_started:
-            return
-        if isinstance(error, UserError) and not self.folder and not error.on_every_rank:  # unknown to the main process
-            print(f"error: rank {self.accelerator.process_index}: {error}", file=sys.stderr)
-        if self.folder:
+        if self._is_started and self.folder:
             with suppress(UserError):  # of a full disk: the first error matters
                 self.folder.write_status("failed", self.step, f"{type(error).__name__}: {error}")
+        elif self._is_started and isinstance(error, UserError) and not error.on_every_rank:  # only this rank has it
+            print(f"error: rank {self.accelerator.process_index}: {error}", file=sys.stderr)
 
     def close(self) -> None:
         """Unlocks the folder once nothing is written to it any more, and ends the watchdog."""
@@ -265,12 +262,11 @@ class Run(Progress):
         accelerator, task = self.accelerator, self.task
         shares = task.feed.share(task.feed.step_size)
         units = max(len(ranks[accelerator.process_index]) for ranks in shares) * task.units_per_item
-        return (
-            f"{self.config.run_name} {f'goes on from step {self.step}' if self.step else 'starts'}: "
-            f"{sum(map(Tensor.numel, self.parameters)):,} parameters, {accelerator.num_processes} x "
-            f"{accelerator.device.type}, precision {describe_precision(accelerator)}; "
-            f"a step is {len(shares)} x {units:,} {task.unit} per process"
-        )
+        begins = f"goes on from step {self.step}" if self.step else "starts"
+        count, kind = accelerator.num_processes, accelerator.device.type
+        what = f"{sum(map(Tensor.numel, self.parameters)):,} parameters, {count} x {kind}"
+        what += f", precision {describe_precision(accelerator)}"
+        return f"{self.config.run_name} {begins}: {what}; a step is {len(shares)} x {units:,} {task.unit} per process"
 
     def finish(self, outcome: Outcome) -> None:
         """Waits for the last save and records how training ended. Collective."""
@@ -373,7 +369,7 @@ class Run(Progress):
         good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
         timeout = (config.train.patience_seconds or TIMEOUT) + snapshot.bytes / SLOW_DISK
         wish, size = config.checkpoint.background, checkpoints.copy_bytes(snapshot)
-        if waits or not should_save_async(wish, size, self.accelerator.device.type, config.loader_workers):
+        if waits or not should_save_async(wish, size, self.accelerator.device.type, self.task.feed.workers):
             timeout = None
         checkpoints.save(snapshot, good, timeout)
 
