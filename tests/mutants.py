@@ -52,7 +52,7 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     ),
     "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
     "training/optimizer.py": (20, ["tests/test_optim.py", GUARD, "-k", STATISTICS]),
-    "training/rollback.py": (10, [GUARD, "tests/test_background.py", "tests/test_lineage.py", "-k", BACK]),
+    "training/rollback.py": (10, [GUARD, "tests/test_background.py", "tests/test_branch.py", "-k", BACK]),
     "checkpoint/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
     "checkpoint/checkpointer.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
     "model/evaluate.py": (
