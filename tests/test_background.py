@@ -48,7 +48,7 @@ def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     assert not behind.failed
 
 
-def test_after_each_step_a_late_writer_is_waited_for_and_a_failed_one_stops_the_run():
+def test_after_each_step_an_overdue_save_is_waited_for_and_a_failed_one_stops_the_run():
     """The watchdog still applies, and ends a run whose save hangs. The last save counts twice."""
     behind, gate, said = Background(), threading.Event(), []
     run: Any = SimpleNamespace(

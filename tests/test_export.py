@@ -130,7 +130,7 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
     assert "loss.png" not in body
 
 
-def test_a_checkpoint_of_the_first_release(tmp_path, little_text, monkeypatch):
+def test_a_recorded_checkpoint(tmp_path, little_text, monkeypatch):
     monkeypatch.chdir(GOLDEN.parent.parent)
     assert exported(GOLDEN / "gpt2_run", tmp_path / "made") == 0
     card = (tmp_path / "made" / "README.md").read_text()

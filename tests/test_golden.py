@@ -104,8 +104,8 @@ def test_trains_what_it_always_did(name: str, world: int, tmp_path: Path, reques
 
 
 @pytest.mark.parametrize(("name", "world"), every_world({name: case for name, (case, _) in RESUMED.items()}))
-def test_goes_on_with_a_run_of_the_first_trainers(name: str, world: int, tmp_path: Path) -> None:
-    """A run folder that an earlier version left, with the configuration found in it."""
+def test_resumes_a_recorded_run(name: str, world: int, tmp_path: Path) -> None:
+    """A run folder that was recorded halfway, with the configuration found in it."""
     case, further = RESUMED[name]
     if case.kind == "regression" and draws()["normals"] != RECORDED["draws"]["normals"]:
         pytest.skip("this machine draws other points than the run was started with")

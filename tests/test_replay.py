@@ -102,7 +102,7 @@ def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path) ->
         return [train.compile, vars(train)["micro_batch_size"]]
 
     assert settled(compile="model", micro_batch=2) == ["model", 2]
-    assert settled() == ["auto", "auto"], "an older release's run"
+    assert settled() == ["auto", "auto"], "its checkpoint does not have them"
     assert settled(compile="model", micro_batch=64, device="NVIDIA H200") == ["auto", "auto"]
     file.write_text(dump(training_config(corpus, tmp_path, {"train.compile": "off", "train.micro_batch_size": 4})))
     assert settled(compile="model", micro_batch=2) == ["off", 4], "it says so itself"

@@ -36,7 +36,7 @@ def evaluate(configs: list[dict]) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A run folder of the first release."""
+    """A recorded run folder."""
     return shutil.copytree(GOLDEN / "gpt2_run", tmp_path_factory.mktemp("runs") / "gpt2_run")
 
 

@@ -92,6 +92,8 @@ def train_loop(run: Run) -> Outcome:
                 if not roll_back(run):
                     return "diverged"
                 continue
+            if (every := run.config.guard.check_every) and run.step % every == 0:
+                run.check_replicas()
             due = task.due(run.step, last=run.step == run.steps)
             row = finite(_row(run, result)) if due.log or due.evaluate else {}
             run.pending = Pending(row, due.evaluate, due.sample)

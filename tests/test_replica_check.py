@@ -202,7 +202,7 @@ def flipped_in_training(config: TrainingConfig) -> str:
         return str(corrupted)
 
 
-@pytest.mark.parametrize("check_every", [None, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check_every", [None, 1])
 def test_a_training_ends_before_it_saves_what_was_flipped(corpus, tmp_path, check_every):
     changes = {"guard": {"check_every": check_every}, "optim.grad_clip": 0.0}
     config = training_config(corpus, tmp_path, changes)

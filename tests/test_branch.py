@@ -1,4 +1,5 @@
-"""A run that branches off another one goes on as that one would have, or under another schedule; both record it."""
+"""Branching: a new run continues another one's training, under the same schedule or another; both record it. And the
+schedule of a resumed run."""
 
 import json
 import math
