@@ -75,10 +75,11 @@ lock: $(VENV)/.installed  ## pin what the image has, for x86_64 and its Python; 
 	    --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate \
 	    --custom-compile-command "make lock" --output-file docker/requirements.lock $(ARGS)
 
-check: $(VENV)/.installed-dev  ## formatting, lint and types; edits nothing
+check: $(VENV)/.installed-dev  ## formatting, lint, types, and the core's size; edits nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/python tests/core_size.py
 
 format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff check --fix .

@@ -42,8 +42,8 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
         run.warm_up()
         for _ in range(2):
             train_step(run)
-            snapshot = run.state_dict()
-            run.load_state_dict(snapshot.copied({}) if snapshot else None)
+            snapshot = run.snapshot()
+            run.load(snapshot.copied({}) if snapshot else None)
         train_step(run)
     return found
 

@@ -170,7 +170,9 @@ def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     assert ("<th>class 4999</th>" in page, "<th>class 5000</th>" in page) == (True, False), "the second has no images"
     assert "The 1,000 with the lowest share of right ones, of 10,000." in page
     assert "<th>class 9</th><td>1</td><td>0.00%</td><td>class 7 (1)</td>" in page
-    (folder / "classes.json").write_text(json.dumps({"step": 3, "classes": ["a", "b"], "confusion": [[3, 1], [0, 0]]}))
+    (folder / "classes.json").write_text(
+        json.dumps({"step": 3, "classes": ["a", "b"], "confusion": [{"0": 3, "1": 1}, {}]})
+    )
     report(ReportConfig(runs=(str(runs / "kept/run"),)))
     page = (runs / "kept/run/report.html").read_text()
     assert "<th>a</th><td>4</td><td>75.00%</td><td>b (1)</td><td>3</td><td>1</td>" in page

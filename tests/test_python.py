@@ -38,7 +38,7 @@ def test_importing_the_package_imports_nothing_heavy(tmp_path):
 
 
 def test_every_public_name_is_there_and_says_what_it_is():
-    assert set(gpt2_ddp._HOMES) == set(gpt2_ddp.__all__)
+    assert set(gpt2_ddp._MODULES) == set(gpt2_ddp.__all__)
     for name in gpt2_ddp.__all__:
         assert getattr(gpt2_ddp, name).__doc__, name
     with pytest.raises(AttributeError, match="no attribute 'trian'"):

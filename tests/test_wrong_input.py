@@ -38,7 +38,11 @@ FLAGS = {
     "cuda without cuda": (["--train.device", "cuda"], "train.device = cuda", "not available"),
     "init_from nowhere": (["--train.init_from", "/no/place"], "train.init_from = /no/place", "no intact checkpoint"),
     "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "is not a folder"),
-    "missing recipe": (["--data.path", "/tmp/none", "--data.prepare", "no.yaml"], "--config = no.yaml", "No such file"),
+    "missing recipe": (
+        ["--data.path", "/tmp/none", "--data.prepare", "no.yaml"],
+        "data.prepare = no.yaml",
+        "No such file",
+    ),
 }
 
 

@@ -30,6 +30,7 @@ LARGEST = 2**16
 
 C = TypeVar("C", bound=Command)
 SCRIPT_OF_FIELD = {
+    "train.steps": "train_gpt2.py",
     "train.global_batch_tokens": "train_gpt2.py",
     "data.weight": "train_regression.py",
     "data.sequences": "train_transformer.py",

@@ -229,10 +229,6 @@ class ClassifierConfig(JobConfig):
         if any(width < 1 for width in self.model.hidden):
             yield "model.hidden", list(self.model.hidden), "every width should be at least 1"
 
-    @property
-    def loader_workers(self) -> int:
-        return self.data.workers if self.data.images else 0
-
     def may_change(self, name: str, before: Any, step: int) -> bool:
         decoding = name in ("data.memory_gb", "data.workers")  # where images are decoded, not which
         return decoding or super().may_change(name, before, step)

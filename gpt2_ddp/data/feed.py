@@ -164,8 +164,8 @@ class Feed:
         return {"position": self.position, "passed": list(self.skipped_ranges), "order_digest": self.order_digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`; other keys are ignored."""
-        self.seek(state["position"], state["order_digest"], state["passed"])
+        """Seeks to what `state_dict` returned. A missing field takes its default."""
+        self.seek(state.get("position", 0), state.get("order_digest", FIRST_DIGEST), state.get("passed", []))
 
     def seek(self, position: int, order_digest: str, skipped_ranges: list[tuple[int, int]]) -> None:
         """Moves to `position` in O(1)."""

@@ -153,10 +153,7 @@ def _classes(run: RunRecord) -> list[str]:
     if not run.classes:
         return []
     names = run.classes["classes"]
-    counts = [  # the first releases wrote whole rows
-        dict(enumerate(row)) if isinstance(row, list) else {int(other): count for other, count in row.items()}
-        for row in run.classes["confusion"]
-    ]
+    counts = [{int(other): count for other, count in row.items()} for row in run.classes["confusion"]]
     shares = {k: row.get(k, 0) / sum(row.values()) if any(row.values()) else 1.0 for k, row in enumerate(counts)}
     listed = sorted(sorted(shares, key=lambda k: shares[k])[:LISTED])
     shown = range(len(names)) if len(names) <= MATRIX else []

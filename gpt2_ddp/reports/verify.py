@@ -66,7 +66,7 @@ def _check(
     yield from _check_chain(rows, defects)
     wrong = damaged + list(check_checkpoints(run, config, rows, checkpoints))
     yield f"checkpoints: {len(states)}, every file as it was written, all that were kept", wrong
-    if any("chain" in row for row in rows.values()) and (loose := unconfirmed(rows, states)):
+    if loose := unconfirmed(rows, states):
         yield f"the last {loose} rows come after the newest checkpoint: nothing else confirms their chain yet", None
     wrong = check_configuration(settings, config, rows, checkpoints) + list(check_end(run, rows, states))
     yield "configuration: the same in config.yaml, starts and checkpoints, with one run id", wrong
@@ -91,8 +91,6 @@ def _check_chain(rows: Records, defects: list[str]) -> Iterator[Finding]:
     chains = [row["chain"] for row in rows.values() if "chain" in row]
     chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
     yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
-    if older := len(rows) - len(chains):
-        yield f"{older} lines of an older release have no chain: if some were altered or are missing, is unknown", None
 
 
 def _check_data(

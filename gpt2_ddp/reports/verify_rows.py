@@ -1,7 +1,7 @@
 """The rows of metrics.jsonl: are they all there, in their order, with the hashes that chain them?
 
-What should be there follows from the start that is in force: each session of a run begins with a row of its own, which
-holds its configuration. Rows of releases that wrote none can be held against their order, data and learning rate alone.
+What should be there follows from the start that is in force: each process of a run begins with a row of its own, which
+holds its configuration.
 """
 
 import math
@@ -34,7 +34,7 @@ def read_metrics(file: Path) -> tuple[Records, list[str]]:
     """The rows of metrics.jsonl, events among them, and what is wrong with their steps and their chain. A torn last
     line is what a kill leaves, and no defect."""
     rows: Records = {}
-    defects, before, chain = [], -1, None
+    defects, before, chain = [], -1, FIRST_CHAIN
     for line in read_lines(file):
         place = f"metrics.jsonl, line {line.number}"
         if line.torn:
@@ -47,11 +47,11 @@ def read_metrics(file: Path) -> tuple[Records, list[str]]:
             defects.append(f"{place}: step {row['step']} after step {before}")
         if not is_event(row) or is_rollback(row):
             before = row["step"]
-        if own is None and chain is not None:
-            defects.append(f"{place}: has no chain, and rows before it have one")
-        elif own != row.get("chain") or own not in (None, next_chain(chain or FIRST_CHAIN, text)):
+        if own is None:
+            defects.append(f"{place}: has no chain")
+        elif own != row.get("chain") or own != next_chain(chain, text):
             defects.append(f"{place}: its chain does not follow: this row was altered, or one before it is missing")
-        elif own is not None and chain is None and row.get("event") != "start":
+        elif not rows and row.get("event") != "start":
             defects.append(f"{place}: the chain of rows does not begin with a start")
         chain = own or chain
         rows[place] = row
