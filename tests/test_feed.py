@@ -28,7 +28,8 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.shard_writer import write_manifest
-from gpt2_ddp.tasks.supervised import contiguous
+from gpt2_ddp.reports.verify_order import consumed_after
+from gpt2_ddp.tasks.supervised import contiguous, smallest_micro_batch
 
 SHARES = {"interleaved": interleaved, "contiguous": contiguous}
 
@@ -145,12 +146,12 @@ def test_epochs_end_and_items_are_counted(n, size):
     straddling, by_epoch = replay(n, size), replay(n, size, by_epoch=True)
     for step in range(1, 30):
         straddling.next_step()
-        assert straddling.consumed == straddling.consumed_after(step) == step * size
+        assert straddling.consumed == consumed_after(straddling, step) == step * size
         assert straddling.epochs == step * size // n
         assert straddling.ended_epoch == (step * size // n > (step - 1) * size // n)
         by_epoch.next_step()
         per_epoch = math.ceil(n / size)
-        assert by_epoch.consumed == by_epoch.consumed_after(step)
+        assert by_epoch.consumed == consumed_after(by_epoch, step)
         assert by_epoch.consumed == step // per_epoch * n + step % per_epoch * size
         assert by_epoch.epochs == step // per_epoch
         assert by_epoch.ended_epoch == (step % per_epoch == 0)
@@ -166,8 +167,8 @@ def test_the_smallest_micro_batch_of_an_epoch(n, world, size, largest):
     for _ in range(math.ceil(n / size)):
         rows += [max(len(own), 1) for ranks in share(len(feed.next_step().items)) for own in ranks]
     assert feed.ended_epoch
-    assert feed.smallest_micro_batch == min(rows)
-    assert Feed(range(n), 1, 12, interleaved(2, 3)).smallest_micro_batch == 3
+    assert smallest_micro_batch(feed) == min(rows)
+    assert smallest_micro_batch(Feed(range(n), 1, 12, interleaved(2, 3))) == 3
 
 
 def test_a_far_position_is_reached_without_visiting_others(monkeypatch):

@@ -351,14 +351,14 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "the chain left away in a row": (
         lambda run: change(run / "metrics.jsonl", f', "chain": "{chain_of(run, 4)}"', ""),
-        ("metrics.jsonl, line 4: has no chain, and rows before it have one",),
+        ("metrics.jsonl, line 4: has no chain",),
     ),
     "the chain hidden from the check by a blank": (
         lambda run: (
             change(run / "metrics.jsonl", '"loss": 6', '"loss": 1'),
             (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("\n", " \n")),
         ),
-        ("metrics.jsonl, line 1: its chain does not follow",),
+        ("metrics.jsonl, line 1: has no chain",),
     ),
     "made to look like an older release's": (as_of_an_older_release, (OTHER_ROWS,)),
     "a sample of a step that was never reached": (
@@ -555,4 +555,4 @@ def test_a_field_of_another_type_makes_a_line_no_row(tmp_path: Path) -> None:
         file.write_text(json.dumps(row) + "\n")
         assert read_metrics(file)[1] == ["metrics.jsonl, line 1: is not a row with a step"]
     file.write_text(json.dumps({"step": 1, "lr": None}) + "\n")
-    assert read_metrics(file)[1] == []
+    assert read_metrics(file)[1] == ["metrics.jsonl, line 1: has no chain"]

@@ -271,8 +271,8 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         except OSError as error:
             raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
     state, config = _read_fields(checkpoint / STATE, json.loads), _read_fields(checkpoint / CONFIG, yaml.safe_load)
-    if type(state.get("step")) is not int:
-        raise CorruptCheckpoint(checkpoint / STATE, "does not say its step")
+    if type(state.get("step")) is not int or type(state.get("kind")) is not str:
+        raise CorruptCheckpoint(checkpoint / STATE, "does not say its step and kind")
     return Checkpoint(checkpoint, state, config)
 
 

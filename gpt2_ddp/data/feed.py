@@ -8,7 +8,6 @@ The feed compares each delivered batch with the order.
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
-from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -154,7 +153,7 @@ class Feed:
         self.ended_epoch = False
         self.skipped_ranges: list[tuple[int, int]] = []
         self.waited = 0.0
-        self._accelerator, self._by_epoch, self.workers = accelerator, by_epoch, workers
+        self._accelerator, self.by_epoch, self.workers = accelerator, by_epoch, workers
         self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
         self._end_loading: Callable[[], None] = lambda: None
         self._first: MicroBatch | None = None
@@ -204,7 +203,7 @@ class Feed:
     def positions_from(self, position: int) -> np.ndarray:
         """Positions int64 [n] of the step that begins at `position`, or after the skipped range there."""
         position = self._next_free(position)
-        end = (position // len(self.order) + 1) * len(self.order) if self._by_epoch else 2**63
+        end = (position // len(self.order) + 1) * len(self.order) if self.by_epoch else 2**63
         parts, wanted = [], self.step_size
         while wanted and position < end:
             stop = min(position + wanted, end, *(start for start, _ in self.skipped_ranges if start > position))
@@ -228,20 +227,6 @@ class Feed:
         if isinstance(self.order, Order):
             return {}
         return self.order.by_source(self.position, self.skipped_ranges, unit, per_item)
-
-    def consumed_after(self, steps: int) -> int:
-        """Items of the first `steps` steps, without skipped ranges."""
-        if not self._by_epoch:
-            return steps * self.step_size
-        epochs, rest = divmod(steps, ceil(len(self.order) / self.step_size))
-        return epochs * len(self.order) + rest * self.step_size
-
-    @property
-    def smallest_micro_batch(self) -> int:
-        """Rows of the smallest micro-batch of an epoch, over all ranks."""
-        n, size = len(self.order), self.step_size
-        steps = {min(size, n), (n - 1) % size + 1} if self._by_epoch else {size}
-        return min(len(part) or 1 for step in steps for ranks in self.share(step) for part in ranks)
 
     def _next_free(self, position: int) -> int:
         for start, stop in sorted(self.skipped_ranges):

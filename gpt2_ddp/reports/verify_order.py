@@ -5,6 +5,7 @@ A feed that reads nothing takes them again, and its digest is compared with what
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 from typing import Any, NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import is_event, is_rollback, valid_rows
@@ -69,7 +70,7 @@ class OrderReplay:
 
     def _check(self, record: Record) -> Iterator[str]:
         step, digest, position = record["step"], record.get("order_digest"), record.get("position")
-        items, count = self.feed.consumed_after(step), record.get(self.unit)
+        items, count = consumed_after(self.feed, step), record.get(self.unit)
         gaps = sum(stop - start for start, stop in self.stood[-1].passed + self.inherited)
         if count != items * self.per_item or position not in (None, items + gaps):
             yield f"step {step} does not go with {self.unit} {count}, position {position}"
@@ -98,7 +99,7 @@ class OrderReplay:
         begun, passed = record.get("from"), record.get("passed")
         ends = passed if isinstance(passed, list) and len(passed) == 2 else [0, 0]
         # so that nonsense does not have us count to it
-        if not isinstance(begun, int) or not 0 <= step < begun or feed.consumed_after(begun) > ends[1]:
+        if not isinstance(begun, int) or not 0 <= step < begun or consumed_after(feed, begun) > ends[1]:
             yield f"from step {begun} to {step}, over {passed}, does not go together"
             return
         end, stood = self.at(begun).position, self.at(step)
@@ -122,7 +123,7 @@ class OrderReplay:
             gaps = sum(stop - start for start, stop in passed)
         except (TypeError, ValueError):
             gaps = -1
-        if position != self.feed.consumed_after(step) + gaps:
+        if position != consumed_after(self.feed, step) + gaps:
             yield f"branched off at step {step}, which does not go with position {position}"
             return
         self.inherited = [(start, stop) for start, stop in passed]
@@ -181,3 +182,11 @@ def in_parts(rows: Records, states: Records) -> tuple[list[tuple[str, Record]], 
         else:
             defects.append(f"{place}: has {number} rollbacks behind it, metrics.jsonl {count}")
     return [item for part in parts for item in part.items()], defects
+
+
+def consumed_after(feed: Feed, steps: int) -> int:
+    """Items of the first `steps` steps, without skipped ranges."""
+    if not feed.by_epoch:
+        return steps * feed.step_size
+    epochs, rest = divmod(steps, ceil(len(feed.order) / feed.step_size))
+    return epochs * len(feed.order) + rest * feed.step_size

@@ -127,7 +127,7 @@ class Supervised:
             by_epoch=True,
             workers=self.job.train.workers,
         )
-        if self.feed.smallest_micro_batch < self.job.least_rows:
+        if smallest_micro_batch(self.feed) < self.job.least_rows:
             hint = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
             raise UserError("train.global_batch_size", self.batch_size, hint + "try another, or larger data.image_size")
         self.model = self.job.model
@@ -188,6 +188,13 @@ def contiguous(processes: int, largest: int) -> Shares:
 def _split(whole: range, parts: int) -> list[range]:
     ends = [len(whole) * part // parts for part in range(parts + 1)]
     return [whole[start:stop] for start, stop in pairwise(ends)]
+
+
+def smallest_micro_batch(feed: Feed) -> int:
+    """Rows of the smallest micro-batch of an epoch, over all ranks."""
+    n, size = len(feed.order), feed.step_size
+    steps = {min(size, n), (n - 1) % size + 1} if feed.by_epoch else {size}
+    return min(len(part) or 1 for step in steps for ranks in feed.share(step) for part in ranks)
 
 
 def score_job(
