@@ -203,7 +203,7 @@ class Checkpoint:
     @property
     def kind(self) -> str:
         """The kind of its run, like `gpt2`."""
-        return self.state["kind"]
+        return self.state.get("kind", "gpt2")
 
     def read(self) -> Snapshot:
         """All of it, weights and optimizer state included."""
@@ -271,8 +271,8 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         except OSError as error:
             raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
     state, config = _read_fields(checkpoint / STATE, json.loads), _read_fields(checkpoint / CONFIG, yaml.safe_load)
-    if type(state.get("step")) is not int or type(state.get("kind")) is not str:
-        raise CorruptCheckpoint(checkpoint / STATE, "does not say its step and kind")
+    if type(state.get("step")) is not int:
+        raise CorruptCheckpoint(checkpoint / STATE, "does not say its step")
     return Checkpoint(checkpoint, state, config)
 
 

@@ -28,6 +28,7 @@ class LossSum:
         self._loss = torch.zeros((), dtype=exact, device=device)
         self._valid = torch.zeros_like(self._loss)
         self._units = 0
+        self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
 
     def add(self, loss: Tensor, units: int, skipped: Tensor | None = None) -> None:
         """Adds this rank's part of a step.
@@ -36,10 +37,19 @@ class LossSum:
             loss: sum over its units, scalar.
             skipped: 1 where the step must not count, fp32 scalar on the device; None: only finite losses count.
         """
-        valid = loss.isfinite() if skipped is None else skipped == 0
-        self._loss += torch.where(valid, loss, 0)
-        self._valid += valid * units
+        self._waiting.append((units, loss, skipped))
         self._units += units
+        if len(self._waiting) == 64:  # summed at once, they take as long as one
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        for units in {units for units, _, _ in self._waiting}:  # a tensor of them would have to be sent to the device
+            _, losses, skipped = zip(*(one for one in self._waiting if one[0] == units), strict=True)
+            losses = torch.stack(losses)
+            valid = losses.isfinite() if skipped[0] is None else torch.stack(skipped) == 0
+            self._loss += torch.where(valid, losses, 0).sum(dtype=self._loss.dtype)
+            self._valid += units * valid.sum()
+        self._waiting.clear()
 
     def pop_mean(self) -> tuple[float, int]:
         """Mean loss of the valid units, NaN for none, and the number of other units; resets the sum. Collective; waits
@@ -50,6 +60,7 @@ class LossSum:
 
     def state_dict(self) -> tuple[float, int, int]:
         """Sum, valid units and all units, over all ranks. Collective; waits for the device."""
+        self._sum_up()
         own = torch.stack([self._loss, self._valid, torch.full_like(self._loss, self._units)])
         loss, valid, units = sum_over_ranks(self._accelerator, own).tolist()
         return loss, round(valid), round(units)
@@ -60,6 +71,7 @@ class LossSum:
         self._loss.fill_(loss)
         self._valid.fill_(valid)
         self._units = int(units)
+        self._waiting.clear()
 
 
 class Throughput:
