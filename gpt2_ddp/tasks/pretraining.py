@@ -18,7 +18,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
@@ -96,9 +96,8 @@ class Pretraining:
             raise UserError("eval.patience", config.eval.patience, hint)
         check_same_data(config, corpus, self._state)
         self._resolve_micro_batch()
-        share = interleaved(accelerator.num_processes, self.micro_batch)
-        step_size, workers = config.global_batch_windows, config.data.workers
-        self.feed = Feed(corpus.source, config.seed, step_size, share, accelerator, workers=workers, order=corpus.order)
+        batch = GlobalBatch(config.global_batch_windows, interleaved(accelerator.num_processes, self.micro_batch))
+        self.feed = Feed(corpus.order, batch, corpus.source, accelerator, config.data.workers)
         self._resolve_schedule(len(corpus.order))
         steps = self.total_steps(len(corpus.order)) or 0
         if note := schedule_note(self._state.get("step", 0), steps, self.config.optim):
