@@ -279,13 +279,13 @@ def evaluate(
     Raises:
         UserError: the folder is of another tokenizer, or has no such split.
     """
-    from gpt2_ddp.model.evaluate import evaluate
+    from gpt2_ddp.model.evaluate import EvalSet, evaluate
     from gpt2_ddp.tasks.checkpoints import open_splits
 
     EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
     stream, alone = open_splits([os.fspath(data)], split, tokenizer)[1][0], SingleProcess(model.wte.weight.device)
-    size, lengths = model.config.block_size, tokenizer.token_bytes()
-    return evaluate(alone, model, stream, size, batch_size, tokens, lengths)  # pyright: ignore[reportArgumentType]
+    scored = EvalSet(stream, model.config.block_size, tokens, tokenizer.token_bytes())
+    return evaluate(alone, model, scored, batch_size)  # pyright: ignore[reportArgumentType]
 
 
 def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":

@@ -24,7 +24,7 @@ from gpt2_ddp.distributed.launch import build_accelerator, pick_device
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small, writing
-from gpt2_ddp.model.evaluate import Evaluation, evaluate, mixed
+from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.model.generate import generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.scoring.items import ItemSet
@@ -136,7 +136,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     size, lengths = model.config.block_size, tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {
-        number: evaluate(accelerator, prepared, stream, size, config.batch_size, config.tokens, lengths)
+        number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
         for number, stream in streams.items()
     }
     whole = mixed([(weights[number], one) for number, one in found.items()]) if weights else None

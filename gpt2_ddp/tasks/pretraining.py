@@ -24,7 +24,7 @@ from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import is_compiled
-from gpt2_ddp.model.evaluate import evaluate, mixed
+from gpt2_ddp.model.evaluate import EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.tasks.corpus import check_same_data, open_corpus, prepare_missing_data
@@ -178,7 +178,7 @@ class Pretraining:
         tokens = tokens and -(-tokens // max(sum(weight > 0 for weight, _ in validation.values()), 1))
         lengths = self.tokenizer.token_bytes()
         losses = {
-            name: (weight, evaluate(self.accelerator, model, stream, size, batch_size, tokens, lengths, poll))
+            name: (weight, evaluate(self.accelerator, model, EvalSet(stream, size, tokens, lengths), batch_size, poll))
             for name, (weight, stream) in validation.items()
         }
         total = mixed(losses.values())
