@@ -212,16 +212,13 @@ def generate(
     Raises:
         UserError: the tokenizer's ids are characters, and a prompt has others.
     """
-    from gpt2_ddp.model.generate import generate
+    from gpt2_ddp.model.generate import Sampling, sample_texts
 
     GenerateConfig(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )  # checks
-    rows = [
-        tokenizer.encode(prompt, "prompts").tolist() for prompt in ([prompts] if isinstance(prompts, str) else prompts)
-    ]
-    new = generate(model, rows, max_new_tokens, tokenizer.eot, temperature, top_k, top_p, seed)
-    return [tokenizer.decode(row + more) for row, more in zip(rows, new, strict=True)]
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    return sample_texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling)
 
 
 def export_hf(

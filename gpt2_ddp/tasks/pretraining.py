@@ -195,10 +195,10 @@ class Pretraining:
 
     def sample(self, poll: Poll) -> list[Sample]:
         """Each prompt and its continuation by at most 200 tokens."""
-        from gpt2_ddp.model.generate import sample_texts
+        from gpt2_ddp.model.generate import Sampling, sample_texts
 
-        prompts = self.config.tracking.sample_prompt
-        texts = sample_texts(self.model, self.tokenizer, prompts, 200, self.config.seed, poll)
+        prompts, sampling = self.config.tracking.sample_prompt, Sampling(200, seed=self.config.seed)
+        texts = sample_texts(self.model, self.tokenizer, prompts, sampling, poll)
         return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
