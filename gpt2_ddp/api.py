@@ -212,16 +212,13 @@ def generate(
     Raises:
         UserError: the tokenizer's ids are characters, and a prompt has others.
     """
-    from gpt2_ddp.model.generate import generate
+    from gpt2_ddp.model.generate import Sampling, sample_texts
 
     GenerateConfig(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )  # checks
-    rows = [
-        tokenizer.encode(prompt, "prompts").tolist() for prompt in ([prompts] if isinstance(prompts, str) else prompts)
-    ]
-    new = generate(model, rows, max_new_tokens, tokenizer.eot, temperature, top_k, top_p, seed)
-    return [tokenizer.decode(row + more) for row, more in zip(rows, new, strict=True)]
+    sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    return sample_texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling)
 
 
 def export_hf(
@@ -279,13 +276,13 @@ def evaluate(
     Raises:
         UserError: the folder is of another tokenizer, or has no such split.
     """
-    from gpt2_ddp.model.evaluate import evaluate
+    from gpt2_ddp.model.evaluate import EvalSet, evaluate
     from gpt2_ddp.tasks.checkpoints import open_splits
 
     EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
     stream, alone = open_splits([os.fspath(data)], split, tokenizer)[1][0], SingleProcess(model.wte.weight.device)
-    size, lengths = model.config.block_size, tokenizer.token_bytes()
-    return evaluate(alone, model, stream, size, batch_size, tokens, lengths)  # pyright: ignore[reportArgumentType]
+    scored = EvalSet(stream, model.config.block_size, tokens, tokenizer.token_bytes())
+    return evaluate(alone, model, scored, batch_size)  # pyright: ignore[reportArgumentType]
 
 
 def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":

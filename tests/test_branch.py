@@ -24,8 +24,9 @@ from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed
+from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
@@ -163,7 +164,8 @@ def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path,
 
 def test_a_forged_beginning_is_a_defect(corpus, tmp_path):
     """Of a branch whose parent had passed over two stretches, one of them widened by a second rollback."""
-    feed, passed = Feed(range((read_manifest(corpus).tokens("train") - 1) // 32), 1337, 24, contiguous(1, 1)), []
+    order = Order(1337, (read_manifest(corpus).tokens("train") - 1) // 32)
+    feed, passed = Feed(order, GlobalBatch(24, contiguous(1, 1))), []
     for step in range(6):
         for gap in {2: [(48, 96)], 4: [(144, 150), (150, 200)]}.get(step, []):
             feed.skip_range(*gap)

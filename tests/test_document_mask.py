@@ -17,7 +17,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model import documents
 from gpt2_ddp.model.documents import within_documents
-from gpt2_ddp.model.generate import generate
+from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.tasks.trained_model import load_model
 
@@ -114,7 +114,7 @@ def test_generation_sees_what_the_plain_forward_sees():
             new.append(int(model(torch.tensor([seen]))[0, -1].argmax()))
             seen = [EOT] if new[-1] == EOT else [*seen, new[-1]]
         expected.append(new)
-    assert generate(model, prompts, 60, eot=-1, temperature=0) == expected
+    assert generate(model, prompts, -1, Sampling(60, temperature=0)) == expected
     assert any(EOT in row for row in expected), [row.count(EOT) for row in expected]
     whole = [*prompts[1], *expected[1][:10]]
     assert int(model(torch.tensor([whole]))[0, -1].argmax()) == expected[1][10]

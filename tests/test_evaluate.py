@@ -19,7 +19,7 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.evaluate import Evaluation, evaluate
+from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate
 from gpt2_ddp.model.gpt import GPT
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
@@ -48,7 +48,8 @@ def score(corpus, cases: list[tuple[int, int | None, int | None]]) -> list[tuple
     for batch_size, tokens, limit in cases:
         stream = Cut(corpus, read_manifest(corpus), "val")
         stream.limit = limit
-        result = evaluate(accelerator, prepared, stream, SHAPE.block_size, batch_size, tokens, token_bytes)
+        data = EvalSet(stream, SHAPE.block_size, tokens, token_bytes)
+        result = evaluate(accelerator, prepared, data, batch_size)
         found.append((result.nll, result.tokens, result.bytes))
     return found
 
@@ -113,7 +114,7 @@ def test_a_long_evaluation_has_a_progress_bar(corpus, monkeypatch, shown, termin
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
-    evaluate(accelerator, model(), TokenStream(corpus, read_manifest(corpus), "val"), 48, 8, 48 * 80)
+    evaluate(accelerator, model(), EvalSet(TokenStream(corpus, read_manifest(corpus), "val"), 48, 48 * 80), 8)
     assert ("evaluating" in screen.getvalue()) == shown
 
 
@@ -172,6 +173,6 @@ def test_a_progress_bar_is_cleared_at_the_end(corpus, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
-    evaluate(accelerator, model(), TokenStream(corpus, read_manifest(corpus), "val"), 48, 8, 48 * 80)
+    evaluate(accelerator, model(), EvalSet(TokenStream(corpus, read_manifest(corpus), "val"), 48, 48 * 80), 8)
     assert "evaluating" in screen.getvalue()
     assert not screen.getvalue().rsplit("\r", 2)[1].strip()

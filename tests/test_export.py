@@ -26,7 +26,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.export import check, export, gguf_file
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.export.tokenizer_files import tokenizer_json
-from gpt2_ddp.model.generate import generate
+from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.vocabulary import write_characters
 from gpt2_ddp.tasks.trained_model import load_model
@@ -105,7 +105,7 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_p
     with torch.no_grad():
         torch.testing.assert_close(theirs(torch.tensor([ids])).logits, model(torch.tensor([ids])), rtol=0, atol=1e-4)
 
-    (ours,) = generate(model, [ids], 10, tokenizer.eot, temperature=0)
+    (ours,) = generate(model, [ids], tokenizer.eot, Sampling(10, temperature=0))
     settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
     said = pipeline("text-generation", model=str(tmp_path / "made"))(text, **settings)[0]["generated_text"]
     assert said == tokenizer.decode(ours)
@@ -322,7 +322,7 @@ def test_a_checkpoint_in_full(corpus, tmp_path, capsys):
     characters = int(said.split(" token ids of ")[1].split()[0].replace(",", ""))
     assert characters >= 1_000_000
     prompt = tokenizer.encode("def main(").tolist()
-    (ours,) = generate(model, [prompt], 200, tokenizer.eot, temperature=0)
+    (ours,) = generate(model, [prompt], tokenizer.eot, Sampling(200, temperature=0))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     given = torch.tensor([prompt])
     written = theirs.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=200, do_sample=False)

@@ -20,7 +20,7 @@ from runs import training_config
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data import feed as loader
-from gpt2_ddp.data.feed import Feed, interleaved, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, split_batch
 from gpt2_ddp.data.manifest import Manifest, Shard, read_manifest
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
@@ -35,7 +35,7 @@ SHARES = {"interleaved": interleaved, "contiguous": contiguous}
 
 
 def replay(n: int, step_size: int, by_epoch: bool = False, seed: int = 1) -> Feed:
-    return Feed(range(n), seed, step_size, interleaved(1, step_size), by_epoch=by_epoch)
+    return Feed(Order(seed, n), GlobalBatch(step_size, interleaved(1, step_size), by_epoch))
 
 
 def state(feed: Feed) -> tuple[int, str, list[tuple[int, int]]]:
@@ -110,14 +110,8 @@ def test_random_step_sizes_shares_and_restarts_consume_every_item_once(by_epoch)
             world = rng.choice([w for w in range(1, 9) if size % w == 0])
             largest = rng.randint(1, 8)
             batch = split_batch(size, world, largest)
-            feed = Feed(
-                range(n),
-                seed,
-                size,
-                contiguous(world, largest) if by_epoch else interleaved(world, batch),
-                None,
-                by_epoch,
-            )
+            share = contiguous(world, largest) if by_epoch else interleaved(world, batch)
+            feed = Feed(Order(seed, n), GlobalBatch(size, share, by_epoch))
             feed.seek(*saved)
             for _ in range(min(rng.randint(1, 10), steps - len(consumed))):  # until the next restart
                 items = feed.next_step().items
@@ -162,13 +156,13 @@ def test_epochs_end_and_items_are_counted(n, size):
 def test_the_smallest_micro_batch_of_an_epoch(n, world, size, largest):
     """A stand-in, where a share is empty, is one row, too."""
     share = contiguous(world, largest)
-    feed = Feed(range(n), 1, size, share, by_epoch=True)
+    feed = Feed(Order(1, n), GlobalBatch(size, share, by_epoch=True))
     rows = []
     for _ in range(math.ceil(n / size)):
         rows += [max(len(own), 1) for ranks in share(len(feed.next_step().items)) for own in ranks]
     assert feed.ended_epoch
     assert smallest_micro_batch(feed) == min(rows)
-    assert smallest_micro_batch(Feed(range(n), 1, 12, interleaved(2, 3))) == 3
+    assert smallest_micro_batch(Feed(Order(1, n), GlobalBatch(12, interleaved(2, 3)))) == 3
 
 
 def test_a_far_position_is_reached_without_visiting_others(monkeypatch):
@@ -291,7 +285,7 @@ def go(ways: list[Way], accelerator: Any = None) -> list[list[tuple[Any, ...]]]:
     found = []
     for n, size, kind, batch, by_epoch, workers, actions, seed in ways:
         source, share = Numbers(n), SHARES[kind](accelerator.num_processes, batch)
-        feed = Feed(source, seed, size, share, accelerator, by_epoch, workers)
+        feed = Feed(Order(seed, n), GlobalBatch(size, share, by_epoch), source, accelerator, workers)
         given = []
         random_state = torch.get_rng_state()
         for action, *arguments in actions:
@@ -321,7 +315,8 @@ def _plain(batch) -> tuple[list[int], int, bool]:
 def check_shares(way: Way, ranks: list[list[tuple[Any, ...]]]) -> None:
     """Each step's micro-batches, of all ranks, are what the feed's share says of the order's items."""
     world = len(ranks)
-    feed = Feed(range(way.n), way.seed, way.size, SHARES[way.kind](world, way.batch), None, way.by_epoch)
+    share = SHARES[way.kind](world, way.batch)
+    feed = Feed(Order(way.seed, way.n), GlobalBatch(way.size, share, way.by_epoch))
     number = 0
     for action, *arguments in way.actions:
         if action == "step":
@@ -433,10 +428,10 @@ def with_workers(ways: list[Way], folder: Path) -> tuple[list[list[tuple[Any, ..
     found = go(ways)
     accelerator = build_accelerator("cpu", "no")
     check_windows(folder, accelerator, 1)
-    source = Vanished(4)
+    source, batch = Vanished(4), GlobalBatch(4, interleaved(2, 2))
     told = []
     for read in (
-        lambda: Feed(source, 1, 4, interleaved(2, 2), accelerator, workers=1).first_micro_batch(),
+        lambda: Feed(Order(1, 4), batch, source, accelerator, workers=1).first_micro_batch(),
         lambda: score_each(accelerator, torch.nn.Identity(), cast(Any, source), lambda *_: {}, 4),
     ):
         try:
@@ -482,7 +477,7 @@ def test_other_items_than_the_order_s_are_refused(monkeypatch, how, world, rank)
 
     prepare = loader.prepare_data_loader
     monkeypatch.setattr(loader, "prepare_data_loader", prepare_wrongly)
-    feed = Feed(Numbers(100), 1, 4 * world, interleaved(world, 2), rank_of(world, rank))
+    feed = Feed(Order(1, 100), GlobalBatch(4 * world, interleaved(world, 2)), Numbers(100), rank_of(world, rank))
     for _ in range(3):
         assert len(list(feed.next_step().micro_batches)) == 2
     feed.position += how == "moved"
@@ -497,7 +492,7 @@ def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
     """A second per item, two items a micro-batch, one micro-batch ahead."""
     source = Numbers(100)
     monkeypatch.setattr(feed_module, "time", SimpleNamespace(perf_counter=lambda: float(len(source.read_items))))
-    feed = Feed(source, 1, 4, interleaved(1, 2), rank_of(1, 0))
+    feed = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 2)), source, rank_of(1, 0))
     waited = []
     for _ in range(5):
         list(feed.next_step().micro_batches)
@@ -512,7 +507,8 @@ def check_windows(folder: Path, accelerator: Any, workers: int) -> None:
     """Rank r gets, as micro-batch m of b windows, the positions p + (m W + r) b onwards, and the shards' tokens."""
     stream = TokenStream(folder, read_manifest(folder), "train")
     windows, world = Windows(stream, 32), accelerator.num_processes
-    feed = Feed(windows, 1, 6 * world, interleaved(world, 3), accelerator, workers=workers)
+    batch = GlobalBatch(6 * world, interleaved(world, 3))
+    feed = Feed(Order(1, len(windows)), batch, windows, accelerator, workers)
     feed.seek(10**9, FIRST_DIGEST, [])
     found = []
     for _ in range(3):
@@ -577,10 +573,10 @@ def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
 
 
 def test_a_state_is_restored_from_json():
-    feed = Feed(range(100), 1, 4, interleaved(1, 4))
+    feed = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 4)))
     feed.next_step()
     feed.skip_range(6, 9)
-    again = Feed(range(100), 1, 4, interleaved(1, 4))
+    again = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 4)))
     again.load_state_dict(json.loads(json.dumps(feed.state_dict())) | {"step": 1})
     assert (
         again.state_dict()
@@ -595,7 +591,7 @@ def test_a_state_is_restored_from_json():
 
 
 def test_a_new_feed_straddles_epochs_and_has_ended_none():
-    feed = Feed(range(10), 1, 4, interleaved(1, 4))
+    feed = Feed(Order(1, 10), GlobalBatch(4, interleaved(1, 4)))
     assert not feed.ended_epoch
     assert [len(feed.next_step().items) for _ in range(5)] == [4] * 5
 

@@ -16,7 +16,7 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, decode, generate, next_logits, sample, sample_texts
+from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.vocabulary import train_bpe
 from gpt2_ddp.tasks.checkpoints import TextStream, generate_text
@@ -77,7 +77,7 @@ def test_a_prompt_may_be_decoded_in_pieces():
 
 def test_greedy_continues_as_the_plain_forward_says():
     model = tiny()
-    results = generate(model, PROMPTS, 40, eot=-1, temperature=0)
+    results = generate(model, PROMPTS, -1, Sampling(40, temperature=0))
     assert results == [plain_greedy(model, prompt, 40) for prompt in PROMPTS]
     assert len({tuple(result) for result in results}) == len(PROMPTS)
 
@@ -85,73 +85,76 @@ def test_greedy_continues_as_the_plain_forward_says():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_does_not_depend_on_the_others(temperature):
     model = tiny(block_size=16)  # rows outgrow the context at different steps
-    together = generate(model, PROMPTS, 50, eot=-1, temperature=temperature, top_k=None)
+    together = generate(model, PROMPTS, -1, Sampling(50, temperature=temperature, top_k=None))
     for row in range(len(PROMPTS)):
         others = [[1], [2, 3], [4] * 12, [5] * 30]
         others[row] = PROMPTS[row]
-        assert generate(model, others, 50, eot=-1, temperature=temperature, top_k=None)[row] == together[row]
-    assert generate(model, PROMPTS[:1], 50, eot=-1, temperature=temperature, top_k=None)[0] == together[0]
+        assert generate(model, others, -1, Sampling(50, temperature=temperature, top_k=None))[row] == together[row]
+    assert generate(model, PROMPTS[:1], -1, Sampling(50, temperature=temperature, top_k=None))[0] == together[0]
 
 
 def test_more_rows_than_a_batch():
     model = tiny()
     prompts = [[1 + index] for index in range(BATCH_ROWS + 3)]
-    results = generate(model, prompts, 5, eot=-1, seed=4)
+    results = generate(model, prompts, -1, Sampling(5, seed=4))
     assert len(results) == len(prompts)
     prompts[0] = [60]
-    assert generate(model, prompts, 5, eot=-1, seed=4)[1:] == results[1:]
-    same = generate(model, [[1]] * (2 * BATCH_ROWS), 20, eot=-1, top_k=None)
+    assert generate(model, prompts, -1, Sampling(5, seed=4))[1:] == results[1:]
+    same = generate(model, [[1]] * (2 * BATCH_ROWS), -1, Sampling(20, top_k=None))
     assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
 
 
 def test_beyond_the_block_the_last_half_of_the_context_is_kept():
     model = tiny(block_size=16)
     expected = plain_greedy(model, PROMPTS[0], 40)
-    assert generate(model, [PROMPTS[0]], 40, eot=-1, temperature=0) == [expected]
+    assert generate(model, [PROMPTS[0]], -1, Sampling(40, temperature=0)) == [expected]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_tiny_contexts(block_size):
     model = tiny(block_size=block_size)
-    assert len(generate(model, [[1, 2, 3, 4, 5]], 9, eot=-1)[0]) == 9
+    assert len(generate(model, [[1, 2, 3, 4, 5]], -1, Sampling(9))[0]) == 9
 
 
 def test_a_long_prompt_keeps_its_end():
     model, prompt = tiny(block_size=16), torch.randint(VOCAB, (40,)).tolist()
-    whole, end, start = (generate(model, [part], 10, -1, temperature=0) for part in (prompt, prompt[-16:], prompt[:16]))
+    whole, end, start = (
+        generate(model, [part], -1, Sampling(10, temperature=0)) for part in (prompt, prompt[-16:], prompt[:16])
+    )
     assert whole == end != start
 
 
 def test_an_empty_prompt_is_the_start_of_a_document():
     model = tiny()
-    assert generate(model, [[]], 10, EOT, seed=3) == generate(model, [[EOT]], 10, EOT, seed=3)
-    assert generate(model, [], 10, EOT) == []
+    assert generate(model, [[]], EOT, Sampling(10, seed=3)) == generate(model, [[EOT]], EOT, Sampling(10, seed=3))
+    assert generate(model, [], EOT, Sampling(10)) == []
 
 
 def test_each_row_stops_at_its_end_of_text():
     model = tiny()
-    endless = generate(model, PROMPTS, 30, eot=-1, temperature=1.5, top_k=None)
+    endless = generate(model, PROMPTS, -1, Sampling(30, temperature=1.5, top_k=None))
     eot = endless[0][12]
-    results = generate(model, PROMPTS, 30, eot, temperature=1.5, top_k=None)
+    results = generate(model, PROMPTS, eot, Sampling(30, temperature=1.5, top_k=None))
     assert results == [row[: row.index(eot)] if eot in row else row for row in endless]
     assert len({len(row) for row in results}) > 1
 
 
 def test_seeds_repeat_and_differ():
     model = tiny()
-    results = [generate(model, PROMPTS, 30, EOT, seed=seed) for seed in (1, 1, 2)]
+    results = [generate(model, PROMPTS, EOT, Sampling(30, seed=seed)) for seed in (1, 1, 2)]
     assert results[0] == results[1] != results[2]
-    assert generate(model, PROMPTS, 60, EOT, seed=1)[0][:10] == results[0][0][:10]  # a longer sample begins the same
+    longer = generate(model, PROMPTS, EOT, Sampling(60, seed=1))
+    assert longer[0][:10] == results[0][0][:10]  # it begins the same
 
 
 def test_global_generators_and_the_training_mode_are_left_alone():
     model = tiny(dropout=0.5).train()
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    first = generate(model, PROMPTS, 10, EOT)
+    first = generate(model, PROMPTS, EOT, Sampling(10))
     assert all(module.training for module in model.modules())
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.random.get_state()[1].tolist() == before[1]
-    assert generate(model.eval(), PROMPTS, 10, EOT) == first  # dropout was off
+    assert generate(model.eval(), PROMPTS, EOT, Sampling(10)) == first  # dropout was off
     assert not model.training
 
 
@@ -159,7 +162,7 @@ def draw(logits: list[float], count: int = 40_000, **options) -> torch.Tensor:
     """Shares of each token in `count` samples."""
     uniform = torch.from_numpy(np.random.default_rng(7).random(count, np.float32))
     settings = {"temperature": 1.0, "top_k": None, "top_p": 1.0} | options
-    drawn = sample(torch.tensor(logits).expand(count, -1), uniform, **settings)
+    drawn = sample(torch.tensor(logits).expand(count, -1), uniform, Sampling(**settings))
     return torch.bincount(drawn, minlength=len(logits)) / count
 
 
@@ -193,13 +196,13 @@ def test_sampling_distribution(options, expected):
 
 def test_tokens_without_probability_are_never_drawn():
     logits, uniform = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]), torch.tensor([0.0, 0.5, 1 - 2**-24])
-    assert {*sample(logits.expand(3, -1), uniform, 1.0, None, 1.0).tolist()} <= {1, 2}
+    assert {*sample(logits.expand(3, -1), uniform, Sampling(temperature=1.0, top_k=None)).tolist()} <= {1, 2}
 
 
 def test_samples_follow_the_models_distribution():
     model = tiny(vocab_size=5)
     count = 4_000
-    drawn = [row[0] for row in generate(model, [[3, 1]] * count, 1, eot=-1, temperature=1.0, top_k=3)]
+    drawn = [row[0] for row in generate(model, [[3, 1]] * count, -1, Sampling(1, temperature=1.0, top_k=3))]
     with torch.no_grad():
         logits = model(torch.tensor([[3, 1]]))[0, -1]
     expected = logits.masked_fill(logits < logits.topk(3).values[-1], -torch.inf).softmax(dim=0)
@@ -213,10 +216,10 @@ def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch)
         "gpt2_ddp.model.generate.decode",
         lambda model, tokens, *rest: lengths.append(tokens.size(1)) or decode(model, tokens, *rest),
     )
-    first, second = generate(model, PROMPTS[:1], 20, eot=-1, temperature=0)[0][:2]
+    first, second = generate(model, PROMPTS[:1], -1, Sampling(20, temperature=0))[0][:2]
     assert lengths == [3, *[1] * 19]
     assert first != second
-    assert generate(model, PROMPTS[:1], 1000, eot=second, temperature=0) == [[first]]
+    assert generate(model, PROMPTS[:1], second, Sampling(1000, temperature=0)) == [[first]]
     assert lengths[20:] == [3, 1]
 
 
@@ -225,7 +228,7 @@ class Letters:
 
     eot = EOT
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, field: str = "text") -> np.ndarray:
         return np.array([ord(letter) - 96 for letter in text], dtype=np.uint16)
 
     def decode(self, ids: list[int]) -> str:
@@ -234,16 +237,16 @@ class Letters:
 
 def test_samples_of_text_are_the_prompts_and_their_continuations():
     model = tiny(vocab_size=27)
-    texts = sample_texts(model, Letters(), ["abc", ""], max_new_tokens=20, seed=1)
-    first, second = generate(model, [[1, 2, 3], []], 20, EOT, seed=1)
+    texts = sample_texts(model, Letters(), ["abc", ""], Sampling(20, seed=1))
+    first, second = generate(model, [[1, 2, 3], []], EOT, Sampling(20, seed=1))
     assert texts == ["abc" + Letters().decode(first), Letters().decode(second)]
-    assert sample_texts(model, Letters(), ["abc"], 20, seed=1) == texts[:1]
+    assert sample_texts(model, Letters(), ["abc"], Sampling(20, seed=1)) == texts[:1]
 
 
 def test_new_tokens_are_heard_as_they_come():
     model, heard = tiny(), {}
     hear = lambda row, token: heard.setdefault(row, []).append(token)  # noqa: E731
-    results = generate(model, [[1]] * (BATCH_ROWS + 2), 5, 7, heard=hear)
+    results = generate(model, [[1]] * (BATCH_ROWS + 2), 7, Sampling(5), heard=hear)
     assert [heard.get(row, []) for row in range(BATCH_ROWS + 2)] == results
 
 

@@ -19,7 +19,7 @@ from runs import change, edit_manifest, edit_rows, permuted, reseal, rows, train
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed, interleaved
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import MixedOrder, MixedWindows, Phase, normal, past, phases_of, read_manifests, recorded
 from gpt2_ddp.data.order import AHEAD, Order
@@ -102,7 +102,7 @@ def test_the_order_is_what_it_always_was():
 def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
     """On 1 to 4 ranks, whatever the micro-batch: of steps that reach over both phases' beginnings."""
     for world in (1, 2, 3, 4):
-        feed = Feed(range(10), 1337, 72, interleaved(world, 72 // world // 2), order=mixture())
+        feed = Feed(mixture(), GlobalBatch(72, interleaved(world, 72 // world // 2)))
         for start, stop in passed:
             feed.skip_range(start, stop)
         for _ in range(100):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from runs import by_definition
 
-from gpt2_ddp.data.feed import Feed, interleaved
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
 
 
@@ -117,7 +117,7 @@ def test_the_digest_of_passed_positions_follows_its_definition():
 )
 def test_the_digest_of_100_steps_is_what_it_always_was(passed, digest):
     """24 items a step: not quite half an epoch of 5,000."""
-    feed = Feed(range(5000), 1337, 24, interleaved(1, 4))
+    feed = Feed(Order(1337, 5000), GlobalBatch(24, interleaved(1, 4)))
     for start, stop in passed:
         feed.skip_range(start, stop)
     for _ in range(100):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gpt2_ddp.data import order as orders
-from gpt2_ddp.data.feed import Feed, _BatchSampler, interleaved
+from gpt2_ddp.data.feed import Feed, GlobalBatch, _BatchSampler, interleaved
 from gpt2_ddp.data.mixture import MixedOrder, Phase
 from gpt2_ddp.data.order import FIRST_DIGEST, Order
 from gpt2_ddp.distributed import watchdog as watching
@@ -44,7 +44,7 @@ class Numbers:
 
 def rank(number: int, kind: str) -> Feed:
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=WORLD, process_index=number)
-    return Feed(Numbers(), 1337, STEP, interleaved(WORLD, BATCH), accelerator, order=order(kind))  # pyright: ignore
+    return Feed(order(kind), GlobalBatch(STEP, interleaved(WORLD, BATCH)), Numbers(), accelerator)  # pyright: ignore
 
 
 @pytest.mark.parametrize("kind", ["one source", "mixture"])
@@ -77,7 +77,7 @@ def test_a_step_costs_the_same_wherever_it_is(kind, monkeypatch):
     monkeypatch.setattr(orders.Order, "_feistel", lambda self, v, k: sizes.append(len(v)) or permute(self, v, k))
     counted = {}
     for begins in (0, LATE):
-        feed = Feed(range(WINDOWS), 1337, STEP, interleaved(WORLD, BATCH), order=order(kind))
+        feed = Feed(order(kind), GlobalBatch(STEP, interleaved(WORLD, BATCH)))
         feed.seek(begins * STEP, FIRST_DIGEST, [])
         sizes.clear()
         tracemalloc.start()
@@ -92,7 +92,7 @@ def test_a_step_costs_the_same_wherever_it_is(kind, monkeypatch):
 
 def test_the_sampler_makes_one_range_per_rank_and_micro_batch():
     """Accelerate asks for all ranks' batches to give one of them on: that is O(ranks) per micro-batch."""
-    feed = Feed(range(WINDOWS), 1337, STEP, interleaved(WORLD, BATCH))
+    feed = Feed(Order(1337, WINDOWS), GlobalBatch(STEP, interleaved(WORLD, BATCH)))
     made = list(islice(_BatchSampler(feed, 0), WORLD))
     assert [len(positions) for positions in made] == [BATCH] * WORLD
     assert made[-1][-1] == STEP - 1

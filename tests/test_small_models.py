@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, TransformerModelConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.jobs import image_model
 from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
@@ -12,7 +12,7 @@ from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerL
 
 def transformer() -> TransformerLM:
     torch.manual_seed(0)
-    return TransformerLM(vocab_size=100, n_layer=2, n_head=4, n_embd=12, d_ff=24, dropout=0.0, max_length=10)
+    return TransformerLM(TransformerModelConfig(), max_length=10)
 
 
 @pytest.mark.parametrize(("model", "inputs", "outputs", "parameters"), [

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
-from gpt2_ddp.data.feed import Feed, MicroBatch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
@@ -55,8 +56,9 @@ class Letters:
     def load(self, watch: Any) -> None:
         torch.manual_seed(self.config.seed)
         self.model = nn.Sequential(nn.Embedding(128, 16), nn.Dropout(0.1), nn.Linear(16, 128))
-        shares = contiguous(self.accelerator.num_processes, 8)
-        self.feed = Feed(Pairs(), self.config.seed, 50, shares, self.accelerator, by_epoch=True)
+        pairs, shares = Pairs(), contiguous(self.accelerator.num_processes, 8)
+        batch = GlobalBatch(50, shares, by_epoch=True)
+        self.feed = Feed(Order(self.config.seed, len(pairs)), batch, pairs, self.accelerator)
 
     def total_steps(self, epoch_size: int | None) -> int:
         return self.config.steps

@@ -15,8 +15,9 @@ from runs import change, edit_rows, expect_defect, job_config, reseal, train, tr
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, STATE
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed
+from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.shard_writer import write_manifest
@@ -419,7 +420,8 @@ def order_defects(config: TrainingConfig, corpus: Path, records: dict[str, dict]
 
 def went_back(corpus: Path) -> dict[str, dict]:
     """Records of a run that went from step 6 back to step 4, and from step 7 back to step 3; and two checkpoints."""
-    feed = Feed(range((read_manifest(corpus).tokens("train") - 1) // 32), 1337, 24, contiguous(1, 1))
+    order = Order(1337, (read_manifest(corpus).tokens("train") - 1) // 32)
+    feed = Feed(order, GlobalBatch(24, contiguous(1, 1)))
     records, stood, rollbacks = {}, {}, 0
     for step in (1, 2, 3, 4, 5, 6, -4, 5, 6, 7, -3, 4, 5, 6, 7, 8):
         place = f"line {len(records) + 1}"
@@ -471,7 +473,7 @@ def test_an_order_that_nothing_tells_yet_is_no_defect(tmp_path: Path) -> None:
 def test_a_run_may_go_back_to_the_same_checkpoint_twice():
     """The checkpoint on the disk knows nothing of what was passed over since; one that was saved there anew does."""
     for anew in (False, True):
-        feed = Feed(range(500), 7, 10, contiguous(1, 1))
+        feed = Feed(Order(7, 500), GlobalBatch(10, contiguous(1, 1)))
         records: Records = {}
 
         def train(steps, feed=feed, records=records):
@@ -494,7 +496,7 @@ def test_a_run_may_go_back_to_the_same_checkpoint_twice():
         train((3, 4, 5))
 
         def defects(records):
-            history = OrderReplay(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
+            history = OrderReplay(Feed(Order(7, 500), GlobalBatch(10, contiguous(1, 1))), "tokens", 1)
             return [defect for record in records.values() for defect in history.check(record)]
 
         assert defects(records) == []
@@ -518,7 +520,7 @@ def missed(config: TrainingConfig, *records: dict) -> list[str]:
     """What a schedule finds wrong with these rows of a run of 8 steps without a validation split."""
     from gpt2_ddp.reports.verify_rows import Schedule
 
-    history = OrderReplay(Feed(range(500), 7, 10, contiguous(1, 1)), "tokens", 1)
+    history = OrderReplay(Feed(Order(7, 500), GlobalBatch(10, contiguous(1, 1))), "tokens", 1)
     schedule = Schedule(config, history, validates=False, begun=False)
     return [defect for record in records for defect in schedule.check(record)]
 

@@ -11,8 +11,9 @@ from gpt2_ddp.benchmark.sides import Side, StepTimer, started
 from gpt2_ddp.benchmark.step import GPT2_IDS, random_tokens
 from gpt2_ddp.benchmark.table import OURS, Case, Table, interleave
 from gpt2_ddp.config.benchmark import BenchmarkConfig
-from gpt2_ddp.data.feed import Feed, interleaved
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.manifest import HEADER_BYTES, read_manifest
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.distributed.launch import build_accelerator
 
@@ -49,7 +50,8 @@ def measure(config: BenchmarkConfig) -> Table:
 def ours(turns: StepTimer, data: Path, workers: int) -> None:
     """The training's feed: a step of one micro-batch."""
     source = Windows(TokenStream(data, read_manifest(data), "train"), BLOCK_SIZE)
-    feed = Feed(source, 1, BATCH, interleaved(1, BATCH), build_accelerator("cpu", "no"), workers=workers)
+    batch = GlobalBatch(BATCH, interleaved(1, BATCH))
+    feed = Feed(Order(1, len(source)), batch, source, build_accelerator("cpu", "no"), workers)
     while True:
         for batch in feed.next_step().micro_batches:
             assert len(batch.rows[0]) == BATCH

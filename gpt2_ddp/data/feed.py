@@ -95,6 +95,18 @@ Shares = Callable[[int], list[list[range]]]
 """Partition of a step's n items: [m][r] is the part of range(n) in micro-batch m of rank r."""
 
 
+class GlobalBatch(NamedTuple):
+    """Items of a step, over all ranks: their number and their partition.
+
+    Args:
+        by_epoch: a step ends with its epoch, so an epoch's last step may be short; otherwise a step straddles two.
+    """
+
+    size: int
+    share: Shares
+    by_epoch: bool = False
+
+
 class MicroBatch(NamedTuple):
     """Rows of one forward pass of a rank, on its device.
 
@@ -116,17 +128,12 @@ class Step(NamedTuple):
 
 
 class Feed:
-    """Endless steps over the items of a source.
+    """Endless steps over the items of an order.
 
     Args:
-        source: the training set, equal on every rank; a range for a replay of the order.
-        seed: seed of the order.
-        step_size: items per step, over all ranks.
-        share: partition of a step among ranks and micro-batches.
-        accelerator: the rank that reads; None for a replay, which has no micro-batches.
-        by_epoch: a step ends with its epoch, so an epoch's last step may be short; otherwise a step straddles two.
+        source: the training set, equal on every rank; None for a replay, which has no micro-batches.
+        accelerator: the rank that reads; None for a replay.
         workers: loader processes; 0 reads in this process.
-        order: the order; None: `Order` of the source.
 
     Attributes:
         position: first position that no step has taken.
@@ -138,22 +145,17 @@ class Feed:
 
     def __init__(
         self,
-        source: Source | range,
-        seed: int,
-        step_size: int,
-        share: Shares,
+        order: "Order | MixedOrder",
+        batch: GlobalBatch,
+        source: Source | None = None,
         accelerator: Accelerator | None = None,
-        by_epoch: bool = False,
         workers: int = 0,
-        order: "Order | MixedOrder | None" = None,
     ):
-        self.source, self.step_size, self.share = source, step_size, share
-        self.order = order or Order(seed, len(source))
+        self.order, self.source, self._accelerator, self.workers = order, source, accelerator, workers
+        self.step_size, self.share, self.by_epoch = batch
         self.position, self.order_digest = 0, FIRST_DIGEST
-        self.ended_epoch = False
         self.skipped_ranges: list[tuple[int, int]] = []
-        self.waited = 0.0
-        self._accelerator, self.by_epoch, self.workers = accelerator, by_epoch, workers
+        self.ended_epoch, self.waited = False, 0.0
         self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
         self._end_loading: Callable[[], None] = lambda: None
         self._first: MicroBatch | None = None
@@ -252,6 +254,7 @@ class Feed:
             yield MicroBatch(rows, len(part), last=number == len(shares))
 
     def _load(self, accelerator: Accelerator, position: int) -> Iterator[tuple[tuple[Tensor, ...], np.ndarray]]:
+        assert self.source is not None, "a replay reads nothing"
         options: dict[str, Any] = {}
         if self.workers:
             from gpt2_ddp.distributed.workers import worker_context
@@ -276,11 +279,10 @@ class Feed:
 class _Positions(Dataset):
     """Data set of positions: int64 [b] -> (rows of their items, the items uint64 [b])."""
 
-    def __init__(self, source: Source | range, order: "Order | MixedOrder"):
+    def __init__(self, source: Source, order: "Order | MixedOrder"):
         self.source, self.order = source, order
 
     def __getitems__(self, positions: np.ndarray) -> tuple[tuple[Tensor, ...], np.ndarray]:
-        assert not isinstance(self.source, range), "a replay reads nothing"
         items = self.order.items_at(positions)
         return self.source.read(items.astype(np.int64)), items
 

@@ -20,28 +20,25 @@ def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
         x: [N, C]. weight: [V, C]. bias: [V], a constant. targets: int64 [N]; -100 is not scored.
         chunk: tokens per chunk. Reduction `none` keeps all logits if gradients are required.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if reduction == "none":
+        dtype = _matmul_dtype(x)
         half, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         chunks = zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True)
         losses = [F.cross_entropy(F.linear(rows, half, bias).float(), goal, reduction="none") for rows, goal in chunks]
         return torch.cat(losses)
-    total: Tensor = _Sum.apply(x, weight, bias, targets, chunk, dtype)  # pyright: ignore[reportAssignmentType]
+    total: Tensor = _Sum.apply(x, weight, bias, targets, chunk)  # pyright: ignore[reportAssignmentType]
     return total if reduction == "sum" else total / (targets != IGNORED).sum()
+
+
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        chunk: int,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+        dtype = _matmul_dtype(x)
         half, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         total, of_x, of_weight = x.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
         for rows, goal in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
@@ -58,4 +55,4 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         of_x, of_weight = ctx.saved_tensors
-        return of_x.to(ctx.dtype) * scale, of_weight * scale, None, None, None, None
+        return of_x.to(ctx.dtype) * scale, of_weight * scale, None, None, None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,18 +51,25 @@ def mixed(parts: Iterable[tuple[float, Evaluation]]) -> Evaluation:
     return Evaluation(sum(n * part.nll for n, part in scaled), tokens, sum(n * part.bytes for n, part in scaled))
 
 
+class EvalSet(NamedTuple):
+    """The L - 1 targets of a stream of L tokens, in windows of block_size; the last may be shorter.
+
+    Args:
+        tokens: number of targets to score, rounded to whole windows that are evenly spread; None: all.
+        token_bytes: int [vocab_size], UTF-8 bytes of each token, for bits per byte.
+    """
+
+    stream: TokenStream
+    block_size: int
+    tokens: int | None = None
+    token_bytes: np.ndarray | None = None
+
+
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    stream: TokenStream,
-    block_size: int,
-    batch_size: int,
-    tokens: int | None = None,
-    token_bytes: np.ndarray | None = None,
-    poll: Callable[[], None] = lambda: None,
+    accelerator: Accelerator, model: nn.Module, data: EvalSet, batch_size: int, poll: Callable[[], None] = lambda: None
 ) -> Evaluation:
-    """Scores the L - 1 targets of `stream`, in windows of block_size; the last may be shorter. Collective.
+    """The summed loss of a model over the targets of `data`. Collective.
 
     Batch j belongs to rank j mod W. Short batches are padded with targets that are not scored: every forward pass has
     one shape. Ranks synchronize once, at the end. After two seconds, a terminal shows a progress bar.
@@ -69,12 +77,10 @@ def evaluate(
     Args:
         model: prepared or plain, on the accelerator's device; `model(x, y, reduction="none")` -> nll [B, T].
         batch_size: windows per forward pass and rank.
-        tokens: number of targets to score, rounded to whole windows that are evenly spread; None: all.
-        token_bytes: int [vocab_size], UTF-8 bytes of each token, for bits per byte.
         poll: called before each batch, equally often on each rank; its exceptions end the evaluation.
     """
-    windows = _chosen_windows(len(stream), block_size, tokens)
-    device = accelerator.device
+    device, token_bytes = accelerator.device, data.token_bytes
+    windows = _chosen_windows(len(data.stream), data.block_size, data.tokens)
     exact = torch.float64 if device.type != "mps" else torch.float32  # mps has no fp64
     totals = torch.zeros(3, dtype=exact, device=device)  # nll, tokens, bytes
     lengths = torch.from_numpy(token_bytes.astype(np.int64)).to(device) if token_bytes is not None else None
@@ -89,8 +95,8 @@ def evaluate(
                 first = first_of_ranks + batch_size * accelerator.process_index
                 if first >= len(windows):
                     continue
-                x, y = _batch(stream, windows[first : first + batch_size], block_size, batch_size)
-                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                rows = windows[first : first + batch_size]
+                x, y = (part.to(device, non_blocking=True) for part in _batch(data, rows, batch_size))
                 scored = y != IGNORED
                 totals[0] += model(x, y, reduction="none").to(exact).sum()
                 totals[1] += scored.sum()
@@ -114,8 +120,9 @@ def _chosen_windows(n_tokens: int, block_size: int, tokens: int | None) -> np.nd
     return np.arange(chosen) * max(full, 1) // chosen
 
 
-def _batch(stream: TokenStream, windows: np.ndarray, block_size: int, batch_size: int) -> tuple[Tensor, Tensor]:
+def _batch(data: EvalSet, windows: np.ndarray, batch_size: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets int64 [batch_size, block_size]; the padding's targets are IGNORED."""
+    stream, block_size = data[:2]
     x = torch.zeros(batch_size, block_size, dtype=torch.int64)
     y = torch.full((batch_size, block_size), IGNORED)
     for row, start in enumerate((windows * block_size).tolist()):

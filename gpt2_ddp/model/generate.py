@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,16 +62,30 @@ def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Ten
     return x
 
 
+class Sampling(NamedTuple):
+    """Length of the samples, and the distribution that their tokens are drawn from.
+
+    Args:
+        max_new_tokens: most tokens to add to each prompt.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: sample among the k likeliest tokens; None: all.
+        top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
+        seed: seed of the random numbers, with the row's index. Global generators stay as they are.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int | None = 50
+    top_p: float = 1.0
+    seed: int = 0
+
+
 @torch.inference_mode()
 def generate(
     model: GPT,
     prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
     eot: int,
-    temperature: float = 0.8,
-    top_k: int | None = 50,
-    top_p: float = 1.0,
-    seed: int = 0,
+    sampling: Sampling,
     poll: Callable[[], None] = lambda: None,
     heard: Callable[[int, int], None] = lambda row, token: None,
 ) -> list[list[int]]:
@@ -83,30 +98,25 @@ def generate(
         model: on any device; its training mode is restored afterwards.
         prompts: token ids. An empty prompt is the start of a document. A long one loses its beginning. A model with a
             document mask sees the last document of each.
-        max_new_tokens: most tokens to add to each prompt.
         eot: the end-of-text token, which ends a row.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens; None: all.
-        top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
-        seed: seed of the random numbers, with the row's index. Global generators stay as they are.
         poll: called before each token; its exceptions end the generation.
         heard: called with each row's index and new token.
 
     Returns:
         The new tokens of each row, without end-of-text.
     """
-    draw = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p)
-    training = model.training
+    training, shape = model.training, (sampling.max_new_tokens, np.float32)
     model.eval()
     try:
         results = []
         for first in range(0, len(prompts), BATCH_ROWS):
             batch = [list(prompt) or [eot] for prompt in prompts[first : first + BATCH_ROWS]]
             rows = range(first, first + len(batch))
-            uniform = np.stack([np.random.default_rng([seed, row]).random(max_new_tokens, np.float32) for row in rows])
-            uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
+            uniform = np.stack([np.random.default_rng([sampling.seed, row]).random(*shape) for row in rows])
+            columns = torch.from_numpy(uniform).to(model.wte.weight.device).unbind(1)
+            draws = [partial(sample, uniform=column, sampling=sampling) for column in columns]
             hear = lambda row, token, first=first: heard(first + row, token)  # noqa: E731
-            results += _continue(model, batch, eot, uniform, draw, poll, hear)
+            results += _continue(model, batch, eot, draws, poll, hear)
         return results
     finally:
         model.train(training)
@@ -116,25 +126,24 @@ def _continue(
     model: GPT,
     prompts: list[list[int]],
     eot: int,
-    uniform: Tensor,
-    draw: Callable[[Tensor, Tensor], Tensor],
+    draws: Sequence[Callable[[Tensor], Tensor]],
     poll: Callable[[], None],
     heard: Callable[[int, int], None],
 ) -> list[list[int]]:
-    """`generate` for one batch of non-empty prompts; `uniform` holds its random numbers [B, max_new_tokens]."""
-    block_size, steps = model.config.block_size, uniform.size(1)
+    """`generate` for one batch of non-empty prompts; each of `draws` takes logits [B, V] to one new token per row."""
+    block_size = model.config.block_size
     begins = model.eot if model.config.document_mask else None  # first token of a document, whose past is masked
     windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # context of each row
-    cache = KVCache(model, len(windows), min(max(map(len, windows)) + steps, block_size))
+    cache = KVCache(model, len(windows), min(max(map(len, windows)) + len(draws), block_size))
     results: list[list[int]] = [[] for _ in windows]
     running = set(range(len(windows)))
-    for step in range(steps):
+    for step, draw in enumerate(draws):
         poll()
         full = [row for row, window in enumerate(windows) if len(window) > block_size]
         for row in full:
             windows[row] = windows[row][-max(block_size // 2, 1) :]
         logits = next_logits(model, windows, cache, refill=step == 0 or bool(full))
-        for row, token in enumerate(draw(logits, uniform[:, step]).tolist()):
+        for row, token in enumerate(draw(logits).tolist()):
             if token == eot:
                 running.discard(row)
             elif row in running:
@@ -170,17 +179,17 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bo
     return model.head(x[torch.arange(len(windows), device=device), last])
 
 
-def sample(logits: Tensor, uniform: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
-    """Draws one token per row by inverting its cumulative distribution.
+def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
+    """Draws one token per row by inverting its cumulative distribution; temperature, top_k and top_p in this order.
 
     Args:
         logits: [B, V].
         uniform: random numbers in [0, 1), one per row [B].
-        temperature, top_k, top_p: as in `generate`, applied in this order.
 
     Returns:
         int64 [B].
     """
+    _, temperature, top_k, top_p, _ = sampling
     if temperature == 0:
         return logits.argmax(dim=-1)
     top, ids = logits.float().topk(min(top_k or logits.size(-1), logits.size(-1)))  # [B, k], likeliest first
@@ -196,11 +205,10 @@ def sample_texts(
     model: GPT,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
-    max_new_tokens: int,
-    seed: int,
+    sampling: Sampling,
     poll: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Each prompt and its continuation as one text, by the defaults of `generate`."""
-    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    new = generate(model, ids, max_new_tokens, tokenizer.eot, seed=seed, poll=poll)
+    """Each prompt and its continuation as one text. Raises: UserError as `Tokenizer.encode`."""
+    ids = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts]
+    new = generate(model, ids, tokenizer.eot, sampling, poll)
     return [tokenizer.decode(prompt + more) for prompt, more in zip(ids, new, strict=True)]

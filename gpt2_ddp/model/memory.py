@@ -64,16 +64,9 @@ def setting_of(
     kind: str,
     processes: int,
     precision: str,
-    micro_batch: int,
-    base: float,
-    validates: bool = True,
-    background: bool = False,
+    micro_batch: int = 1,
 ) -> Setting:
-    """Setting of a training. The model may be on the meta device.
-
-    Args:
-        validates: whether the training evaluates.
-    """
+    """Setting of a training on GPUs that evaluates and saves in the foreground. The model may be on the meta device."""
     sizes = [(parameter.numel(), parameter.dim()) for parameter in model.parameters()]
     return Setting(
         kind,
@@ -83,12 +76,12 @@ def setting_of(
         state_numbers(model, config.optim),
         model.wte.weight.size(0),
         micro_batch,
-        config.eval.batch_size if validates else 0,
+        config.eval.batch_size,
         precision,
         config.train.activation_checkpointing,
         processes,
-        background,
-        base,
+        False,
+        CUDA_BASE * (1 + (processes > 1)),
         resolve_loss_chunk(config.train.loss_chunk, kind),
     )
 

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from math import ceil
 from typing import Any
@@ -25,7 +25,7 @@ from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import what_pays
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.memory import CUDA_BASE, Memory, estimate, pick_micro_batch, setting_of, state_numbers
+from gpt2_ddp.model.memory import Memory, estimate, pick_micro_batch, setting_of, state_numbers
 from gpt2_ddp.plan.cost import Count, Disk, Rate, assumed_rate, count, disk, divides, seconds
 from gpt2_ddp.plan.machine import Machine, find_machine
 from gpt2_ddp.plan.measure import Measured, base_memory, measure
@@ -112,7 +112,7 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
     with suppress(UserError):  # it is among those of training
         precision = pick_precision(config.train.mixed_precision, torch.device(machine.kind), "train.")
     begun = time.perf_counter()  # before there is a meta device, which loads more than a training does
-    base = base_memory(training) if machine.kind == "cpu" else CUDA_BASE * (1 + (machine.processes > 1))
+    base = {"base": base_memory(training)} if machine.kind == "cpu" else {}
     loaded += time.perf_counter() - begun  # a training's first step would load the same
     seen = preflight(training, machine.processes)
     training = seen.task.config if seen.task else training
@@ -134,9 +134,11 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
         should_save_async(wish, checkpoint, machine.kind, config.data.workers) if machine.is_here else wish is not False
     )
 
+    setting = setting_of(config, model, machine.kind, machine.processes, precision)
+    setting = replace(setting, background=background, eval_batch=setting.eval_batch * validates, **base)
+
     def memory_of(size: int) -> Memory:
-        of_run = (validates, background)
-        return estimate(setting_of(config, model, machine.kind, machine.processes, precision, size, base, *of_run))
+        return estimate(replace(setting, micro_batch=size))
 
     def batch_of(share: int) -> int:
         size = config.train.micro_batch_size

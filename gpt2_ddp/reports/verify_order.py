@@ -12,9 +12,10 @@ from gpt2_ddp.checkpoint.run_files import is_event, is_rollback, valid_rows
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed
+from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import Manifest
 from gpt2_ddp.data.mixture import MixedOrder, order_of
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.tasks.supervised import contiguous
 
@@ -153,7 +154,7 @@ def replay_order(
     if isinstance(config, TrainingConfig):
         windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
         order = order_of(config, windows if len(windows) > 1 else [items or windows[0]])
-        feed = Feed(range(len(order)), config.seed, config.global_batch_windows, share, order=order)
+        feed = Feed(order, GlobalBatch(config.global_batch_windows, share))
         return OrderReplay(feed, "tokens", config.model.block_size)
     assert isinstance(config, JobConfig), "the other kinds"
     whole = [record for record in valid_rows(known) if record.get("epoch") and "train_loss" in record]
@@ -164,7 +165,7 @@ def replay_order(
     batch = newest.get("global_batch_size") or (None if config.scale_with_processes else config.train.global_batch_size)
     if not items or not batch:
         return None
-    return OrderReplay(Feed(range(items), config.seed, batch, share, by_epoch=True), "samples", 1)
+    return OrderReplay(Feed(Order(config.seed, items), GlobalBatch(batch, share, by_epoch=True)), "samples", 1)
 
 
 def in_parts(rows: Records, states: Records) -> tuple[list[tuple[str, Record]], list[str]]:

@@ -24,8 +24,8 @@ from gpt2_ddp.distributed.launch import build_accelerator, pick_device
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small, writing
-from gpt2_ddp.model.evaluate import Evaluation, evaluate, mixed
-from gpt2_ddp.model.generate import generate
+from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
+from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.scoring.items import ItemSet
 from gpt2_ddp.scoring.result import Result, judge, save, table
@@ -136,7 +136,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     size, lengths = model.config.block_size, tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {
-        number: evaluate(accelerator, prepared, stream, size, config.batch_size, config.tokens, lengths)
+        number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
         for number, stream in streams.items()
     }
     whole = mixed([(weights[number], one) for number, one in found.items()]) if weights else None
@@ -264,12 +264,12 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, pro
         if stream:
             stream.add(token)
 
-    settings = config.max_new_tokens, tokenizer.eot, config.temperature, config.top_k, config.top_p, config.seed
+    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
     begun = time.perf_counter()
     try:
         if stream:
             print(tokenizer.decode(rows[0]), end="", flush=True)
-        generate(model, rows, *settings, heard=heard)
+        generate(model, rows, tokenizer.eot, sampling, heard=heard)
     finally:
         seconds = time.perf_counter() - begun
         if stream:

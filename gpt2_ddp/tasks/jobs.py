@@ -103,17 +103,14 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
 
 def transformer_job(config: TransformerConfig) -> Job:
     """Sequence i is token i, `length` times; the mean loss over the tokens to predict."""
-    data, model = config.data, config.model
+    data = config.data
     tokens = torch.arange(data.sequences)[:, None].expand(-1, data.length)
     samples = Samples(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def losses(logits: Tensor, targets: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B]
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
 
-    transformer = TransformerLM(
-        model.vocab_size, model.n_layer, model.n_head, model.n_embd, model.d_ff, model.dropout, data.length
-    )
-    return Job(transformer, samples, samples, losses)
+    return Job(TransformerLM(config.model, data.length), samples, samples, losses)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from accelerate.utils import gather_object
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import divisors
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.memory import CUDA_BASE, estimate, pick_micro_batch, setting_of
+from gpt2_ddp.model.memory import estimate, pick_micro_batch, setting_of
 
 
 def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: Accelerator) -> int:
@@ -17,8 +17,7 @@ def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: 
         model = GPT(config.model, vocab_size)
 
     def peak(size: int) -> float:
-        precision, base = accelerator.mixed_precision, CUDA_BASE * (1 + (processes > 1))
-        return estimate(setting_of(config, model, device.type, processes, precision, size, base)).peak
+        return estimate(setting_of(config, model, device.type, processes, accelerator.mixed_precision, size)).peak
 
     room = float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
     share = config.global_batch_windows // processes

@@ -18,13 +18,13 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import Feed, MicroBatch, interleaved, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
 from gpt2_ddp.data.shards import verify_shards
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import is_compiled
-from gpt2_ddp.model.evaluate import evaluate, mixed
+from gpt2_ddp.model.evaluate import EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.tasks.corpus import check_same_data, open_corpus, prepare_missing_data
@@ -96,9 +96,8 @@ class Pretraining:
             raise UserError("eval.patience", config.eval.patience, hint)
         check_same_data(config, corpus, self._state)
         self._resolve_micro_batch()
-        share = interleaved(accelerator.num_processes, self.micro_batch)
-        step_size, workers = config.global_batch_windows, config.data.workers
-        self.feed = Feed(corpus.source, config.seed, step_size, share, accelerator, workers=workers, order=corpus.order)
+        batch = GlobalBatch(config.global_batch_windows, interleaved(accelerator.num_processes, self.micro_batch))
+        self.feed = Feed(corpus.order, batch, corpus.source, accelerator, config.data.workers)
         self._resolve_schedule(len(corpus.order))
         steps = self.total_steps(len(corpus.order)) or 0
         if note := schedule_note(self._state.get("step", 0), steps, self.config.optim):
@@ -179,7 +178,7 @@ class Pretraining:
         tokens = tokens and -(-tokens // max(sum(weight > 0 for weight, _ in validation.values()), 1))
         lengths = self.tokenizer.token_bytes()
         losses = {
-            name: (weight, evaluate(self.accelerator, model, stream, size, batch_size, tokens, lengths, poll))
+            name: (weight, evaluate(self.accelerator, model, EvalSet(stream, size, tokens, lengths), batch_size, poll))
             for name, (weight, stream) in validation.items()
         }
         total = mixed(losses.values())
@@ -196,10 +195,10 @@ class Pretraining:
 
     def sample(self, poll: Poll) -> list[Sample]:
         """Each prompt and its continuation by at most 200 tokens."""
-        from gpt2_ddp.model.generate import sample_texts
+        from gpt2_ddp.model.generate import Sampling, sample_texts
 
-        prompts = self.config.tracking.sample_prompt
-        texts = sample_texts(self.model, self.tokenizer, prompts, 200, self.config.seed, poll)
+        prompts, sampling = self.config.tracking.sample_prompt, Sampling(200, seed=self.config.seed)
+        texts = sample_texts(self.model, self.tokenizer, prompts, sampling, poll)
         return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt2_ddp.config.jobs import TransformerModelConfig
+
 
 class Line(nn.Module):
     """y = weight * x + bias."""
@@ -114,17 +116,14 @@ class TransformerLM(nn.Module):
     positions: Tensor
     mask: Tensor
 
-    def __init__(
-        self, vocab_size: int, n_layer: int, n_head: int, n_embd: int, d_ff: int, dropout: float, max_length: int
-    ):
+    def __init__(self, config: TransformerModelConfig, max_length: int):
         super().__init__()
-        self.embedding = nn.Embedding(vocab_size, n_embd)
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(n_embd, n_head, d_ff, dropout, batch_first=True) for _ in range(n_layer)
-        )
-        self.head = nn.Linear(n_embd, vocab_size)
-        self.register_buffer("positions", sinusoids(max_length, n_embd), persistent=False)
+        block = config.n_embd, config.n_head, config.d_ff, config.dropout
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*block, batch_first=True) for _ in range(config.n_layer))
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+        self.register_buffer("positions", sinusoids(max_length, config.n_embd), persistent=False)
         mask = torch.ones(max_length, max_length, dtype=torch.bool).triu(diagonal=1)  # True: must not be seen
         self.register_buffer("mask", mask, persistent=False)
 

@@ -15,7 +15,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, broadcast_tensors
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, MicroBatch, Shares
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError, truncate
@@ -118,15 +119,8 @@ class Supervised:
             hint = "are not the data that the run was started with; give those back, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
-        self.feed = Feed(
-            self.job.train,
-            config.seed,
-            self.batch_size,
-            shares,
-            accelerator,
-            by_epoch=True,
-            workers=self.job.train.workers,
-        )
+        order, batch = Order(config.seed, len(self.job.train)), GlobalBatch(self.batch_size, shares, by_epoch=True)
+        self.feed = Feed(order, batch, self.job.train, accelerator, self.job.train.workers)
         if smallest_micro_batch(self.feed) < self.job.least_rows:
             hint = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
             raise UserError("train.global_batch_size", self.batch_size, hint + "try another, or larger data.image_size")

@@ -18,7 +18,7 @@ from commands import ROOT, environment
 from matrix import BEFORE_TRAINING, STAGES, Cell, disturb, equal, finish
 from ranks import run_ranks
 
-from gpt2_ddp.data.feed import Feed, interleaved
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Order
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -55,7 +55,7 @@ def load_under_signals() -> int:
                     sent += 1
 
     threading.Thread(target=flood, daemon=True).start()
-    feed = Feed(Numbers(1000), 1, 6, interleaved(1, 2), accelerator, workers=3)
+    feed = Feed(Order(1, 1000), GlobalBatch(6, interleaved(1, 2)), Numbers(1000), accelerator, workers=3)
     for _ in range(20):
         step = feed.next_step()
         delivered = [batch.rows[0] for batch in step.micro_batches]
@@ -75,7 +75,8 @@ def leave_stuck_workers() -> tuple[float, int]:
 
     multiprocessing.set_start_method("fork", force=True)
     accelerator, later = build_accelerator("cpu", "no"), Order(1, 1000).items_at(np.arange(5, 40)).tolist()
-    feed = Feed(Numbers(1000, stuck=tuple(later)), 1, 1, interleaved(1, 1), accelerator, workers=4)
+    source, batch = Numbers(1000, stuck=tuple(later)), GlobalBatch(1, interleaved(1, 1))
+    feed = Feed(Order(1, 1000), batch, source, accelerator, workers=4)
     list(feed.next_step().micro_batches)
     workers = psutil.Process().children()
     begun = time.monotonic()
