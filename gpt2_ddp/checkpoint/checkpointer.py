@@ -135,7 +135,7 @@ class Checkpointer:
         self._verified: dict[Path, dict[str, Any]] = {}  # states of verified checkpoints
 
     def save(self, snapshot: Snapshot, last_good: int | None = None, timeout: float | None = None) -> None:
-        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes as `prune`; on a full disk, before.
+        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes; on a full disk, before.
 
         Args:
             last_good: last step known to be good.

@@ -55,7 +55,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
         main: the work; imports its modules itself, so that `--help` stays fast.
         default: preset without `--config`.
     """
-    with exit_on_signal(_say):
+    with exit_on_signal(_print_line):
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
@@ -70,7 +70,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
             os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for buffered output
         except UserError as error:
             for mistake in error.mistakes:
-                _say(f"error: {mistake}")
+                _print_line(f"error: {mistake}")
             code = 2
             distributed = sys.modules.get("torch.distributed")  # gloo's threads abort ranks that end while connected
             if distributed and distributed.is_initialized():
@@ -78,7 +78,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
     sys.exit(code)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     if is_main_process():
         print(line, file=sys.stderr, flush=True)
 
@@ -145,7 +145,7 @@ def resolve(
     if mistakes:
         raise join_errors(mistakes)
     if note:
-        _say(note)
+        _print_line(note)
     return config
 
 
