@@ -1,6 +1,6 @@
 """GPT-2 pretraining on HuggingFace Accelerate; docs/python.md shows what can be imported from here.
 
-Importing the package imports nothing heavy: a name is looked up in its module when it is first asked for.
+Importing the package is fast: the first use of a name imports its module.
 """
 
 from importlib import import_module

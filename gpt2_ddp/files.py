@@ -15,7 +15,7 @@ from typing import Any
 from gpt2_ddp.errors import UserError
 
 PIECE = 2**20
-"""Bytes hashed and written at a time: they stay in the CPU cache between the two."""
+"""Bytes hashed and written at a time, so that the second of the two reads the CPU cache."""
 
 HINTS = {
     errno.ENOSPC: "make room on that disk",
@@ -105,7 +105,7 @@ def check_can_make(folder: Path) -> None:
         try:
             mode = place.stat().st_mode
         except FileNotFoundError:
-            if place.is_symlink():  # to nowhere
+            if place.is_symlink():  # a dangling link
                 raise _error(errno.EEXIST) from None
             continue
         if not stat.S_ISDIR(mode):

@@ -4,7 +4,7 @@
     accelerate launch scripts/train_gpt2.py --config configs/gpt2_124m.yaml    # GPT-2 (124M) on your GPUs
     torchrun --nproc_per_node 8 scripts/train_gpt2.py --config configs/gpt2_124m.yaml
 
-The same command given again goes on where the run stopped.
+The same command again resumes the run from its newest checkpoint.
 """
 
 from importlib.util import find_spec

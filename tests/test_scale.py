@@ -133,6 +133,6 @@ def test_signs_of_life_are_two_requests_a_turn(number, most, monkeypatch):
     watch._exchange()
     assert store.requests == 2
     assert store.bytes < most
-    assert all(seen.turn == 10**6 for seen in watch._signs.values())
-    assert len(watch._signs) == (WORLD - 1 if number == 0 else 1)
+    assert all(seen.turn == 10**6 for seen in watch._beats.values())
+    assert len(watch._beats) == (WORLD - 1 if number == 0 else 1)
     assert watch._judge() is None

@@ -175,7 +175,7 @@ class Clock:
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
             self.now += seconds if asleep else HEARTBEAT_INTERVAL
             self.watch._observe()
-        return self.watch._sign
+        return self.watch._beat
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
 
 def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time = clock()
-    time.watch._signs = {1: Heartbeat(HOSTS[1], turn=5)}
+    time.watch._beats = {1: Heartbeat(HOSTS[1], turn=5)}
     time.watch._silent = {1: (5, 0.0)}
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
@@ -265,7 +265,7 @@ def test_one_that_was_suspended_forgets_what_it_saw(clock):
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
     """The launcher alone may have ended, or its machine."""
     time = clock()
-    time.watch._signs, time.watch._silent = {0: Heartbeat(HOSTS[0], turn=5)}, {0: (5, 0.0)}
+    time.watch._beats, time.watch._silent = {0: Heartbeat(HOSTS[0], turn=5)}, {0: (5, 0.0)}
     time.watch._is_cut_off = True
     time.pass_by(100)
     assert time.watch._silent[0] == (5, 0.0)
@@ -276,7 +276,7 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):
     time = clock()
-    time.watch._signs, time.watch._silent = {0: Heartbeat(HOSTS[0])}, {0: (0, 0.0)}
+    time.watch._beats, time.watch._silent = {0: Heartbeat(HOSTS[0])}, {0: (0, 0.0)}
     time.watch._failed, time.watch._rank = "ValueError: x", 1
     verdicts = []
     for late in (0.1, GRACE + 0.1):
@@ -295,7 +295,7 @@ def test_somebody_in_a_debugger_may_stand_still(clock):
     scope: dict = {}
     exec(compile(source, "/usr/lib/python3/bdb.py", "exec"), scope)
     scope["trace_dispatch"](lambda: time.pass_by(1000))
-    assert time.watch._sign.idle < 2 * HEARTBEAT_INTERVAL
+    assert time.watch._beat.idle < 2 * HEARTBEAT_INTERVAL
 
 
 def test_an_error_that_comes_after_a_long_wait_is_news(clock):
@@ -326,11 +326,11 @@ def two_watches(_: int) -> list:
         assert dist.group.WORLD._get_sequence_number_for_group() > before
         if accelerator.is_main_process:
             deadline = time.monotonic() + 20
-            while watch._signs[1].stage != f"stage {number}" and time.monotonic() < deadline:
+            while watch._beats[1].stage != f"stage {number}" and time.monotonic() < deadline:
                 time.sleep(0.05)
         accelerator.wait_for_everyone()
         watch.close()
-        found += [(sign.stage, sign.step, sign.left) for sign in watch._signs.values()]
+        found += [(sign.stage, sign.step, sign.left) for sign in watch._beats.values()]
     assert not [thread.name for thread in threading.enumerate() if thread.name == "watch"]
     accelerator.end_training()
     return found

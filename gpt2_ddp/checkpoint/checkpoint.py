@@ -1,8 +1,8 @@
 """Checkpoints that verify themselves: folders `step-XXXXXXXX/`, written and read whole.
 
-Each holds model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, a tokenizer
-file if there is one, and manifest.json with the size and SHA-256 of every file and of itself. Reading finds a flipped
-bit in any of them. Nothing is a pickle.
+A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, a tokenizer
+file if there is one, and manifest.json: size and SHA-256 of every file, and its own SHA-256. Reading detects a flipped
+bit in any of them. No file is a pickle.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from gpt2_ddp.files import free_name, read_small, sha256_file, write_atomically,
 from gpt2_ddp.project import command_for
 
 FORMAT = 1
-"""Of a checkpoint folder. Within it, a missing field takes its default, and an unknown one is ignored."""
+"""Format of a checkpoint folder. Its readers give missing fields their defaults, and ignore unknown fields."""
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
 TRANSFORMERS = "config.json"
@@ -128,8 +128,8 @@ def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) ->
 def load_optimizer_state(
     accelerator: Accelerator, state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer
 ) -> None:
-    """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there. It travels
-    over the network, as nodes need not share a disk."""
+    """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there. The
+    network transfers it, as nodes need not share a disk."""
     layout = on_main(accelerator, lambda: [(key, value.shape, value.dtype) for key, value in state.items()])
     parameters = dict(model.named_parameters())
     before = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters.values()}
@@ -163,7 +163,7 @@ def broadcast_tensors(accelerator: Accelerator, tensors: dict[str, Tensor]) -> N
 
 
 def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:
-    """Starts a copy to the host, to pinned memory from a GPU, which takes the bus's full speed."""
+    """Starts a copy to the host. From a GPU it goes to pinned memory, at the full speed of the bus."""
     if name not in memory:
         memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         if tensor.is_cuda:  # exactly these bytes: `pin_memory` would round them up to a power of two
@@ -182,8 +182,8 @@ class CorruptCheckpoint(Exception):
     """A checkpoint that differs from what was written.
 
     Args:
-        file: the file that is wrong.
-        reason: what is wrong with it.
+        file: the corrupt file.
+        reason: its defect.
     """
 
     def __init__(self, file: Path, reason: str):
@@ -206,7 +206,7 @@ class Checkpoint:
         return self.state.get("kind", "gpt2")
 
     def read(self) -> Snapshot:
-        """All of it, weights and optimizer state included."""
+        """The whole content, weights and optimizer state included."""
         model, optimizer = load_file(self.path / MODEL), load_file(self.path / OPTIMIZER)
         return Snapshot(self.state, yaml.safe_dump(self.config), model, optimizer)
 
@@ -239,7 +239,7 @@ def newest_intact(
         try:
             return verify(place, weights)
         except CorruptCheckpoint as damage:
-            if not place.is_dir():  # a run that goes on removed it and has a newer one
+            if not place.is_dir():  # its running trainer has written a newer one and deleted this
                 return newest_intact(folder, weights, put_aside, quiet)
             then = "trying the one before it"
             if put_aside:
@@ -256,8 +256,8 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     """Checks every file of a checkpoint against its manifest. Without `weights`, only sizes of the large files.
 
     Raises:
-        CorruptCheckpoint: naming the first file that is missing, cut short or changed.
-        UserError: it is of another format.
+        CorruptCheckpoint: with the first file that is missing, truncated or changed.
+        UserError: another format.
     """
     for name, (size, sha256) in _read_manifest(checkpoint).items():
         file = checkpoint / name
@@ -310,12 +310,12 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     """The checkpoint `path`, or the newest intact one of the run folder `path`.
 
     Args:
-        field: where the user named it, for messages.
+        field: the user's field with this path, for messages.
         weights: whether to hash the large files too.
-        kind: the kind of run that is wanted; empty: any.
+        kind: required kind of run; empty: any.
 
     Raises:
-        UserError: there is none, or the one named is corrupt or of another kind.
+        UserError: no checkpoint, a corrupt one, or another kind.
     """
     if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
         raise UserError(field, path, "is a model of transformers; begin a run with it (train.init_from) and name that")
@@ -356,8 +356,8 @@ def write(snapshot: Snapshot, folder: Path) -> None:
 
 
 def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, equal to the library's own. The tensors' memory is not copied; those on a device
-    are copied to the host one at a time."""
+    """The bytes of a safetensors file, equal to the library's. Tensors on the host are not copied; those on a
+    device are copied one at a time."""
     places = list(DTYPES)
     names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: saving, in the background or not, keeping some and deleting the others.
+"""The checkpoints of a run: saves them, in the background or not, and deletes old ones.
 
-A checkpoint is made in a hidden folder beside its place, fsynced and renamed, so it is there whole or not at all.
+A save writes to a hidden folder, calls fsync and renames the folder. So each checkpoint is complete or absent.
 """
 
 import math
@@ -54,8 +54,8 @@ class Background:
     with the process.
 
     Attributes:
-        timeout: seconds that the present task, or the last one, may take.
-        failed: whether the task raised an error that `wait` has not raised yet.
+        timeout: allowed seconds of the current or last task.
+        failed: whether the task raised an error that `wait` has not yet raised.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Background:
         self.failed = False
 
     def start(self, task: Callable[[], object], timeout: float) -> None:
-        """Waits for the task before it, and starts this one."""
+        """Waits for the previous task, and starts this one."""
         self.wait()
         self._begun, self._ended, self.timeout = time.monotonic(), 0.0, timeout
         self._thread = threading.Thread(target=self._run, args=(task,), name="background", daemon=True)
@@ -80,7 +80,7 @@ class Background:
 
     @property
     def seconds(self) -> float:
-        """Duration of the task, up to now or in all; 0 if there was none."""
+        """Duration of the current task so far, or of the last task; 0 before the first."""
         return (self._ended or time.monotonic()) - self._begun if self._begun else 0.0
 
     @property
@@ -114,10 +114,10 @@ class Checkpointer:
         folder: RUN/checkpoints.
         keep_last: newest checkpoints to keep.
         lock: whether this process has locked the run, so that a damaged folder may be repaired.
-        record: is called with each event: a checkpoint that was written, or room that is made for one.
+        record: called with each event row: a written checkpoint, or deletions that make room for one.
 
     Attributes:
-        first_step: the step that the run starts after. Its checkpoint is for a rollback only.
+        first_step: the step before the run's first. Its checkpoint is only for rollbacks.
     """
 
     first_step = 0
@@ -131,19 +131,18 @@ class Checkpointer:
     ):
         self.folder, self.keep_last, self._lock, self._record = folder, keep_last, lock, record
         self.background = Background()
-        self._memory: dict[str, Tensor] = {}  # of the copies that it writes
-        self._verified: dict[Path, dict[str, Any]] = {}  # states of those that this process has verified
+        self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
+        self._verified: dict[Path, dict[str, Any]] = {}  # states of verified checkpoints
 
     def save(self, snapshot: Snapshot, last_good: int | None = None, timeout: float | None = None) -> None:
-        """Saves the checkpoint of step `snapshot.state["step"]` durably, and then deletes what `prune` deletes. Where
-        the disk has no room, deletes first.
+        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes; on a full disk, before.
 
         Args:
             last_good: last step known to be good.
-            timeout: seconds; writes a copy in the background. None: waits for the disk.
+            timeout: seconds for writing a copy in the background; None: waits for the disk.
 
         Raises:
-            UserError: the disk refuses; the checkpoints are as they were, and nothing half made is left.
+            UserError: writing failed; no partial checkpoint is left, and the kept checkpoints are unchanged.
         """
         if timeout is None:
             self._write(snapshot, last_good)
@@ -158,7 +157,7 @@ class Checkpointer:
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
         place, rows = self.place(snapshot.state["step"]), self.folder.parent / METRICS
-        if rows.is_file():  # the checkpoint has the chain of the last of them
+        if rows.is_file():  # the checkpoint has the chain of the last row
             with writing(rows):
                 fsync_file(rows)
         temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
@@ -169,14 +168,14 @@ class Checkpointer:
         try:
             write(snapshot, temporary)
             with writing(place):
-                if place.exists():  # this step again: the old one goes when the new one is there
+                if place.exists():  # a step saved again: deleted once the new one is in place
                     place.rename(replaced)
                 temporary.rename(place)
                 fsync_folder(self.folder)
                 if replaced.exists():
                     shutil.rmtree(replaced)
         except UserError:
-            with suppress(UserError):  # what cannot be removed now is removed by the next start
+            with suppress(UserError):  # the next start deletes any rest
                 self.recover()
             raise
         self._verified[place] = snapshot.state
@@ -185,8 +184,8 @@ class Checkpointer:
         self._delete_except(keep)
 
     def recover(self) -> None:
-        """Repairs what a killed or refused save left. The new form of a replaced checkpoint gets the name, as it is
-        whole by then; half-made and half-removed folders are deleted."""
+        """Repairs the folder after a killed or failed save: completes a replacement, whose new folder is whole by then,
+        and deletes partial folders."""
         with writing(self.folder):
             for replaced in self.folder.glob(".step-*.replaced"):
                 place = replaced.with_name(replaced.name[1 : -len(".replaced")])
@@ -201,11 +200,11 @@ class Checkpointer:
         return newest_intact(self.folder, weights=False, quiet=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, all files hashed; None when there is none at all. Repairs the folder. A corrupt
-        one is renamed to `*.corrupt`, with a warning on stderr that names file and reason.
+        """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames
+        corrupt ones to `*.corrupt`, with a warning on stderr that names file and reason.
 
         Raises:
-            UserError: when checkpoints exist, but none is intact.
+            UserError: checkpoints exist, and none is intact.
         """
         if self._lock:
             self.recover()
@@ -222,19 +221,19 @@ class Checkpointer:
         return self.folder / f"step-{step:08d}"
 
     def newest_until(self, step: int) -> Path | None:
-        """The newest intact checkpoint of `step` or before; its hashes are checked once."""
+        """The newest intact checkpoint of `step` or an earlier step; its hashes are checked once."""
         return next((place for place, state in reversed(self._intact().items()) if state["step"] <= step), None)
 
     def remove_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps, which a rollback has undone."""
+        """Deletes the checkpoints of later steps, after a rollback."""
         self._delete_except([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
 
     def prune(self, last_good: int | None = None) -> None:
         """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need.
 
         Args:
-            last_good: last step known to be good. The newest checkpoint until there is kept, and those after it. The
-                checkpoint of the run's first step is deleted once there is a later one until `last_good`.
+            last_good: last step known to be good. Keeps the newest checkpoint up to this step, and all later ones.
+                Deletes that of the run's first step once a later one is good.
         """
         self._delete_except(self._to_keep(last_good))
 
@@ -242,8 +241,8 @@ class Checkpointer:
         """The checkpoints that `prune` keeps.
 
         Args:
-            coming: state of a checkpoint that is counted as if it were there already. The newest that is there stays
-                nevertheless.
+            coming: state of the checkpoint that a save is about to write; it counts as kept. The newest existing
+                checkpoint is kept, too.
         """
         there, first = list_checkpoints(self.folder), self.place(self.first_step)
         if len(there) + (coming is not None) <= self.keep_last and first not in there:
@@ -270,7 +269,7 @@ class Checkpointer:
             if place not in keep:
                 hidden = place.with_name(f".{place.name}.removed")
                 with writing(place):
-                    place.rename(hidden)  # so that a crash halfway leaves nothing that looks like a checkpoint
+                    place.rename(hidden)  # after a crash, a partial folder must not look like a checkpoint
                     shutil.rmtree(hidden)
                 self._verified.pop(place, None)
 
@@ -288,7 +287,7 @@ class Checkpointer:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Room on the folder's disk. A quota may leave less: then the disk refuses in the midst of writing."""
+    """Free bytes on the folder's disk. A quota may allow less; then writing fails halfway."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return shutil.disk_usage(folder).free

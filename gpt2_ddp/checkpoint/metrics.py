@@ -36,8 +36,8 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def time_left(row: dict[str, Any], steps: int) -> float | None:
-    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed. A
-    step is counted as the run's average number of units."""
+    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed.
+    Assumes that a step has the run's average number of units."""
     unit, rate = _speed(row)
     return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
 
@@ -84,16 +84,16 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """A text that the model wrote, which begins with the prompt."""
+    """A generated text, prompt included."""
 
     prompt: str
     text: str
 
 
 class Metrics:
-    """On the main process: writes rows to metrics.jsonl and the trackers, and shows them. On the others: nothing.
+    """Rows of a run: writes them to metrics.jsonl and the trackers, and prints them. Only the main process does.
 
-    A terminal gets a progress bar, a log file a line for each row.
+    On a terminal it shows a progress bar; in a log file it prints a line for each row.
     """
 
     def __init__(self, run: RunFolder | None, step: int, steps: int):
@@ -114,7 +114,7 @@ class Metrics:
             self.trackers.start(config, run_id, self.run.path)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Writes one row; numbers that are not finite become null, as JSON has none."""
+        """Writes and prints one row. JSON lacks numbers that are not finite; they become null."""
         if self.run is None:
             return
         row = finite(row)
@@ -133,7 +133,7 @@ class Metrics:
     def print(self, text: str) -> None:
         """Prints a line on the main process, above the progress bar."""
         if self.run is not None:
-            with suppress(OSError):  # a log file on a full disk is not worth the run
+            with suppress(OSError):  # a log file on a full disk must not end the run
                 tqdm.write(text, file=sys.stderr)
 
     def go_back(self, event: dict[str, Any]) -> None:
@@ -154,10 +154,10 @@ class Metrics:
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:
-        """The result of an action that training can do without; if it fails, prints one warning and returns None."""
+        """The result of an optional action. After an exception: None, with one warning for each `what`."""
         try:
             return action()
-        except Exception as error:  # whatever other people's code may raise: no curve and no sample is worth the run
+        except Exception as error:  # of any library: the run matters more than a curve or sample
             if what not in self._failed:
                 self._failed.add(what)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())

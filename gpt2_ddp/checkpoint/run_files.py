@@ -1,7 +1,7 @@
 """The files of a run folder: their names, the status, and the rows of metrics.jsonl and samples.jsonl. No torch.
 
 A row is of a step or, with an `event`, of the run: a start, a checkpoint, a rollback, a branch, an end. Each line of
-metrics.jsonl ends with its `chain`, a hash of all lines up to it, so a row that was changed or removed is found.
+metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed and removed rows are detected.
 """
 
 import fcntl
@@ -23,7 +23,7 @@ METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.jso
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a trainer has locked the run folder. Not for the trainer itself, which this would unlock."""
+    """Whether a trainer has locked the run folder. For other processes: in the trainer, this would unlock it."""
     try:
         lock = os.open(folder / ".lock", os.O_RDONLY)
     except OSError:
@@ -53,12 +53,12 @@ def split_chain(line: str) -> tuple[str, str | None]:
 
 
 def is_event(row: dict[str, Any]) -> bool:
-    """Whether a row is of the run (start, checkpoint, rollback, end ...) instead of a step."""
+    """Whether a row records an event of the run (start, checkpoint, rollback, end ...) instead of a step."""
     return "event" in row
 
 
 def is_rollback(row: dict[str, Any]) -> bool:
-    """Whether a row is of a rollback to its step; the rows after it start behind that step again."""
+    """Whether a row records a rollback to its step; later rows continue from that step."""
     return row.get("event") == "rollback"
 
 
@@ -113,7 +113,7 @@ def _is_sound(row: dict[str, Any]) -> bool:
 
 
 def until(lines: list[Line], step: int, rollbacks: int) -> list[Line]:
-    """The lines of a run with so many rollbacks until `step`, by the steps in the rows."""
+    """The lines up to `step`: all lines up to rollback number `rollbacks`, then those of steps until `step`."""
     rows = [(line, line.row) for line in lines if line.row]
     ahead, kept = min(rollbacks, sum(is_rollback(row) for _, row in rows)), []
     for line, row in rows:
@@ -124,8 +124,8 @@ def until(lines: list[Line], step: int, rollbacks: int) -> list[Line]:
 
 
 def sound_lines(file: Path) -> list[Line]:
-    """The lines with a row of a step. A file with other lines is copied aside, with a warning, for repair. A torn last
-    line is no damage."""
+    """The lines whose row has a step. A file with other lines is copied aside, with a warning, for repair. A torn last
+    line is dropped."""
     sound: list[Line] = []
     bad: list[Line] = []
     with writing(file):
@@ -137,7 +137,7 @@ def sound_lines(file: Path) -> list[Line]:
         if bad or not file.is_file():
             aside = free_name(file.with_name(f"{file.name}.damaged"))
             if bad:
-                shutil.copyfile(file, aside)  # and not renamed: whatever happens now, the good rows are in their place
+                shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
                 fsync_file(aside)
             else:
                 file.rename(aside)

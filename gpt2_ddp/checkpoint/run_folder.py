@@ -36,7 +36,7 @@ class RunFolder:
     """`output_dir/run_name`, locked by one trainer at a time.
 
     Args:
-        lock: False only checks the folder: nothing is made, locked or repaired.
+        lock: False only checks the folder, without creating, locking or repairing anything.
 
     Attributes:
         chain: hash of all rows of metrics.jsonl.
@@ -52,7 +52,7 @@ class RunFolder:
         self.path = Path(config.output_dir) / config.run_name
         record = lambda event: self.append(METRICS, event)  # noqa: E731
         self.checkpoints = Checkpointer(self.path / "checkpoints", config.checkpoint.keep_last, lock, record)
-        self._is_new = not os.path.exists(self.path)  # also where its name is too long for one
+        self._is_new = not os.path.exists(self.path)  # also for a name that is too long
         self._state, self._writing, self._appending, self.chain = "", threading.Lock(), threading.Lock(), FIRST_CHAIN
         try:
             if lock:
@@ -64,11 +64,11 @@ class RunFolder:
             hint = f"cannot be written ({error.strerror}); choose another output_dir"
             raise UserError("output_dir", self.path, hint) from error
         try:
-            # of the process alone: the kernel unlocks it however we die, and forked loader workers never had it
+            # a lock of the process: the kernel releases it however the process ends, and forks do not inherit it
             if self._lock is not None:
                 fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(self._lock).st_nlink if self._lock is not None else is_locked(self.path):
-                raise BlockingIOError  # another's; or its owner removed the folder at this moment
+                raise BlockingIOError  # another trainer has it; or its owner just removed the folder
         except OSError as error:
             self._unlock()
             hint = "another trainer is running in this folder; stop it or choose another run_name"
@@ -115,7 +115,7 @@ class RunFolder:
         write_atomically(self.path / CONFIG, dump(config))
 
     def write_status(self, state: str, step: int, reason: str = "") -> None:
-        """Records running, completed, stopped or failed; of a running process, its identity."""
+        """Records running (with the process's identity), completed, stopped, diverged or failed."""
         with self._writing:
             self._state = state
             process = {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
@@ -125,20 +125,20 @@ class RunFolder:
                 write_atomically(file, content)
 
     def write_heartbeat(self, status: dict[str, Any]) -> None:
-        """Records stage and step of a running run (`Watchdog.status`). For another thread than the trainer's."""
-        with self._writing, suppress(UserError):  # a disk that is full for a while
+        """Records stage and step of a running run (`Watchdog.status`). For any thread."""
+        with self._writing, suppress(UserError):  # the disk may be full for a while
             if self._state == "running":
                 content = json.dumps({"state": "running", "step": 0, "reason": "", **status}) + "\n"
                 write_atomically(self.path / STATUS, content, durable=False)
 
     def write_failure(self, step: int, reason: str) -> None:
-        """Records that the run failed, unless it has ended before. For another thread than the trainer's."""
+        """Records that the run failed, unless its end is recorded already. For any thread."""
         if self._state in ("", "running"):
             with suppress(UserError):  # the reason is printed as well
                 self.write_status("failed", step, reason)
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Appends a row to the file `name`, METRICS (where its `chain` is added) or SAMPLES. For any thread."""
+        """Appends a row to the file `name`: METRICS, which adds its `chain`, or SAMPLES. For any thread."""
         with self._appending, writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as stream:
             stream.write(self._chained(row) if name == METRICS else json.dumps(row) + "\n")
 
@@ -155,13 +155,13 @@ class RunFolder:
         sample_pending: bool = False,
         start: dict[str, Any] | None = None,
     ) -> None:
-        """Drops the rows and samples that follow a checkpoint, and a last line that a crash tore.
+        """Drops the rows and samples after a checkpoint, and a torn last line.
 
         Args:
-            step: of the checkpoint. rollbacks: how many there were until then.
-            chain: of the last row then; None: no row is kept.
-            sample_pending: whether the step's sample follows the checkpoint.
-            start: row to add in the same write: a kill leaves either the old rows or this one.
+            step: step of the checkpoint. rollbacks: number of rollbacks before it.
+            chain: chain of the last row before it; None: keep no row.
+            sample_pending: whether the step's sample comes after the checkpoint.
+            start: row to add in the same write: after a kill, the file has either the old rows or this one.
         """
         for file in (self.path / METRICS, self.path / SAMPLES):
             lines = sound_lines(file) if file.exists() else []
@@ -178,7 +178,7 @@ class RunFolder:
                 write_atomically(file, content)
 
     def record_start(self, facts: dict[str, Any], rollbacks: int, chain: str | None, sample_pending: bool) -> None:
-        """Cuts the rows as `cut_rows` does and adds one of `facts`, which hold the step, and of the checkpoints."""
+        """Cuts the rows (`cut_rows`) and adds a start row: `facts`, with the step, and the existing checkpoints."""
         there = list_checkpoints(self.checkpoints.folder)
         newest = checkpoint_ref(there[-1]) if there else None
         start = {"event": "start", **facts, "checkpoint": newest, "kept": steps_of(there)}
@@ -191,7 +191,7 @@ class RunFolder:
         self.write_status(outcome, step, reason)
 
     def record_completed(self, step: int, rollbacks: int, chain: str | None, reason: str) -> None:
-        """Prunes the checkpoints and records the end of a complete run whose last process could not."""
+        """Prunes the checkpoints and records the end of a complete run, if its last process was killed before."""
         lines = read_lines(self.path / METRICS)
         if not lines or lines[-1].torn or (lines[-1].row or {}).get("event") != "end":
             self.cut_rows(step, rollbacks, chain)

@@ -59,10 +59,10 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
 
 def from_pydantic(command: type[BaseModel], error: ValidationError) -> UserError:
     """pydantic's errors as one user error."""
-    return join_errors(list(dict.fromkeys(_mistake(command, details) for details in error.errors()[: MOST + 1])))
+    return join_errors(list(dict.fromkeys(_describe(command, details) for details in error.errors()[: MOST + 1])))
 
 
-def _mistake(command: type[BaseModel], details: Any) -> str:
+def _describe(command: type[BaseModel], details: Any) -> str:
     """One of pydantic's errors as `field = value: problem; hint`."""
     name = ".".join(part for part in details["loc"] if isinstance(part, str))
     known = dict(leaves(command))
@@ -85,7 +85,7 @@ def _mistake(command: type[BaseModel], details: Any) -> str:
     return UserError(name, details["input"], hint).mistakes[0]
 
 
-def _words(value: object) -> object:
+def _split_words(value: object) -> object:
     """Splits words at commas."""
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list | tuple) or {*map(type, words)} - {str}:
@@ -93,7 +93,7 @@ def _words(value: object) -> object:
     return [part.strip() for part in ",".join(words).split(",") if part.strip()]
 
 
-Tasks = Annotated[tuple[str, ...], BeforeValidator(_words)]
+Tasks = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 """Names of tasks, or files of items."""
 
 

@@ -26,7 +26,7 @@ from gpt2_ddp.files import read_small
 from gpt2_ddp.project import PROJECT
 
 LARGEST = 2**16
-"""Largest YAML file, in bytes. The shipped ones have 2,000; the parser would need ten seconds for a megabyte."""
+"""Largest YAML file, in bytes; shipped files have 2,000. The parser takes about 10 s per megabyte (estimate)."""
 
 C = TypeVar("C", bound=Command)
 SCRIPT_OF_FIELD = {
@@ -47,15 +47,15 @@ a note (or "") for the given flags."""
 def run_command(command: type[C], main: Callable[[C], int | None], default: Default = None) -> NoReturn:
     """The body of every script: parses `sys.argv`, calls `main` and exits.
 
-    Exit codes: that of `main` (None for 0); 2 after a user error; 75 when a signal stopped it; 141, as after SIGPIPE,
-    when nobody reads standard output, as in `| head`.
+    Exit codes: that of `main` (None for 0); 2 after a user error; 75 if a signal stopped it; 141, as after SIGPIPE, if
+    standard output is closed, as by `| head`.
 
     Args:
         command: class of the script's configuration.
-        main: imports its modules itself, so that `--help` stays fast.
+        main: the work; imports its modules itself, so that `--help` stays fast.
         default: preset without `--config`.
     """
-    with exit_on_signal(_say):
+    with exit_on_signal(_print_line):
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
@@ -70,7 +70,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
             os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # for buffered output
         except UserError as error:
             for mistake in error.mistakes:
-                _say(f"error: {mistake}")
+                _print_line(f"error: {mistake}")
             code = 2
             distributed = sys.modules.get("torch.distributed")  # gloo's threads abort ranks that end while connected
             if distributed and distributed.is_initialized():
@@ -78,7 +78,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
     sys.exit(code)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     if is_main_process():
         print(line, file=sys.stderr, flush=True)
 
@@ -145,7 +145,7 @@ def resolve(
     if mistakes:
         raise join_errors(mistakes)
     if note:
-        _say(note)
+        _print_line(note)
     return config
 
 
@@ -248,7 +248,7 @@ def _takes_several(field: FieldInfo) -> bool:
 def _flag_value(field: FieldInfo, text: str | list[str]) -> Any:
     if isinstance(text, list):
         if len(text) != 1 or not _takes_several(field) or get_args(field.annotation)[0] is str:
-            return text  # of no words, when they are behind a lone `--`
+            return text  # empty after a lone `--`
         inside = text[0].strip("[] ")
         return [item.strip() for item in inside.split(",")] if inside else []
     if text.lower() in ("null", "none") and type(None) in get_args(field.annotation):

@@ -22,17 +22,17 @@ class LoopConfig(Section):
     """autocast; auto follows `accelerate config`; fast: bf16 where the device has instructions for it; fp16 (CUDA)
     scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto", json_schema_extra={"alone": "model"})
-    """torch.compile the model as a whole, or each transformer block by itself, which leaves DDP its overlap; auto: a
-    GPT as a whole on one GPU, by blocks on several, on CPUs where it pays (docs/step.md), and if there is a compiler"""
+    """torch.compile: the whole model, or each transformer block, which keeps DDP's overlap; auto, with a compiler:
+    model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off (docs/step.md)"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to train; auto: cuda, then mps, then cpu"""
+    """device of the training; auto: cuda, then mps, then cpu"""
     deterministic: bool = False
     """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
     max_minutes: float | None = Field(default=None, gt=0)
-    """stop with a checkpoint, which is saved by then, after this many minutes; the same command goes on"""
+    """time limit in minutes, by which a checkpoint is saved and the run stops; the same command resumes it"""
     patience_seconds: float | None = Field(default=None, gt=0)
-    """end the run, naming the process, when one makes no progress for so long; null: two minutes, or ten times the
-    longest that this run was seen to need (half an hour where something is done for the first time)"""
+    """seconds without progress of a process after which the run ends and reports that process; null: 120, or ten times
+    the slowest stage so far if that is more, and 1800 for the first occurrence of a stage"""
     profile_steps: int = Field(default=0, ge=0)
     """record a torch profiler trace of this many steps, after three warm-up steps, into the run folder"""
 
@@ -45,28 +45,29 @@ class LoopConfig(Section):
 
 
 class GuardConfig(Section):
-    """What is done about steps that go wrong"""
+    """Reaction to bad steps"""
 
     skip: bool = True
-    """whether a step with a bad gradient changes nothing: one that is not finite, or beyond norm_sigmas"""
+    """skip the update of a step with a bad gradient: not finite, or a norm above the limit of norm_sigmas"""
     norm_sigmas: float | None = Field(default=None, gt=0)
-    """a gradient norm is bad that exceeds its running mean by so many standard deviations; null: none that is finite"""
+    """limit of the gradient norm, in standard deviations above its running mean; null: no limit for finite norms"""
     loss_sigmas: float | None = Field(default=None, gt=0)
-    """a loss is bad that exceeds its running mean by so many standard deviations; null: none that is finite"""
+    """limit of the loss, in standard deviations above its running mean; null: no limit for finite losses"""
     patience: int = Field(default=20, ge=1)
-    """after so many bad steps in a row the run has diverged"""
+    """number of bad steps in a row after which the run has diverged"""
     check_every: int | None = Field(default=None, ge=1)
-    """steps between comparisons of all ranks' parameters and optimizer state; null: before each checkpoint alone"""
+    """steps between replica checks, which compare the weights and optimizer state of all ranks; null: only before each
+    checkpoint"""
 
 
 class KeepConfig(Section):
     """Checkpoints"""
 
     keep_last: int = Field(default=3, ge=1)
-    """newest verified checkpoints to keep, besides the one with the lowest validation loss"""
+    """number of newest intact checkpoints to keep, besides the one with the lowest validation loss"""
     background: Literal["auto"] | bool = "auto"
-    """whether they are written from a copy in the host's memory while training goes on; auto: where that leaves a core
-    and the memory free, as on GPUs; otherwise training stands still meanwhile"""
+    """write checkpoints from a copy in host memory while training continues; false: training waits; auto: if a core and
+    the memory are free, as on GPUs"""
 
 
 class TrackingConfig(Section):
@@ -79,13 +80,13 @@ class TrackingConfig(Section):
     project: str = Field(default="gpt2_ddp", pattern=r"^\w[^/\\#?%:]*$")
     """project name in the trackers"""
     entity: str | None = None
-    """wandb: the user or team that the project is of; null: yours"""
+    """wandb: user or team of the project; null: your own"""
     group: str | None = None
-    """wandb and trackio: runs of the same group are shown together"""
+    """wandb and trackio: name of the group of runs"""
     tags: tuple[str, ...] = ()
     """wandb: words to find the run by"""
     peak_flops: float | None = Field(default=None, gt=0)
-    """what one device can do, in dense bf16 FLOP/s, for the MFU; null: what its data sheet says, if it is known here"""
+    """peak of one device in dense bf16 FLOP/s, for the MFU; null: the value of its data sheet, for known devices"""
 
     @field_validator("log_with", mode="before")
     @classmethod
@@ -113,11 +114,11 @@ class RunConfig(Command):
     output_dir: str = "runs"
     """folder of run folders"""
     run_name: str = Field(default="gpt2", min_length=1, pattern=r"^\w[\w.-]*$")
-    """the run's folder is output_dir/run_name; the same command given twice goes on with it"""
+    """the run's folder is output_dir/run_name; the same command again resumes the run"""
     seed: int = Field(default=1337, ge=0, lt=2**63)
-    """fixes initial weights, data order and dropout"""
+    """seed of initial weights, data order and dropout"""
     fresh: bool = Field(default=False, exclude=True)
-    """start over; the run folder must be empty or absent, since nothing is overwritten"""
+    """require a new run: the run folder must be empty or absent, since nothing is overwritten"""
 
     @property
     def shared(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What can be configured in train_gpt2.py."""
+"""The configuration of train_gpt2.py."""
 
 import math
 import os
@@ -37,35 +37,34 @@ Tokens = Annotated[
 
 
 class Phase(Section):
-    """Other weights of a mixture, from some place in its order on"""
+    """New weights of a mixture from a position of its order on"""
 
     at_tokens: int = Field(gt=0, lt=2**63)
-    """where it begins, in tokens of the order; rounded up to a block of 1,000 windows"""
+    """start in tokens of the order; rounded up to a block of 1,000 windows"""
     weights: tuple[float, ...]
-    """what takes the place of data.weights there"""
+    """weights that replace data.weights from there on"""
 
 
 class DataConfig(Section):
     """The tokens to train on"""
 
     path: str | tuple[str, ...] = "data/stdlib"
-    """folder of token shards with a manifest.json, as prepare_data.py writes it; or several of one tokenizer, which
-    are mixed"""
+    """folder of token shards with a manifest.json, written by prepare_data.py; or a mixture of several folders with the
+    same tokenizer"""
     weights: tuple[float, ...] = ()
-    """several folders: how much of what is trained on is of each, like 7 2 1 (0: nothing before a later phase); none:
-    in proportion to their windows"""
+    """several folders: share of each in the training data, like 7 2 1 (0: none before a later phase); none: in
+    proportion to their windows"""
     phases: tuple[Phase, ...] = ()
-    """several folders: other weights after so many tokens, each as {at_tokens: N, weights: [...]}, or N:W:W:... on the
-    command line; they may change as long as a run has not got there"""
+    """several folders: new weights from a number of tokens on, each as {at_tokens: N, weights: [...]}, or N:W:W:... on
+    the command line; a phase may change until the run reaches it"""
     prepare: str | None = None
-    """recipe (a config of prepare_data.py whose output is `path`, or one of these) that is followed first when
-    there are no shards"""
+    """recipe to run first if shards are missing: a config of prepare_data.py whose output is `path` or one of these"""
     verify_hashes: Literal["always", "changed", "never"] = "changed"
-    """check the shards' SHA-256 before the first step (about a second per GB, shared among a node's processes): of all
-    of them always; of those that have changed since they were last found right, by size, times and inode, which are
-    kept in path/.verified.jsonl (bits that decay on the disk change none of these); or never"""
+    """shards whose SHA-256 is checked before the first step (about 1 s per GB, shared by a node's processes); always:
+    all; changed: those whose size, times or inode differ from the last check (path/.verified.jsonl), which misses bits
+    that decay on the disk; never: none"""
     workers: int = Field(default=0, ge=0, le=64)
-    """loader processes per rank; 0 reads in the training process, which costs about 0.1 ms a batch"""
+    """loader processes per rank; 0 reads in the training process, about 0.1 ms a batch (estimate)"""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -120,7 +119,7 @@ class ModelConfig(Section):
     bias: bool = True
     """biases in linear layers and LayerNorms, as GPT-2 has them"""
     document_mask: bool = False
-    """each document of a window by itself: its tokens see none of another, and its positions begin at 0"""
+    """attention stays within each document of a window, and its positions begin at 0"""
 
 
 class OptimConfig(ClipConfig):
@@ -135,13 +134,13 @@ class OptimConfig(ClipConfig):
     muon_lr: float = Field(default=0.01, gt=0)
     """muon: peak learning rate of the matrices, which follows the same schedule: muon_lr / lr times the others' rate"""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
-    """muon: how much of the moment is kept at each step"""
+    """muon: decay rate of the momentum"""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """after the warm-up: cosine decay, warmup-stable-decay, or constant"""
     warmup_steps: int = Field(default=700, ge=0)
     """steps of linear warm-up to lr"""
     decay_steps: int | None = Field(default=None, ge=1)
-    """step at which the decay reaches min_lr; null: the run's last, whichever that is when the decay begins"""
+    """step at which the decay reaches min_lr; null: the run's last step, as known when the decay begins"""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
     """wsd: the last part of decay_steps in which the rate falls linearly"""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -177,26 +176,25 @@ class TrainConfig(LoopConfig):
     """The training loop"""
 
     steps: int | None = Field(default=None, ge=1)
-    """optimizer steps of the whole run, those before it branched off (branch_from) counted"""
+    """optimizer steps of the whole run, including the parent's steps of a branch (branch_from)"""
     epochs: float | None = Field(default=None, gt=0)
-    """passes over the training split; takes the place of steps when set"""
+    """passes over the training split; replaces steps when set"""
     global_batch_tokens: int = Field(default=524_288, ge=1)
     """tokens per optimizer step over all processes; a multiple of block_size times the number of processes"""
     micro_batch_size: Windows = 16
-    """windows per forward pass and process, at most: the largest divisor of the rank's share is taken; auto: what a
-    GPU's memory holds, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a run keeps its own on as
-    many devices of the same kind"""
+    """most windows per forward pass and process; a step uses the largest divisor of the rank's share; auto: as many as
+    fit a GPU, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a resumed run keeps its value on
+    the same number and kind of devices"""
     loss_chunk: Tokens = "auto"
-    """tokens whose logits are in memory at a time, while the loss of the others waits; null: all of the micro-batch;
-    auto: 8,192 on GPUs, all on CPUs"""
+    """tokens whose logits are in memory at a time; null: all of the micro-batch; auto: 8,192 on GPUs, all on CPUs"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
-    """what a new run takes its weights from: a run folder or checkpoint, a folder of transformers with a GPT-2
-    (config.json, safetensors), or `hub:OWNER/NAME[@REVISION]`; the tokenizer has to be the data's"""
+    """source of a new run's weights: a run folder or checkpoint, a transformers folder with a GPT-2 (config.json,
+    safetensors), or `hub:OWNER/NAME[@REVISION]`; its tokenizer must equal the data's"""
     branch_from: str | None = None
-    """run folder or checkpoint that a new run goes on from at its step: weights, optimizer state and place in the data
-    are taken along; learning rate, schedule and the optimizer's settings may be others"""
+    """run folder or checkpoint that a new run branches off: continues its step, weights, optimizer state and place
+    in the data; learning rate, schedule and the optimizer's settings may differ"""
 
 
 class EvalConfig(Section):
@@ -205,21 +203,21 @@ class EvalConfig(Section):
     every: int = Field(default=250, ge=1)
     """steps between evaluations; the first and the last step are always evaluated"""
     tokens: Tokens = "auto"
-    """validation tokens per evaluation, evenly spread over the split and the same each time; auto: 6% of those trained
-    on between two evaluations, at least 16 windows, settled when the run starts; null: all of them"""
+    """validation tokens per evaluation, evenly spread over the split and the same each time; auto: 6% of the
+    tokens trained on between two evaluations, at least 16 windows, fixed when the run starts; null: all"""
     patience: int | None = Field(default=None, ge=1)
-    """end the run after so many evaluations in a row without a new lowest val_loss; each that has one is saved as a
-    checkpoint, and the best of them is kept; null: train all steps"""
+    """number of evaluations in a row without a new lowest val_loss after which the run ends; each new lowest saves a
+    checkpoint, and the best is kept; null: train all steps"""
     batch_size: int = Field(default=16, ge=1)
     """windows, or continuations of a task, per forward pass and process"""
     tasks: Tasks = ()
-    """scored in each evaluation: `cloze` (cut from the validation split), `hellaswag` or `lambada` (from the Hub), or
-    jsonl files of items, as docs/evaluation.md describes them"""
+    """tasks of each evaluation: `cloze` (cut from the validation split), `hellaswag` or `lambada` (from the Hub), or
+    jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=500, ge=1)
-    """items of each task, evenly spread and the same each time; null: all"""
+    """items of each task, evenly spread and the same in each evaluation; null: all"""
     weights: tuple[float, ...] = ()
-    """several folders in data.path: how much each one's loss counts in val_loss, which decides the best, like 0 0 1;
-    none: as in data.weights"""
+    """several folders in data.path: weight of each folder's loss in val_loss, which decides the best checkpoint,
+    like 0 0 1; none: data.weights"""
 
 
 class CheckpointConfig(KeepConfig):
@@ -230,11 +228,11 @@ class CheckpointConfig(KeepConfig):
 
 
 class RollbackConfig(GuardConfig):
-    """What is done about steps that go wrong"""
+    """Reaction to bad steps"""
 
     rollbacks: int = Field(default=3, ge=0)
-    """how often a run that has diverged goes back to the newest good checkpoint, to pass over the data that it was
-    trained on since; after that it stops, with exit code 1"""
+    """most rollbacks of a diverged run: each loads the newest good checkpoint and skips the data since then; at the
+    next divergence the run ends with exit code 1"""
 
 
 class TextTrackingConfig(TrackingConfig):
@@ -243,7 +241,7 @@ class TextTrackingConfig(TrackingConfig):
     sample_every: int = Field(default=0, ge=0)
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
     sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
-    """what samples begin with, one or several; empty: the start of a document"""
+    """prompts of the samples, one or several; empty: the start of a document"""
 
     @field_validator("sample_prompt", mode="before")
     @classmethod

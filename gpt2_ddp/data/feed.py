@@ -48,7 +48,7 @@ def prepare_loader(
         generator=torch.Generator(),  # the default would draw from dropout's generator
         **options,
     )
-    # Accelerator.prepare would keep each loader that a seek replaced. For several processes, prepare_data_loader
+    # Accelerator.prepare would keep a reference to every loader. For several processes, prepare_data_loader
     # imports `datasets` and pandas, 1 s on each rank; here the batches are sharded already.
     return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
 
@@ -216,7 +216,7 @@ class Feed:
 
     @property
     def epochs(self) -> int:
-        """Completed epochs: no position of them is left."""
+        """Number of completed epochs, whose positions are all taken or skipped."""
         return self._next_free(self.position) // len(self.order)
 
     @property

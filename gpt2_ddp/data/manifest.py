@@ -17,7 +17,7 @@ from gpt2_ddp.files import read_small
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 2**26
-"""Bytes that are read at most: 400,000 shards."""
+"""Largest manifest in bytes, for 400,000 shards."""
 HEADER_BYTES = 1024
 """Size of a shard's header."""
 AGAIN = "copy it again from where it is whole, or delete the folder and prepare the data again"
@@ -55,11 +55,9 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the tokens and the tokenizer, without source and recipe. Checkpoints hold it."""
+        """SHA-256 of the tokens and the tokenizer, without source and recipe. Checkpoints record it."""
         content = {key: value for key, value in asdict(self).items() if key not in ("source", "recipe")}
-        return content_sha256(
-            content | {"version": 1}
-        )  # pinned: saved checkpoints hold hashes that were made with this 1
+        return content_sha256(content | {"version": 1})  # a constant, as saved checkpoints have such hashes
 
     @property
     def parts(self) -> dict[str, str]:

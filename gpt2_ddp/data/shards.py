@@ -156,7 +156,7 @@ def verify_shards(
     for shard in shards[part::parts]:
         check_shard(folder, shard, token_dtype(manifest.vocab_size))
         path = folder / shard.file
-        stat = path.stat()  # before hashing: a change meanwhile is another file. `cp -p` keeps mtime, so ctime too
+        stat = path.stat()  # before hashing, to detect a change meanwhile; ctime, as `cp -p` keeps mtime
         file = [shard.file, shard.sha256, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         line = json.dumps(file)
         if remember and line in known:

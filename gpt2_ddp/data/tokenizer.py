@@ -37,7 +37,7 @@ class Tokenizer:
 
     Attributes:
         eot: id of the end-of-text token, which begins every document.
-        characters: all characters, if ids are characters; else None.
+        characters: the set of characters with an id, if ids are characters; else None.
     """
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, sha256: str | None = None):

@@ -33,7 +33,7 @@ def world_size() -> int:
     Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject them.
 
     Raises:
-        UserError: a launcher's variable holds no number.
+        UserError: a launcher's variable is not a number.
     """
     for name, pattern in _VARIABLES.items():
         value = os.environ.get(name, "").strip()

@@ -58,7 +58,7 @@ def start_run(config: RunConfig) -> Accelerator:
         accelerator = build_accelerator(
             train.device, train.mixed_precision, section="train.", backend=config.backend, timeout=timeout
         )
-    except RuntimeError as error:  # gloo has no class of its own
+    except RuntimeError as error:  # gloo has no error class
         if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
             raise
         mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
@@ -67,7 +67,7 @@ def start_run(config: RunConfig) -> Accelerator:
         raise mistake from error
     finally:
         timer.cancel()
-    if accelerator.num_processes > 1:  # from here on, the watchdog reports late ranks
+    if accelerator.num_processes > 1:  # from now on, the watchdog detects late ranks
         _set_pg_timeout(COLLECTIVE)
     if accelerator.device.type == "cuda" and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
@@ -109,7 +109,7 @@ def build_accelerator(
 
     Raises:
         UserError: fewer processes than requested; an unavailable device, precision or plugin; a launcher's variable
-            that holds no number.
+            that is not a number.
     """
     started, asked = world_size(), processes_asked_for()
     if started < asked:
@@ -163,7 +163,7 @@ def processes_asked_for() -> int:
     """Number of processes that the user requested from the launcher, as far as known; at least 1.
 
     Raises:
-        UserError: a launcher's variable holds no number.
+        UserError: a launcher's variable is not a number.
     """
     env = os.environ
     asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]

@@ -73,12 +73,12 @@ def _started(pid: int) -> int:
 def end_with_parent(number: int) -> None:
     """Sends this process signal `number` when its parent process ends, even by `kill -9`.
 
-    Not for processes started by a shell, which `nohup python ... &` should outlive. A thread waits for the end:
-    PR_SET_PDEATHSIG would fire when the *thread* ends that started this process, and exists on Linux only.
+    Commands of a shell must not call this: `nohup python ... &` should outlive its shell. A thread waits for the end:
+    PR_SET_PDEATHSIG would fire when the parent's *thread* ends that started this process, and exists on Linux only.
     """
     parent, launcher = multiprocessing.parent_process(), os.getppid()
 
-    def follow() -> None:
+    def signal_at_end() -> None:
         if parent is not None:
             parent.join()  # also if it ended before
         else:
@@ -86,7 +86,7 @@ def end_with_parent(number: int) -> None:
                 time.sleep(POLL_SECONDS)
         os.kill(os.getpid(), number)
 
-    threading.Thread(target=follow, name="end with parent", daemon=True).start()
+    threading.Thread(target=signal_at_end, name="end with parent", daemon=True).start()
 
 
 def run_script(script: str, *arguments: str, quiet: bool = False) -> None:

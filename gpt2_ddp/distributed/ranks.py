@@ -96,8 +96,8 @@ def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tenso
     """Runs one backward pass of zero gradients, so that DDP builds its final buckets before the first step.
 
     DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
-    warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) keep
-    their values.
+    warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) are
+    restored.
 
     Args:
         loss: returns the model's scalar loss on inputs of the usual shapes; a compiled model would compile for others.
@@ -105,7 +105,7 @@ def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tenso
     if isinstance(model, DistributedDataParallel):
         buffers = [buffer.clone() for buffer in model.buffers()]
         (loss() * 0).backward()
-        optimizer.zero_grad(set_to_none=False)  # as in training: they stay views of the buckets
+        optimizer.zero_grad(set_to_none=False)  # as in training: gradients stay views of the buckets
         for buffer, value in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(value)
 

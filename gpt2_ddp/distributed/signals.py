@@ -1,6 +1,6 @@
-"""SIGTERM, SIGINT and SIGUSR1: requests to stop, from a script's start to its end. No torch.
+"""SIGTERM, SIGINT and SIGUSR1: handlers of stop requests, from a script's start to its end. No torch.
 
-A training installs its own handler (`install_handlers`). At any other time there is nothing to save and the signal ends
+A training installs its own handler (`install_handlers`). At any other time there is nothing to save, so the signal ends
 the process: by an exception, or by force if the main thread runs no Python, as in a collective that waits for a rank.
 """
 
@@ -21,43 +21,42 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 INTERRUPTED = 130  # exit code after a SIGINT that ends the process at once, as in a shell
 PATIENCE_SECONDS = 2.0  # until a process with nothing to save is ended by force
 QUICK_SECONDS = 0.2  # after which a process that still runs reports the signal
-ECHO_SECONDS = 1.0  # in which a further signal is an echo of the first: launchers pass on what their ranks also receive
+ECHO_SECONDS = 1.0  # a further signal within this time is an echo: launchers forward signals that ranks also receive
 
 Handler = Callable[[int, FrameType | None], None]
 
 
 class Stopped(BaseException):
-    """A signal stopped the process while there was nothing to save; holds its name. No Exception, so nothing catches it
-    as a failure."""
+    """A signal, whose name is the message, stopped the process with nothing to save. A BaseException: no failure."""
 
 
 class SignalState:
     """The signals of this process."""
 
-    listens = False  # inside `exit_on_signal`
-    asked = ""  # name of the first signal
-    asked_at = 0.0  # its time on the monotonic clock
-    answer: Handler | None = None  # installed handler
-    answered = False  # whether a handler was ever installed
-    over = False  # whether everything is saved
+    active = False  # inside `exit_on_signal`
+    first = ""  # name of the first signal
+    first_at = 0.0  # its time on the monotonic clock
+    handler: Handler | None = None  # installed handler
+    had_handler = False  # whether a handler was ever installed
+    saved = False  # whether everything is saved
 
-    def ends(self) -> bool:
+    def ends_process(self) -> bool:
         """Whether a first signal ends the process."""
-        return self.answer is None and not self.over
+        return self.handler is None and not self.saved
 
 
 _state = SignalState()
 
 
 @contextmanager
-def exit_on_signal(say: Callable[[str], None]) -> Iterator[None]:
+def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
     """Ends the process, with one line, on a signal without an installed handler. For the main thread.
 
     Python's handlers wait until the main thread runs Python. A thread therefore reads Python's wake-up pipe: it reports
     the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`.
 
     Args:
-        say: prints a line for the user.
+        print_line: prints a line for the user.
 
     Raises:
         SystemExit: with the exit code of a stopped command.
@@ -65,50 +64,49 @@ def exit_on_signal(say: Callable[[str], None]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     wakeup_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _state.asked, _state.answered, _state.over, _state.listens = "", False, False, True
-    threading.Thread(target=_listen, args=(reader, say), name="signals", daemon=True).start()
+    _state.first, _state.had_handler, _state.saved, _state.active = "", False, False, True
+    threading.Thread(target=_listen, args=(reader, print_line), name="signals", daemon=True).start()
     restore = _set_handlers()
     try:
         try:
             yield
         except RuntimeError:
             # a rank that stops first closes its connections; this rank's signal comes from the launcher a moment later
-            if has_other_ranks() and not _state.answered:
+            if has_other_ranks() and not _state.had_handler:
                 time.sleep(PATIENCE_SECONDS)
             raise
     except KeyboardInterrupt:
-        say("ended at once by SIGINT")
+        print_line("ended at once by SIGINT")
         _exit(INTERRUPTED)
     except (Stopped, Exception) as error:
         # some libraries catch Stopped while they are imported, and then fail
-        if not isinstance(error, Stopped) and (not _state.asked or _state.answered):
+        if not isinstance(error, Stopped) and (not _state.first or _state.had_handler):
             raise
-        say(_last_words(str(error) if isinstance(error, Stopped) else _state.asked))
+        print_line(_stop_message(str(error) if isinstance(error, Stopped) else _state.first))
         _exit(stop_code())
     finally:
         restore()
         signal.set_wakeup_fd(wakeup_before)
         os.close(writer)
-        _state.listens = False
+        _state.active = False
         atexit.register(_set_handlers, signal.SIG_IGN)  # an interpreter that shuts down has its exit code already
 
 
-def install_handlers(answer: Handler, last: bool = True) -> Callable[[], None]:
-    """Calls `answer` for every signal until the returned function is called. Only the main thread may install handlers;
-    in others nothing changes.
+def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
+    """Calls `handler` for every signal, until the returned function is called. Does nothing outside the main thread.
 
     Args:
-        last: whether the process is about to end afterwards. Signals are then ignored, except a second SIGINT, which
-            raises KeyboardInterrupt.
+        last: whether the process ends afterwards. Then signals are ignored, except a second SIGINT, which raises
+            KeyboardInterrupt.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    _state.asked = ""
-    answer_before, _state.answer, _state.answered = _state.answer, answer, True
+    _state.first = ""
+    handler_before, _state.handler, _state.had_handler = _state.handler, handler, True
     restore = _set_handlers()
 
     def uninstall() -> None:
-        _state.answer, _state.over = answer_before, last
+        _state.handler, _state.saved = handler_before, last
         restore()
 
     return uninstall
@@ -116,18 +114,18 @@ def install_handlers(answer: Handler, last: bool = True) -> Callable[[], None]:
 
 def is_second_interrupt(number: int) -> bool:
     """Whether a signal is a SIGINT that follows another signal and is no echo of it."""
-    return number == signal.SIGINT and time.monotonic() > _state.asked_at + ECHO_SECONDS
+    return number == signal.SIGINT and time.monotonic() > _state.first_at + ECHO_SECONDS
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    first = not _state.asked
-    if first:
-        _state.asked, _state.asked_at = signal.Signals(number).name, time.monotonic()
-    if _state.answer is not None:
-        _state.answer(number, frame)
-    elif first and _state.ends():
-        raise Stopped(_state.asked)
-    elif number == signal.SIGINT if first else is_second_interrupt(number):
+    is_first = not _state.first
+    if is_first:
+        _state.first, _state.first_at = signal.Signals(number).name, time.monotonic()
+    if _state.handler is not None:
+        _state.handler(number, frame)
+    elif is_first and _state.ends_process():
+        raise Stopped(_state.first)
+    elif number == signal.SIGINT if is_first else is_second_interrupt(number):
         raise KeyboardInterrupt
 
 
@@ -136,29 +134,29 @@ def _set_handlers(handler: Any = _on_signal) -> Callable[[], None]:
     before = {number: signal.signal(number, handler) for number in SIGNALS}
 
     def restore() -> None:
-        for number, one in before.items():
-            signal.signal(number, one)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
     return restore
 
 
-def _listen(reader: int, say: Callable[[str], None]) -> None:
-    received = False
+def _listen(reader: int, print_line: Callable[[str], None]) -> None:
+    reported = False
     with open(reader, "rb", buffering=0) as pipe:
         while byte := pipe.read(1):
-            if received or byte[0] not in SIGNALS:
+            if reported or byte[0] not in SIGNALS:
                 continue
-            received, ends, name = True, _state.ends(), signal.Signals(byte[0]).name
+            reported, ends, name = True, _state.ends_process(), signal.Signals(byte[0]).name
             time.sleep(QUICK_SECONDS if ends else 0)
-            if _state.listens:
-                say(f"{name} heard: stopping")
+            if _state.active:
+                print_line(f"{name} heard: stopping")
             time.sleep(PATIENCE_SECONDS - QUICK_SECONDS if ends else 0)
-            if ends and _state.ends() and _state.listens:
-                say(_last_words(name))
+            if ends and _state.ends_process() and _state.active:
+                print_line(_stop_message(name))
                 os._exit(stop_code())
 
 
-def _last_words(name: str) -> str:
+def _stop_message(name: str) -> str:
     return f"stopped by {name}: nothing was lost, the same command does it again"
 
 
@@ -178,7 +176,7 @@ def _before_fork() -> None:
 
 
 def _after_fork(child: bool = False) -> None:
-    if child and _state.listens:  # its parent alone reads the wake-up pipe
+    if child and _state.active:  # only its parent reads the wake-up pipe
         signal.set_wakeup_fd(-1)
         _set_handlers(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)

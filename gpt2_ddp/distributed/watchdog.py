@@ -1,4 +1,4 @@
-"""Watchdog over the ranks: names a rank that died, failed or stalled, and ends all processes.
+"""Watchdog over the ranks: reports a rank that died, failed or stalled, and ends all processes.
 
 Every rank writes a heartbeat to the rendezvous store twice a second. Rank 0 judges all ranks, the others judge rank 0.
 A verdict ends a process even while its main thread is inside a collective.
@@ -21,10 +21,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from gpt2_ddp.distributed.process import Process, this_process
 
-HEARTBEAT_INTERVAL, REPORT_INTERVAL = (
-    0.5,
-    5.0,
-)  # seconds between heartbeats, and between calls of `report_to`'s function
+HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
+REPORT_INTERVAL = 5.0  # seconds between calls of `report_to`'s function
 TIMEOUT = 120.0  # least seconds that a stage may take without progress, where no patience is configured
 FIRST_TIMEOUT = 30 * 60.0  # of a stage's first occurrence: libraries load, graphs compile
 SUSPENDED = 10.0  # least seconds between two turns of the watchdog's thread that mean a suspended process
@@ -34,14 +32,14 @@ GRACE = 2.0  # seconds to wait for an expected heartbeat, error message or exit
 
 
 class Heartbeat(NamedTuple):
-    """The state of a rank that other ranks read."""
+    """The state of a rank, as other ranks read it."""
 
     process: Process
     turn: int = 0  # number of the heartbeat
     stage: str = "starting"
     step: int = 0
     progress_count: int = 0  # progress in this step
-    collectives: int = 0  # started; as `progress_count`, equal on ranks that are equally far
+    collectives: int = 0  # started so far; as `progress_count`, equal on ranks at the same place
     idle: float = 0.0  # seconds without progress, while this process was awake
     limit: float = TIMEOUT  # allowed seconds of these
     stack: str = ""  # of an idle main thread
@@ -53,7 +51,7 @@ class Heartbeat(NamedTuple):
 class Observed(NamedTuple):
     """A rank's latest heartbeat."""
 
-    sign: Heartbeat
+    beat: Heartbeat
     silent: float  # its age in seconds, while the observer was awake
     gone: bool = False  # whether the rank's process has ended; known on the same machine only
 
@@ -70,41 +68,41 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     """The verdict on ranks by their heartbeats; None while training may continue.
 
     A rank without a heartbeat for `patience` seconds is at fault. A live rank is at fault when it has exceeded its
-    limit and no other rank is further behind. Silent ranks come first, since their last place may be old.
+    limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old.
 
     Args:
         silence_only: judge only ranks that failed, ended or send no heartbeats.
     """
-    running = {rank: one for rank, one in seen.items() if not one.sign.left}
-    names = {rank: f"rank {rank} on {one.sign.process.host}" for rank, one in running.items()}
-    failed, lost = (any(getattr(one.sign, kind) for one in running.values()) for kind in ("failed", "lost"))
-    for rank, (sign, silent, _) in running.items():  # an error is why other ranks are lost
-        if sign.failed and (silent > GRACE or sign.idle > AFTERMATH):
-            return Verdict(f"{names[rank]}: {sign.failed} (at {_at(sign)})", [], [rank])
+    running = {rank: one for rank, one in seen.items() if not one.beat.left}
+    names = {rank: f"rank {rank} on {one.beat.process.host}" for rank, one in running.items()}
+    failed, lost = (any(getattr(one.beat, kind) for one in running.values()) for kind in ("failed", "lost"))
+    for rank, (beat, silent, _) in running.items():  # other ranks lost their collective because of it
+        if beat.failed and (silent > GRACE or beat.idle > AFTERMATH):
+            return Verdict(f"{names[rank]}: {beat.failed} (at {_at(beat)})", [], [rank])
     if failed:
         return None
     limit = min(max(patience, SILENCE), AFTERMATH if lost else math.inf)
     lines, stuck = [], []
-    for rank, (sign, silent, gone) in running.items():
+    for rank, (beat, silent, gone) in running.items():
         if gone and silent > GRACE:
-            lines.append(f"{names[rank]}: ended without a word, last seen at {_at(sign)}; was it killed?")
+            lines.append(f"{names[rank]}: ended without a word, last seen at {_at(beat)}; was it killed?")
         elif silent > limit:
-            lines.append(f"{names[rank]}: no sign of life for {silent:.0f} s, last seen at {_at(sign, stack=True)}")
-            stuck.append(sign.process)
+            lines.append(f"{names[rank]}: no sign of life for {silent:.0f} s, last seen at {_at(beat, stack=True)}")
+            stuck.append(beat.process)
     if lines:
         return Verdict("\n".join(lines), stuck, [])
     if silence_only or lost or not running or any(one.silent > GRACE for one in running.values()):
         return None
-    place = {rank: (one.sign.step, one.sign.collectives, one.sign.progress_count) for rank, one in running.items()}
-    behind = {rank: one.sign for rank, one in running.items() if place[rank] == min(place.values())}
-    if any(sign.idle <= sign.limit for sign in behind.values()):
+    place = {rank: (one.beat.step, one.beat.collectives, one.beat.progress_count) for rank, one in running.items()}
+    behind = {rank: one.beat for rank, one in running.items() if place[rank] == min(place.values())}
+    if any(beat.idle <= beat.limit for beat in behind.values()):
         return None
-    lines = [f"{names[rank]}: no progress for {sign.idle:.0f} s at {_at(sign, True)}" for rank, sign in behind.items()]
+    lines = [f"{names[rank]}: no progress for {beat.idle:.0f} s at {_at(beat, True)}" for rank, beat in behind.items()]
     return Verdict("\n".join(lines), [], list(behind))
 
 
-def _at(sign: Heartbeat, stack: bool = False) -> str:
-    return sign.stage + f", step {sign.step}" * (sign.step > 0) + f"\n{sign.stack}" * (stack and sign.stack != "")
+def _at(beat: Heartbeat, stack: bool = False) -> str:
+    return beat.stage + f", step {beat.step}" * (beat.step > 0) + f"\n{beat.stack}" * (stack and beat.stack != "")
 
 
 _number = count()
@@ -114,10 +112,10 @@ class Watchdog:
     """Sends this rank's heartbeats and judges those of other ranks.
 
     `heartbeat` and `progress` belong to the constructing thread; each costs some attribute writes. Seconds are counted
-    while this process is awake, so a suspended process neither accuses nor is accused.
+    while this process is awake, so a suspended process causes no verdict.
 
     Args:
-        rank, world: of this process. Ranks construct their watchdogs in the same order.
+        rank, world: this process's rank, and the number of ranks. Ranks construct their watchdogs in the same order.
         patience: timeout of every stage, in seconds, with SILENCE on top at its first occurrence. None: TIMEOUT or ten
             times the slowest stage so far, whichever is more, and FIRST_TIMEOUT at the first occurrence.
         store: rendezvous store; None: the process group's.
@@ -137,24 +135,24 @@ class Watchdog:
         self._begun: dict[str, int] = {}
         self._failed, self._failed_at, self._lost, self._left = "", 0.0, "", False
         # written by the watchdog's thread
-        self._sign = Heartbeat(this_process())
-        self._woke, self._seen_count, self._slowest, self._announced = time.monotonic(), 0, 0.0, True
+        self._beat = Heartbeat(this_process())
+        self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
         self._progress_time = time.time()
         self._report: Callable[[dict[str, Any]], object] = lambda facts: None
         self._record: Callable[[str], None] = lambda reason: None
         # written by the store's thread, which may block: a stopped process that serves the store blocks its clients
         unknown = Heartbeat(Process("an unknown host", "", 0, 0))
-        self._signs = dict.fromkeys(range(1, world) if rank == 0 else [0], unknown)
-        self._silent: dict[int, tuple[int, float]] = dict.fromkeys(self._signs, (0, 0.0))
+        self._beats = dict.fromkeys(range(1, world) if rank == 0 else [0], unknown)
+        self._silent: dict[int, tuple[int, float]] = dict.fromkeys(self._beats, (0, 0.0))
         self._wake, self._done, self._is_cut_off = threading.Event(), threading.Event(), False
-        self._asked = self._answered = 0
-        self._offer: Verdict | None = None
+        self._requested = self._completed = 0
+        self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
-        self._is_speaker = world == 1
+        self._reports_verdict = world == 1
         loops = [self._watch] + [self._report_loop] * (rank == 0)
         if world > 1:
-            self._met: Store = store or _get_default_store()  # kept, since rank 0's may be its server
-            own: Store = self._met.clone()  # pyright: ignore  # a store serves one call at a time
+            self._base_store: Store = store or _get_default_store()  # a reference: on rank 0 it may be the server
+            own: Store = self._base_store.clone()  # pyright: ignore  # a store serves one call at a time
             self._store = PrefixStore(f"watch/{next(_number)}", own)
             loops.append(self._sync_loop)
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
@@ -175,7 +173,7 @@ class Watchdog:
         self._count += 1
 
     def progress(self) -> None:
-        """Records progress in the stage; its own timeout is over."""
+        """Records progress in the stage, and ends its additional timeout."""
         self._timeout = 0.0
         self._count += 1
 
@@ -186,16 +184,16 @@ class Watchdog:
     @property
     def status(self) -> dict[str, Any]:
         """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
-        sign = self._sign
-        times = {"heartbeat": time.time(), "progress": self._progress_time, "limit": sign.limit}
+        beat = self._beat
+        times = {"heartbeat": time.time(), "progress": self._progress_time, "limit": beat.limit}
         rounded = {name: round(value, 1) for name, value in times.items()}
-        return {"step": sign.step, "stage": sign.stage, **sign.process._asdict(), **rounded}
+        return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **rounded}
 
     def failed(self, error: BaseException) -> None:
         """Sends this rank's error to the other ranks.
 
-        An error of a collective follows the end of another rank: waits for the verdict on that rank, which ends this
-        process. Returns if no other rank is at fault.
+        An error of a collective follows the end of another rank. Then waits for the verdict on that rank, which ends
+        this process, and returns if no other rank is at fault.
         """
         if self._world == 1 or self._failed or self._ended.is_set():
             return
@@ -214,7 +212,7 @@ class Watchdog:
         self._ended.set()
         deadline = time.monotonic() + AFTERMATH
         while self._world > 1 and self._deliver() and time.monotonic() < deadline:
-            if self._rank or all(sign.left or sign.failed for sign in self._signs.values()):
+            if self._rank or all(beat.left or beat.failed for beat in self._beats.values()):
                 break
         self._done.set()
         self._wake.set()
@@ -233,9 +231,9 @@ class Watchdog:
 
     def _observe(self) -> None:
         """Updates this rank's heartbeat and the age of the others'."""
-        before, now = self._sign, time.monotonic()
+        before, now = self._beat, time.monotonic()
         elapsed, self._woke = now - self._woke, now
-        forget = elapsed > SUSPENDED  # older heartbeats are outdated, and the other ranks may resume later
+        forget = elapsed > SUSPENDED  # older heartbeats are outdated; other ranks may continue later
         elapsed = min(elapsed, 2 * HEARTBEAT_INTERVAL)
         patience = self._patience
         limit = patience or max(TIMEOUT, 10 * self._slowest)
@@ -243,26 +241,26 @@ class Watchdog:
             limit = max(limit, FIRST_TIMEOUT if patience is None or self.compiles else patience + SILENCE)
         idle, stack = 0.0 if forget else before.idle + elapsed, ""
         if self._count != self._seen_count:
-            self._slowest = max(self._slowest, 0.0 if self._announced else idle)
+            self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
             self._seen_count, self._progress_time, idle = self._count, time.time(), 0.0
-        self._announced = self._timeout > 0
+        self._had_timeout = self._timeout > 0
         if idle >= 2 * HEARTBEAT_INTERVAL and (frame := sys._current_frames().get(self._thread)):
             stack = "".join(traceback.format_stack(frame)[-12:]).rstrip()
             idle = 0.0 if _is_debugged(frame) else idle
         done, started = self._count - self._count_before, _collectives() if self._world > 1 else 0
         place = self._stage, self._step, done, started
-        self._sign = Heartbeat(before.process, before.turn + 1, *place, idle, limit + self._timeout, stack)
-        for rank, sign in self._signs.items():
+        self._beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + self._timeout, stack)
+        for rank, beat in self._beats.items():
             turn, silent = self._silent[rank]
             passed = 0.0 if self._is_cut_off and not self._lost else elapsed
-            self._silent[rank] = sign.turn, 0.0 if forget or sign.turn != turn else silent + passed
+            self._silent[rank] = beat.turn, 0.0 if forget or beat.turn != turn else silent + passed
 
     def _judge(self) -> Verdict | None:
         seen = {}
-        for rank, sign in self._signs.items():
+        for rank, beat in self._beats.items():
             silent = self._silent[rank][1]
-            seen[rank] = Observed(sign, silent, silent > GRACE and sign.process.is_gone)
-        # each rank waits longer than the one before it, so that one rank alone reports
+            seen[rank] = Observed(beat, silent, silent > GRACE and beat.process.is_gone)
+        # each rank waits longer than the rank below it, so that only one reports
         patience, own = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(self._rank, 8), self._outgoing()
         seen[self._rank] = Observed(own._replace(idle=own.idle - GRACE) if self._rank else own, 0.0)
         return judge(dict(sorted(seen.items())), patience, silence_only=self._rank > 0)
@@ -271,12 +269,12 @@ class Watchdog:
         """Prints, records and carries out a verdict: ends this process and the stuck ones."""
         verdict = verdict._replace(reason=self.explain(verdict))
         if not self._verdict and self._world > 1:
-            self._offer = verdict
+            self._proposal = verdict
             if not self._deliver():  # rank 0's store is lost: the first rank of this machine reports
                 first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-                self._is_speaker = self._rank == max(first, 1)
+                self._reports_verdict = self._rank == max(first, 1)
         verdict = self._verdict or verdict
-        if self._is_speaker:
+        if self._reports_verdict:
             lines = ("error: " * (line[:1] != " ") + line for line in verdict.reason.splitlines())
             os.write(2, ("\n" + "\n".join(lines) + "\n").encode())  # the main thread may hold the lock of sys.stderr
         for process in verdict.stuck:
@@ -284,7 +282,7 @@ class Watchdog:
         last = threading.Thread(target=lambda: (self._record(verdict.reason), sys.stdout.flush()), daemon=True)
         last.start()
         last.join(AFTERMATH)  # the disk may block
-        if self._is_speaker and self._world > 1:
+        if self._reports_verdict and self._world > 1:
             time.sleep(3 * HEARTBEAT_INTERVAL)  # until the other ranks have read the verdict
         os._exit(self.exit_code)  # the main thread may be inside a collective that never returns
 
@@ -296,12 +294,12 @@ class Watchdog:
 
     def _sync_loop(self) -> None:
         try:
-            for key in ("verdict", *(f"signs/{rank}" for rank in self._signs)):
+            for key in ("verdict", *(f"signs/{rank}" for rank in self._beats)):
                 self._store.compare_set(key, "", "")
             while not self._done.is_set():
-                asked = self._asked
+                requested = self._requested
                 self._exchange()
-                self._answered = asked
+                self._completed = requested
                 self._wake.wait(2 * HEARTBEAT_INTERVAL)
                 self._wake.clear()
         except dist.DistError:  # for good
@@ -312,14 +310,14 @@ class Watchdog:
     def _exchange(self) -> None:
         """Writes this rank's heartbeat, and reads the verdict and the others' heartbeats."""
         self._store.set(f"signs/{self._rank}", json.dumps(self._outgoing()))
-        if offer := self._offer:
-            mine = json.dumps([self._rank, offer])
-            self._is_speaker = self._store.compare_set("verdict", "", mine).decode() == mine
-        verdict, *signs = self._store.multi_get(["verdict", *(f"signs/{rank}" for rank in self._signs)])
-        for rank, sign in zip(self._signs, signs, strict=True):
-            if sign:
-                process, *rest = json.loads(sign)
-                self._signs[rank] = Heartbeat(Process(*process), *rest)
+        if proposal := self._proposal:
+            mine = json.dumps([self._rank, proposal])
+            self._reports_verdict = self._store.compare_set("verdict", "", mine).decode() == mine
+        verdict, *beats = self._store.multi_get(["verdict", *(f"signs/{rank}" for rank in self._beats)])
+        for rank, beat in zip(self._beats, beats, strict=True):
+            if beat:
+                process, *rest = json.loads(beat)
+                self._beats[rank] = Heartbeat(Process(*process), *rest)
         if verdict:
             reason, stuck, living = json.loads(verdict)[1]
             self._verdict = Verdict(reason, [Process(*process) for process in stuck], living)
@@ -327,17 +325,17 @@ class Watchdog:
     def _outgoing(self) -> Heartbeat:
         if self._failed:  # the watchdog's thread may not have observed the failure, and ends with `close`
             idle = time.monotonic() - self._failed_at
-            return self._sign._replace(failed=self._failed, stage=self._stage, step=self._step, idle=idle)
-        return self._sign._replace(lost=self._lost, left=self._left)
+            return self._beat._replace(failed=self._failed, stage=self._stage, step=self._step, idle=idle)
+        return self._beat._replace(lost=self._lost, left=self._left)
 
     def _deliver(self) -> bool:
         """Exchanges heartbeats now; returns whether that succeeded within GRACE seconds."""
-        self._asked += 1
-        asked, deadline = self._asked, time.monotonic() + GRACE
+        self._requested += 1
+        requested, deadline = self._requested, time.monotonic() + GRACE
         self._wake.set()
-        while self._answered < asked and time.monotonic() < deadline and self._threads[-1].is_alive():
+        while self._completed < requested and time.monotonic() < deadline and self._threads[-1].is_alive():
             time.sleep(0.01)
-        return self._answered >= asked
+        return self._completed >= requested
 
 
 def _collectives() -> int:

@@ -42,7 +42,7 @@ def missing_compiler(device: torch.device) -> str | None:
 def resolve_compile(
     how: str, before: str | None, model: nn.Module, accelerator: Accelerator, flops: float
 ) -> tuple[str, str | None]:
-    """`train.compile` with `auto` resolved (off, blocks or model), and what inductor lacks, which turned `auto` off.
+    """`train.compile` with `auto` resolved (off, blocks or model), and what inductor lacks if that turned `auto` off.
 
     Args:
         before: the saved run's value on the same devices.

@@ -37,7 +37,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """nll / ln 2 / bytes, which tokenizers share; NaN where the bytes are unknown."""
+        """nll / ln 2 / bytes, comparable between tokenizers; NaN if the bytes are unknown."""
         return self.nll / math.log(2) / self.bytes if self.bytes else math.nan
 
 

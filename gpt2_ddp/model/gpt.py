@@ -202,8 +202,8 @@ class GPT(nn.Module):
 
 
 class without_init(TorchFunctionMode):
-    """Context in which modules are made without initial weights, which are loaded or received afterwards. Initializing
-    GPT-2 (124M) takes 1.4 s of CPU time."""
+    """Context in which modules are made without initial weights, which are loaded or received afterwards. It saves
+    1.4 s of CPU time for GPT-2 (124M)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Skips calls of `torch.nn.init`."""

@@ -25,9 +25,9 @@ class Corpus(NamedTuple):
 
     Args:
         manifests: one per folder.
-        tokenizer: the one of all folders.
+        tokenizer: the same for all folders.
         source: windows of the training splits.
-        order: order of the windows.
+        order: training order of these windows.
         validation: loss weight and validation split, by the name of the folder.
         mixture: manifests and phases of several folders; None for one folder.
     """

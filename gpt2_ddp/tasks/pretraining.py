@@ -48,7 +48,7 @@ class Pretraining:
         self.config, self.accelerator, self._saved = config, accelerator, saved
         self._state = saved.state if saved else {}
         self.units_per_item = config.model.block_size
-        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises where the batch cannot be split
+        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises if W does not divide G
         self._initial_weights = None
         self._resolve_eval_tokens()
         if saved:
@@ -88,9 +88,9 @@ class Pretraining:
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
         self._corpus = corpus = on_every_rank(accelerator, lambda: open_corpus(config))
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
-        places = ["data.path" + f" ({number})" * (len(paths) > 1) for number in range(len(paths))]
-        folders = list(zip(places, self.manifests, strict=True))
-        check_ranks_agree({f"{part} of {at}": what for at, one in folders for part, what in one.parts.items()})
+        fields = ["data.path" + f" ({number})" * (len(paths) > 1) for number in range(len(paths))]
+        parts = [(field, manifest.parts) for field, manifest in zip(fields, self.manifests, strict=True)]
+        check_ranks_agree({f"{name} of {field}": value for field, part in parts for name, value in part.items()})
         if config.eval.patience and not self.validates:
             hint = f"{' '.join(paths)} has no validation split; set it to null"
             raise UserError("eval.patience", config.eval.patience, hint)
@@ -271,7 +271,7 @@ class Pretraining:
             self.feed.share = interleaved(processes, self.micro_batch)
 
     def _check_branch(self, steps: int | None) -> None:
-        """Raises: UserError where a branch has no step of its own."""
+        """Raises: UserError if a branch has no step after its parent's."""
         begins, train = self._state.get("branched_from"), self.config.train
         if begins and steps is not None and steps <= begins["step"]:
             field = "steps" if train.epochs is None else "epochs"
@@ -288,7 +288,7 @@ class Pretraining:
 
 
 def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:
-    """Work after a step. A run `validates` if it has a validation split."""
+    """The work that follows a step. `validates`: whether there is a validation split."""
     evaluate = validates and (last or step % config.eval.every == 0)
     return Due(
         log=evaluate or last or ended_epoch or step % config.tracking.log_every == 0,

@@ -1,4 +1,4 @@
-"""The guard against divergence: it judges each step from sums over all ranks, two steps late."""
+"""The guard against divergence: a verdict on each step, from sums over all ranks, two steps late."""
 
 import math
 from collections import deque
@@ -15,20 +15,20 @@ from gpt2_ddp.training.optimizer import RunningStatistics
 
 LATE = 2
 """Steps between a step and its verdict. Its numbers are read from the device one step late, and summed over the ranks
-one step later. So nothing waits, and every number of ranks decides at the same step."""
+one step later. So no rank waits, and the verdict comes at the same step for any number of ranks."""
 
 FIXED, LARGEST = 2**32, 2**20
-"""The fixed-point number for 1, and the largest loss. Sums of integers are the same in any order."""
+"""Fixed-point value of 1, and the largest loss. Sums of integers are the same in any order."""
 
 SUMS = 4
 """Integers per step: ranks, fixed-point loss, whether it is not finite, whether the gradient is bad."""
 
 Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
-"""Of a step. `DIVERGED`: it is the last of `guard.patience` bad steps in a row."""
+"""The verdict on a step. `DIVERGED`: the last of `guard.patience` bad steps in a row."""
 
 
 class Guard:
-    """Judges steps, equally on every rank.
+    """Verdicts on steps, equal on every rank.
 
     A step is bad if its gradient is bad (`GuardedOptimizer`), if its loss is not finite, or if its loss exceeds the
     running mean by `loss_sigmas`.
@@ -36,8 +36,8 @@ class Guard:
     Attributes:
         judged: the last step with a verdict.
         first_bad: first of the bad steps in a row; None after a good one.
-        problem: what was wrong with the last bad step.
-        bad_steps: how many bad steps this process has seen.
+        problem: reason of the last bad verdict.
+        bad_steps: number of bad steps in this process.
     """
 
     def __init__(self, config: GuardConfig, accelerator: Accelerator):
@@ -47,7 +47,7 @@ class Guard:
 
     @property
     def last_good(self) -> int:
-        """The last step known to be good, or the run's first: a rollback may go back to its checkpoint."""
+        """The last step known to be good, or the run's first; rollbacks return to a checkpoint up to here."""
         return max(self._first_step, self.judged if self.first_bad is None else self.first_bad - 1)
 
     def judge(self, step: int, loss: Tensor, bad: Tensor) -> Verdict:
@@ -56,7 +56,7 @@ class Guard:
         Args:
             step: the last one taken.
             loss: this rank's part of its mean loss, scalar.
-            bad: whether its gradient was bad, fp32 scalar.
+            bad: 1 if its gradient was bad, fp32 scalar.
         """
         self._numbers.append(_Numbers(torch.stack([loss, bad])))
         count, loss_sum, not_finite, bad_gradient = self._sums.exchange(self._numbers[0].integers())
@@ -102,11 +102,11 @@ class Guard:
         if not self._accelerator.is_main_process:  # the sums are of all ranks
             sums = [[0] * SUMS] * LATE
         self._numbers = deque([_Numbers(sums=numbers) for numbers in sums], maxlen=LATE)
-        self._sums.exchange(self._numbers[0].integers())  # was on its way between the ranks
+        self._sums.exchange(self._numbers[0].integers())  # the sum that was in flight at the checkpoint
 
 
 class _Numbers:
-    """The numbers of a step, copied from the device without waiting; or their sums over all ranks."""
+    """The loss and flag of a step, copied from the device without waiting; or their `SUMS` over all ranks."""
 
     def __init__(self, values: Tensor | None = None, sums: list[int] | None = None):
         self._sums, self._values, self._copied = sums or [0] * SUMS, values, None

@@ -32,7 +32,7 @@ class Result:
         metrics: the newest scores: train_loss (of the last whole epoch), val_loss ...
         seconds: wall time of this call, evaluations and checkpoints included.
         run: the run folder.
-        best: on the main process, the checkpoint with the lowest val_loss where the newest has another.
+        best: the checkpoint with the lowest val_loss, if it is older than the newest; None on other ranks.
     """
 
     outcome: Outcome
@@ -44,7 +44,7 @@ class Result:
 
     @property
     def checkpoint(self) -> Path:
-        """The newest checkpoint, which holds the weights (model.safetensors)."""
+        """The newest checkpoint, a folder with the weights in model.safetensors."""
         return list_checkpoints(self.run / "checkpoints")[-1]
 
 
@@ -52,7 +52,7 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
     """Trains until the last step, from the newest checkpoint in the run folder.
 
     Raises:
-        UserError: for whatever the user has to mend.
+        UserError: of configuration, data, run folder or launch.
     """
     begun, outcome = time.perf_counter(), "completed"
     with Run(config, make_task) as run:
@@ -111,7 +111,7 @@ def train_loop(run: Run) -> Outcome:
 
 
 def _before_first_step(run: Run) -> Outcome | None:
-    """Evaluates a new run, or finishes what a stop left pending; saves. Returns the outcome of a run that ends here."""
+    """Evaluates a new run, or finishes pending work, and saves. Returns the outcome if the run ends here, else None."""
     is_new, was_pending = run.is_new, bool(run.pending)
     if is_new:
         if run.config.rollbacks:  # a rollback may need it
@@ -127,8 +127,7 @@ def _before_first_step(run: Run) -> Outcome | None:
 
 
 def finish_pending(run: Run) -> None:
-    """Evaluates, writes the row and a sample, as far as they are pending. Collective. A stop interrupts it; the rest
-    stays pending."""
+    """Does the pending evaluation, row and sample. Collective. A stop interrupts them; the rest stays pending."""
     pending, metrics, stop = run.pending, run.metrics, run.stop
     is_long = pending.evaluate or pending.sample
     with suppress(Interrupted):
@@ -171,11 +170,11 @@ class StepResult(NamedTuple):
 
 
 def train_step(run: Run) -> StepResult:
-    """Takes the next optimizer step: forward, backward, clip, step. Nothing here waits for the device.
+    """Takes the next optimizer step: forward, backward, clip, step. Does not wait for the device.
 
-    Every rank sums the losses of its units and divides by the units of all ranks; times W, as DDP averages over ranks.
-    So each unit weighs the same, whatever the shares and the micro-batches, in a short step too. Gradients are
-    all-reduced once, in the last micro-batch's backward pass.
+    A rank's loss is the sum over its units, divided by the units of all ranks. It is multiplied by the number of ranks,
+    as DDP averages over them. So each unit weighs the same, for any shares and micro-batches, in a short step too.
+    Gradients are all-reduced once, in the last micro-batch's backward pass.
     """
     accelerator, task, optimizer, number = run.accelerator, run.task, run.optimizer, run.step + 1
     seed_step(run.config.seed, number, accelerator.process_index)
@@ -204,7 +203,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     value = (mixed ^ (mixed >> 32)) % 2**63
     torch.default_generator.manual_seed(value)
-    # not torch.manual_seed: where CUDA is not in use it queues a call with a stack trace for it, every time
+    # torch.manual_seed would queue a call with a stack trace in every step while CUDA is not initialized
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(value)
     elif torch.backends.mps.is_available():
@@ -220,7 +219,7 @@ def _position(run: Run) -> dict[str, Any]:
 
 
 def _row(run: Run, result: StepResult) -> dict[str, Any]:
-    """The row of a step for metrics.jsonl. Collective. Only here the loop waits for the device."""
+    """The row of a step for metrics.jsonl. Collective. The only place where the loop waits for the device."""
     feed = run.task.feed
     run.watchdog.heartbeat("all-reduce")
     loss = sum_over_ranks(run.accelerator, result.loss_sum) / result.units

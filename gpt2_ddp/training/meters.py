@@ -1,4 +1,4 @@
-"""What a row measures: mean loss, units per second and MFU; and a profiler trace."""
+"""Measurements in rows (mean loss, units per second, MFU), and a profiler trace."""
 
 import math
 import time
@@ -16,7 +16,7 @@ from gpt2_ddp.training.task import Task
 
 
 class LossSum:
-    """Sum of losses, and the number of units (tokens, samples) that they are of. Adding does not wait for the device.
+    """Sum of losses, and the number of their units (tokens, samples). Adding does not wait for the device.
 
     The sum is in fp64. A sum of fp32 losses is exact there while it stays below 2^29 times the smallest of them, so a
     resumed run gets the same bits.
@@ -35,7 +35,7 @@ class LossSum:
 
         Args:
             loss: sum over its units, scalar.
-            skipped: 1 where the step must not count, fp32 scalar on the device; None: only finite losses count.
+            skipped: 1 if the step must not count, else 0, fp32 scalar on the device; None: count finite losses.
         """
         self._waiting.append((units, loss, skipped))
         self._units += units
@@ -78,7 +78,7 @@ class Throughput:
     """Units (tokens, samples) per second of training, without the time while it is paused. Made by all ranks together.
 
     Args:
-        peak_flops: FLOP/s of one device (`tracking.peak_flops`); None: its data sheet's.
+        peak_flops: FLOP/s of one device (`tracking.peak_flops`); None: the value of its data sheet.
     """
 
     def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
@@ -108,7 +108,7 @@ class Throughput:
         }
 
     def why_no_mfu(self) -> str:
-        """A note if GPUs are unknown, else empty."""
+        """A note if the peak of a GPU is unknown, else empty."""
         names = [name for name in self._unknown if name != "cpu"]
         if not (names and self.task.flops_per_unit):
             return ""

@@ -1,4 +1,4 @@
-"""The optimizer of a training step: loss scale, clipping, learning rates, and steps that must change nothing."""
+"""The optimizer of a training step: loss scale, clipping, learning rates, and skipped steps."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 WINDOW, WARM_UP = 100, 20
-"""Values that running statistics reach back over; fewest values that they can judge by."""
+"""Values that running statistics average over; fewest values for a limit."""
 
 
 class RunningStatistics:
@@ -63,7 +63,7 @@ class GuardedOptimizer:
     Attributes:
         plain: the optimizer inside.
         bad: whether the last gradient was bad, fp32 scalar on the device. The search for a loss scale does not count.
-        norms: of the good gradients.
+        norms: statistics of the norms of good gradients.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class GuardedOptimizer:
         self.plain.register_step_pre_hook(self._before_step)
         self.plain.register_step_post_hook(self._after_step)
 
-    # Accelerate's own backward, clip_grad_norm_, step and zero_grad do the same, and in every step divide by 1, look
-    # for DTensors, for an optional package and at signatures.
+    # Accelerate's backward, clip_grad_norm_, step and zero_grad compute the same. In every step they also divide by 1,
+    # and search for DTensors, an optional package and signatures.
     def backward(self, loss: Tensor) -> None:
         """Runs the backward pass of a scalar loss, scaled under fp16."""
         (self._scaler.scale(loss) if self._scaler else loss).backward()
@@ -99,14 +99,14 @@ class GuardedOptimizer:
         """Takes a step and zeroes the gradients; returns 1 where the step was skipped, else 0, fp32 scalar.
 
         Args:
-            lr: learning rate; a group's own is `relative_lr` times as much.
+            lr: learning rate; a parameter group multiplies it by its `relative_lr`.
             grad_norm: what `clip` returned.
         """
         for group in self.plain.param_groups:
             group["lr"] = lr * group.get("relative_lr", 1.0)
         self._judge(grad_norm)
         (self._prepared if self._scaler else self.plain).step()
-        # DDP's gradients are views of its buckets, and None would lose them; alone, None saves a pass over the memory
+        # DDP's gradients are views of its buckets, which None would drop; one process saves a pass over the memory
         self.plain.zero_grad(set_to_none=self._accelerator.num_processes == 1)
         return self._flag
 

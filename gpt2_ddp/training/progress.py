@@ -10,8 +10,8 @@ Scores = dict[str, float | int]
 """Results of an evaluation, by their names in metrics.jsonl. The lowest `val_loss` decides which checkpoint is best."""
 
 Outcome = Literal["completed", "stopped", "diverged"]
-"""How a run ended without an error. `stopped`: early, on request, with a checkpoint saved. `diverged`: its newest steps
-are of no use."""
+"""How a run ended without an error. `stopped`: early, on request, with a checkpoint saved. `diverged`: by too many bad
+steps, or with useless weights."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class Best(NamedTuple):
     """The evaluation with the lowest val_loss.
 
     Args:
-        tokens: how many it scored. A different number starts anew: losses over other tokens do not compare.
-        since: evaluations after it, in a row.
+        tokens: number of scored tokens. Another number starts a new comparison: losses over other tokens differ.
+        since: number of evaluations after it.
     """
 
     step: int = 0
@@ -63,11 +63,11 @@ class Progress:
     Attributes:
         steps: of the whole run; None until they are known.
         step: optimizer steps taken.
-        pending: work that follows the present step.
-        rollbacks: how many there were.
-        branched_from: checkpoint of another run that this one started from (`training.branch`), or None.
-        metrics_chain: chain of the last row before the checkpoint that was loaded last.
-        scores: the newest of each name. best: the best evaluation.
+        pending: work that follows the current step.
+        rollbacks: number of rollbacks so far.
+        branched_from: reference to the parent run's checkpoint (`training.branch`); None without a parent.
+        metrics_chain: chain of the last row before the newest loaded checkpoint.
+        scores: the newest value of each name. best: the best evaluation.
     """
 
     steps: int | None = None
@@ -108,7 +108,7 @@ class Progress:
 
     @property
     def is_new(self) -> bool:
-        """Whether the evaluation before the first step is still to be made."""
+        """Whether the run still lacks the evaluation before its first step."""
         return self.step == self.first_step and not self.pending and not self.scores
 
     @property
@@ -127,11 +127,11 @@ class Progress:
 
     @property
     def is_new_best(self) -> bool:
-        """Whether the present step has the best evaluation and `eval.patience` asks to save it."""
+        """Whether the current step has the best evaluation and `eval.patience` requires its checkpoint."""
         return self.patience is not None and self._scored_at == self.best.step == self.step
 
     def add_scores(self, scores: Scores) -> None:
-        """Records an evaluation of the present step."""
+        """Records an evaluation of the current step."""
         self.scores |= scores
         self.best = self.best.after(self.step, scores)
         self._scored_at = self.step

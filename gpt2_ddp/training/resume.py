@@ -15,11 +15,13 @@ from gpt2_ddp.errors import UserError
 def resolve_start(
     config: RunConfig, own: Checkpoint | None, accelerator: Accelerator
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """Checks that a run may resume from its `own` newest checkpoint. For a new run with `train.branch_from`, returns
-    the parent's checkpoint and the first one made of it, else (None, None). Collective.
+    """Checks that a run may resume from `own`, its newest checkpoint. Collective.
+
+    Returns:
+        For a new run with `train.branch_from`: the parent's checkpoint, and the branch's first one. Else (None, None).
 
     Raises:
-        UserError: on every rank; it would be another training.
+        UserError: on every rank; the configuration is of another training.
     """
     for field in check_resumable(config, own) if own else ():
         accelerator.print(f"note: {field} of the run's configuration is not known any more, and ignored")
@@ -33,8 +35,8 @@ def resolve_start(
 
 
 def check_resumable(config: RunConfig, saved: Checkpoint) -> list[str]:
-    """Checks that `config` continues the training of `saved`: the fields in `kept` must be equal. A field that is new
-    has its default in `saved`; null means the run's own value.
+    """Checks that `config` continues the training of `saved`: the fields in `kept` must be equal. A field newer
+    than `saved` has its default there; null means the saved value.
 
     Returns:
         Fields of the saved configuration that are unknown now.

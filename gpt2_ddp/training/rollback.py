@@ -1,4 +1,4 @@
-"""Rollback: a run that diverged returns to a good checkpoint and skips the data that it was trained on since."""
+"""Rollback of a diverged run: loads a good checkpoint and skips the data of the steps after it."""
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, verify
 from gpt2_ddp.distributed.ranks import on_main
@@ -19,20 +19,20 @@ def roll_back(run: Run) -> bool:
     """Loads the newest checkpoint from before the bad steps, and skips the data since then. Collective.
 
     Returns:
-        False where no rollback or no good checkpoint is left; `run.reason` then has the reason.
+        False if no rollback or no good checkpoint is left; sets `run.reason`.
     """
     guard, checkpoints = run.guard, run.checkpoints
     run.wait_for_save()
     problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
     if run.rollbacks < run.config.rollbacks and _load_good_checkpoint(run):
-        if checkpoints:  # after the rollback is recorded
+        if checkpoints:  # once the rollback is recorded
             checkpoints.remove_after(run.step)
         a, b = run.task.feed.skipped_ranges[-1]
         run.metrics.print(f"warning: {problem}; went back to step {run.step}, and passes over the data at [{a}, {b})")
         run.throughput.restart()
         return True
     run.reason = problem + (f", after {run.rollbacks} rollbacks" if run.rollbacks else "")
-    if checkpoints and checkpoints.newest_until(guard.last_good):  # otherwise the bad ones are all there is
+    if checkpoints and checkpoints.newest_until(guard.last_good):  # otherwise only bad ones exist
         checkpoints.remove_after(guard.last_good)
     return False
 

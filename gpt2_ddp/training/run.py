@@ -1,4 +1,4 @@
-"""A training run: opened by cheap checks, built by long work, trained, saved and closed."""
+"""A training run: its lifecycle (open, build, start, finish, close), its state, its saves and its evaluations."""
 
 import sys
 import time
@@ -59,13 +59,13 @@ class Run(Progress):
     Attributes:
         folder, checkpoints: on the main process; None on the others.
         model, optimizer: prepared by Accelerate. `task.model` is the plain model.
-        parameters: those of the model, listed once.
+        parameters: the model's, as a list.
         skipped: number of steps that changed nothing, fp32 scalar on the device.
         epoch: losses since the last epoch ended, without skipped steps. since_row: losses since the last row.
         reason: why the run diverged.
 
     Raises:
-        UserError: for whatever the user has to mend, on every rank alike.
+        UserError: of configuration, run folder or launch; on every rank.
     """
 
     model: nn.Module
@@ -90,7 +90,7 @@ class Run(Progress):
     def _open(self, config: RunConfig, make_task: MakeTask, lock: bool) -> None:
         check_ranks_agree(config.shared)
         on_every_rank(self.accelerator, lambda: check_compiler(config.train.compile, self.accelerator.device))
-        opened: list[RunFolder] = []  # it holds a lock, so it stays on the main process
+        opened: list[RunFolder] = []  # a lock cannot be broadcast
         on_main(self.accelerator, lambda: opened.append(RunFolder(config, lock)))
         self.folder = folder = opened[0] if opened else None
         if folder and lock:
@@ -104,7 +104,7 @@ class Run(Progress):
         self.task: Task = make_task(config, self.accelerator, saved)
         self.steps = self.task.total_steps(saved.state.get("epoch_size") if saved else None)
         super().load_state_dict(saved.state if saved else {})
-        if self.is_complete:  # verify what is complete
+        if self.is_complete:  # only an intact checkpoint counts
             newest = self.newest()
             super().load_state_dict(newest.state if newest else {})
 
@@ -124,7 +124,7 @@ class Run(Progress):
     def _record_failure(self, error: BaseException) -> None:
         """Reports an exception to the other ranks, to the user and in status.json. No checkpoint is saved: other ranks
         may be gone, and the newest checkpoint is good."""
-        self.watchdog.failed(error)  # ends this process if another rank is to blame
+        self.watchdog.failed(error)  # ends this process if another rank is at fault
         if self._is_started and self.folder:
             with suppress(UserError):  # of a full disk: the first error matters
                 self.folder.write_status("failed", self.step, f"{type(error).__name__}: {error}")
@@ -157,12 +157,12 @@ class Run(Progress):
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint of this run, all files hashed; None for a new run. Collective. Raises: UserError
-        where there are some and none is intact."""
+        if checkpoints exist and none is intact."""
         return on_main(self.accelerator, lambda: self.checkpoints.newest() if self.checkpoints else None)
 
     def build(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
-        """Loads the data, builds model and optimizer, and loads the newest checkpoint on all ranks. Stops early if the
-        run turns out to be complete.
+        """Loads the data, builds model and optimizer, and loads the newest checkpoint on all ranks. Collective. Returns
+        before the model if the run is complete.
 
         Args:
             wrap: wraps the plain model, on its device, before Accelerate prepares it.
@@ -172,16 +172,16 @@ class Run(Progress):
         config = self.config  # resolved
         self.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
         self.steps = task.total_steps(len(task.feed.order))
-        if parent := self._parent:  # its run may have removed it meanwhile
+        if parent := self._parent:  # the parent run may have deleted it meanwhile
             on_main(accelerator, lambda: find_checkpoint(parent.path, "train.branch_from"))
         newest = self.newest() or self._branch
-        assert newest or not self._resumes, "its checkpoints were removed meanwhile, and the weights are those of none"
+        assert newest or not self._resumes, "the checkpoints were removed while the run was opened"
         super().load_state_dict(newest.state if newest else {})
         if self.is_complete:
             return
         plain = wrap(task.model.to(accelerator.device))
         self.compile = self._resolve_compile(newest)
-        # both are on their device; looking would import torch.distributed.tensor and sympy, for half a second
+        # both are on their device already; placing them would import torch.distributed.tensor and sympy, 0.5 s
         self.model, prepared = accelerator.prepare(
             compiled(plain, self.compile), task.build_optimizer(), device_placement=[False, False]
         )
@@ -202,7 +202,7 @@ class Run(Progress):
             accelerator.print(f"note: branches off {parent.path}, with {describe_overrides(config, parent)}")
 
     def _resolve_compile(self, newest: Checkpoint | None) -> str:
-        """The value of `train.compile`; `auto` keeps the checkpoint's on as many devices of the same kind."""
+        """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
         accelerator, task, state = self.accelerator, self.task, newest.state if newest else {}
         same = all(state.get(name) == value for name, value in self._devices.items())
         before, left = state.get("compile") if same else None, (self.steps or 0) - self.step
@@ -218,7 +218,7 @@ class Run(Progress):
         return {"processes": self.accelerator.num_processes, "device": device_name(self.accelerator.device)}
 
     def _facts(self) -> dict[str, Any]:
-        """What is trained, and on what: in checkpoints and in the row of each start."""
+        """Identity of run, task, devices and software: fields of checkpoints and of start rows."""
         return {
             "kind": self.config.kind,
             "run_id": self.run_id,
@@ -233,7 +233,7 @@ class Run(Progress):
     def _record_start(self) -> None:
         if not self.folder:
             return
-        # keep_last may have been lowered for a disk that is full
+        # keep_last may have been lowered since, for a full disk
         self.folder.checkpoints.prune(self.guard.last_good if self.guard.first_bad else None)
         facts = {**self._facts(), "steps": self.steps, "config": self.config.model_dump(mode="json")}
         self.folder.record_start({"step": self.step, **facts}, self.rollbacks, self.metrics_chain, self.pending.sample)
@@ -271,7 +271,7 @@ class Run(Progress):
     def finish(self, outcome: Outcome) -> None:
         """Waits for the last save and records how training ended. Collective."""
         self.wait_for_save()
-        self.watchdog.heartbeat("ending", timeout=FIRST_TIMEOUT)  # a tracker may have much to send yet
+        self.watchdog.heartbeat("ending", timeout=FIRST_TIMEOUT)  # a tracker may still send much data
         reason = self.stop.reason if outcome == "stopped" else self.reason or self.early_end
         if self.folder:
             self.folder.record_end(outcome, self.step, reason)
@@ -282,7 +282,7 @@ class Run(Progress):
             self.metrics.print(f"its lowest val_loss, {self.best.val_loss:.4f}, is that of {best}")
 
     def record_completed(self) -> None:
-        """Prints that the run is complete already, and records what its last process could not."""
+        """For a run that is complete already: prints a note, and records the end if its last process did not."""
         more = f"{self.early_end}; raise that" if self.early_end else "raise its number of steps or epochs"
         self.accelerator.print(f"{self.config.run_name} is complete at step {self.step}; {more} to go on")
         if self.folder:
@@ -290,7 +290,7 @@ class Run(Progress):
         self.accelerator.end_training()
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state but weights and optimizer state, in plain JSON values; complete on the main process.
+        """The state without weights and optimizer state, in plain JSON values; complete on the main process.
         Collective; waits for the device."""
         epoch_loss, epoch_units, _ = self.epoch.state_dict()
         scaler, task = self.accelerator.scaler, self.task
@@ -324,8 +324,8 @@ class Run(Progress):
         self.task.load_state_dict(state)
 
     def snapshot(self) -> Snapshot | None:
-        """Everything that a checkpoint of the present step holds, on the main process. Its tensors are the run's own,
-        which the next step changes. Collective."""
+        """Content of a checkpoint of the current step, on the main process; None on the others. The next step changes
+        its tensors, which are the run's own. Collective."""
         state = self.state_dict()
         if self.folder is None:
             return None
@@ -336,8 +336,8 @@ class Run(Progress):
         return whole if self.config.saves_optimizer else whole.without_optimizer()
 
     def load(self, snapshot: Snapshot | None) -> None:
-        """Loads a snapshot of the main process (None on the others) on all ranks, at any step and in place: nothing is
-        compiled or connected again. Collective."""
+        """Loads a snapshot of the main process (None on the others) on all ranks. Collective. Works at any step and in
+        place, so graphs and connections stay."""
         loaded = snapshot or Snapshot({}, "", {}, {})
         state = on_main(self.accelerator, lambda: loaded.state)
         load_model_state(self.accelerator, loaded.model, self.task.model)
@@ -352,8 +352,8 @@ class Run(Progress):
         self.load_state_dict(state)
 
     def save(self) -> None:
-        """Saves a checkpoint of the present step if all ranks hold the same. It is on disk when this returns, or, in
-        the background, when `wait_for_save` has. Collective; afterwards all ranks know of every stop request."""
+        """Saves a checkpoint of the current step, after the replica check. Collective; ranks agree on stop requests
+        afterwards. A background save is on disk once `wait_for_save` returns, any other once this returns."""
         with self.stop.timed("save"):
             self.wait_for_save()
             self.check_replicas()
@@ -365,7 +365,7 @@ class Run(Progress):
     def _save(self, snapshot: Snapshot, waits: bool) -> None:
         config, checkpoints = self.config, self.checkpoints
         assert checkpoints, "this is the main process"
-        # after the last step no verdict follows
+        # the last step gets no verdict
         good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
         timeout = (config.train.patience_seconds or TIMEOUT) + snapshot.bytes / SLOW_DISK
         wish, size = config.checkpoint.background, checkpoints.copy_bytes(snapshot)
@@ -374,7 +374,7 @@ class Run(Progress):
         checkpoints.save(snapshot, good, timeout)
 
     def wait_for_save(self) -> None:
-        """Waits for the background save. Collective. Raises: UserError, on every rank, if the disk refused it."""
+        """Waits for the background save. Collective. Raises: UserError, on every rank, if writing failed."""
         checkpoints = self.checkpoints
         self.watchdog.heartbeat("save", timeout=checkpoints.background.timeout if checkpoints else 0.0)
         on_main(self.accelerator, lambda: checkpoints.background.wait() if checkpoints else None)
@@ -392,7 +392,7 @@ class Run(Progress):
             self.stop.record_duration("save", 2 * background.seconds)  # the last save may have to wait for it
 
     def check_replicas(self) -> None:
-        """Raises: ReplicaMismatch, on every rank, where they differ in weights or optimizer state. Collective."""
+        """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch, on every rank."""
         if self.accelerator.num_processes > 1:
             from gpt2_ddp.training.replica_check import check_replicas
 
@@ -402,7 +402,7 @@ class Run(Progress):
         """Records a step that was taken.
 
         Args:
-            loss_sum: of this rank, fp32 scalar. n_valid: the units that it is of.
+            loss_sum: sum over this rank's units, fp32 scalar. n_valid: number of these units.
             skipped: 1 if the step changed nothing, fp32 scalar.
         """
         self.step = step
@@ -411,17 +411,17 @@ class Run(Progress):
         self.since_row.add(loss_sum, n_valid)
 
     def evaluate(self, poll: Poll) -> Scores:
-        """The task's scores of the present weights. Collective. Raises: Interrupted, as `poll` does."""
+        """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
         self.watchdog.heartbeat("evaluate")
-        # not Accelerate's unwrap_model, which imports Dynamo, for a second
+        # Accelerate's unwrap_model would import Dynamo, 1 s
         model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         scores = self.task.evaluate(model, poll)
         self.add_scores(scores)
         return scores
 
     def sample(self) -> list[Sample] | None:
-        """Samples that the main process writes; None on the other ranks, and where writing failed. Collective. Raises:
-        Interrupted, on all ranks alike."""
+        """Samples, generated on the main process; None on the others, and after a failure. Collective. Raises:
+        Interrupted, on all ranks."""
         stop, metrics = self.stop, self.metrics
         self.watchdog.heartbeat("sample")
         done, samples = False, None

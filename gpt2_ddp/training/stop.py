@@ -1,4 +1,4 @@
-"""Stopping early, on request, with a checkpoint saved."""
+"""Requests to stop early: by signals, by time limits, agreed among all ranks."""
 
 import os
 import signal
@@ -17,8 +17,7 @@ T = TypeVar("T")
 
 
 class Interrupted(BaseException):
-    """An evaluation or a sample was interrupted by a stop; it is still pending. Not an Exception, since it is no
-    failure."""
+    """A stop interrupted an evaluation or a sample, which stays pending. A BaseException, since it is no failure."""
 
 
 class StopRequest:
@@ -29,11 +28,11 @@ class StopRequest:
 
     Args:
         begun: `time.monotonic()` when the run began.
-        max_minutes: time limit from then on; None: Slurm's only.
+        max_minutes: time limit since `begun`; None: only Slurm's.
         progress: called before each poll.
 
     Attributes:
-        reason: why this rank stops.
+        reason: of the stop, on this rank; empty without a stop.
         is_agreed: whether all ranks have agreed to stop.
         restore_handlers: reinstalls the earlier signal handlers.
         reserve: seconds before a deadline at which to stop, so that the checkpoint is saved in time.
@@ -81,8 +80,8 @@ class StopRequest:
         self.reserve = 2 * self._slowest["step"] + 1.5 * self._slowest["save"]
 
     def check(self, done: bool = False) -> bool:
-        """Whether all ranks stop now. Every rank calls it at the same places, at least once a step, and gets the same
-        answer. `done`: the main process has finished its part of `run_on_main`."""
+        """Whether all ranks stop now; equal on every rank. Each rank calls it at the same places, at least once a step.
+        `done`: the main process has finished its part of `run_on_main`."""
         for deadline, reason in self._deadlines:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
@@ -93,12 +92,11 @@ class StopRequest:
         return self.is_agreed
 
     def sync(self) -> bool:
-        """The same, including every signal received until now; the ranks wait for each other."""
+        """`check`, including every signal received so far; the ranks wait for each other."""
         return self.check() or self.check()
 
     def poll(self) -> None:
-        """Checks for a stop during long work; all ranks call it at the same places. Raises: Interrupted, on all of
-        them alike."""
+        """Checks for a stop in long work; all ranks call it at the same places. Raises: Interrupted, on all ranks."""
         self._progress()
         if self.check():
             raise Interrupted
@@ -107,7 +105,7 @@ class StopRequest:
         """Runs `work`, which polls, on the main process; the other ranks poll until it returns.
 
         Returns:
-            on the main process, the result of `work`.
+            The result of `work` on the main process, None on the others.
 
         Raises:
             Interrupted: on all ranks; a stop right at the end may raise it on the others alone.

@@ -28,20 +28,20 @@ class Due(NamedTuple):
 
 
 class Task(Protocol):
-    """One kind of training; the rest is the run's and the loop's.
+    """One kind of training: data, model, loss, optimizer, evaluation. Run and loop are the same for all.
 
-    A `MakeTask` makes it, and raises the user errors that small files show. `load` does the long work; the attributes
-    below the line exist after it.
+    A `MakeTask` constructs it, and raises the user errors found in small files. `load` does the long work; the
+    attributes below the line exist after it.
 
     Args:
         config: the resolved configuration, complete after `load`.
-        unit: what losses are means over, in the plural: tokens, samples.
+        unit: unit of the mean loss, in the plural: tokens, samples.
         units_per_item: units in an item of the feed.
         flops_per_unit: training FLOPs per unit, for the MFU; 0 for none.
         ---
         feed: the items of each step.
         files: files that each checkpoint contains, such as a tokenizer.
-        model: plain, fp32, on the CPU. The main process's weights count.
+        model: plain, fp32, on the CPU. Other ranks receive the main process's weights.
     """
 
     config: Any
@@ -73,7 +73,7 @@ class Task(Protocol):
         ...
 
     def due(self, step: int, last: bool) -> Due:
-        """The work that follows a step, equal on every rank. The last step saves."""
+        """The work that follows step `step`, equal on every rank. The last step saves."""
         ...
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
