@@ -18,7 +18,7 @@ from torch import Tensor
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.training.replica_check import ReplicaMismatch, _accuse, check_replicas, sum_of
+from gpt2_ddp.training.replica_check import ReplicaMismatch, _describe, check_replicas, sum_of
 
 
 class Flip(NamedTuple):
@@ -166,12 +166,12 @@ def test_an_empty_tensor_has_a_sum() -> None:
 
 
 def test_several_ranks_and_many_tensors_are_named() -> None:
-    message = _accuse("abcdef", "vwxyz", [[1] * 6, [1] * 6, [1, 1, 1, 1, 1, 2], [2] * 6, [1] * 6], 7)
+    message = _describe("abcdef", "vwxyz", [[1] * 6, [1] * 6, [1, 1, 1, 1, 1, 2], [2] * 6, [1] * 6], 7)
     assert message == (
         "rank 2 (host x): f differs from the other ranks'; rank 3 (host y): a, b, c and 3 more differ from the other "
         "ranks' at step 7; suspect their memory; the newest checkpoint is good"
     )
-    message = _accuse("ab", "wxyz", [[1, 5], [1, 5], [1, 6], [1, 6]], 8)
+    message = _describe("ab", "wxyz", [[1, 5], [1, 5], [1, 6], [1, 6]], 8)
     assert re.findall(r"rank (\d) \(host (.)\): (.*?) differs from another rank's", message) == [
         (str(rank), "wxyz"[rank], "b") for rank in range(4)
     ]

@@ -1,8 +1,8 @@
-"""Trackers: what shows a run's rows elsewhere. Each gets every row of metrics.jsonl once, over kills and resumes.
+"""Trackers (tensorboard, wandb, trackio): each receives every row of metrics.jsonl once, over kills and resumes.
 
-A kill leaves a tracker ahead of the checkpoint that the run goes on from, or without rows from before it, which some
-write late. So each says what it holds when it is started: what it lacks it gets from metrics.jsonl, and what it has is
-not given again. tensorboard alone can go back; wandb and trackio keep what they got first (docs/tracking.md).
+After a kill, a tracker may have rows after the newest checkpoint, or lack rows before it, since some write late. Each
+reports its last step when it starts (`held`), and receives only later rows of metrics.jsonl. tensorboard can delete
+rows after a rollback; wandb and trackio keep the first row of a step (docs/tracking.md).
 """
 
 import os
@@ -17,7 +17,7 @@ from gpt2_ddp.config.run import RunConfig
 
 T = TypeVar("T")
 Attempt = Callable[[str, Callable[[], T]], T | None]
-"""Calls a function that may raise, of what is named; None if it does."""
+"""(name, function) -> the function's result, or None after an exception."""
 EVENTS = "events.out.tfevents.*"
 
 
@@ -25,34 +25,34 @@ class Tracker:
     """One tracker's run; on the main process.
 
     Attributes:
-        held: the last step that it has a row of; -1 for none.
+        held: step of its last row; -1 for none.
     """
 
     held: int
-    _run: Any  # wandb's and trackio's are told alike
+    _run: Any  # of wandb or trackio, which share this interface
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
         """Adds a row."""
         self._run.log(numbers, step=step)
 
     def go_back(self, step: int) -> None:
-        """Forgets the rows after this step, if it can."""
+        """Deletes the rows after this step, if the tracker can."""
 
     def finish(self) -> None:
-        """Writes what it still holds back."""
+        """Writes buffered rows and ends."""
         self._run.finish()
 
 
 class Trackers:
-    """All that the user named, each apart from the others: one that fails is warned of and leaves them alone."""
+    """The trackers of `tracking.log_with`. A failing one causes a warning; the others continue."""
 
     def __init__(self, attempt: Attempt):
         self._attempt = attempt
         self._running: dict[str, Tracker] = {}
 
     def start(self, config: RunConfig, run_id: str, folder: Path) -> None:
-        """Starts those that the user named where metrics.jsonl ends, and gives them what they lack of it; the same
-        `run_id` goes on with the same run there."""
+        """Starts the trackers and sends them the rows of metrics.jsonl that they lack. The same `run_id` resumes the
+        same run there."""
         if not config.tracking.log_with:
             return
         rows = valid_rows(line.row for line in read_lines(folder / METRICS) if line.row)
@@ -65,7 +65,7 @@ class Trackers:
             self.log(row)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Gives the numbers of a row to each that does not have its step."""
+        """Sends the numbers of a row to each tracker without its step."""
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
         for name, tracker in self._running.items():
             if row["step"] > tracker.held:
@@ -73,19 +73,19 @@ class Trackers:
                 self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.log(numbers, row["step"]))
 
     def go_back(self, step: int) -> None:
-        """The run went back to this step."""
+        """Deletes the rows after this step, where trackers can."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.go_back(step))
 
     def finish(self) -> None:
-        """Ends them; they write what they still hold."""
+        """Ends the trackers, which write buffered rows."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", tracker.finish)
         self._running = {}
 
 
 class TensorBoard(Tracker):
-    """Event files in the run folder, which are cut back as metrics.jsonl is."""
+    """Event files in the run folder; rows after a checkpoint are cut, as in metrics.jsonl."""
 
     def __init__(self, config: RunConfig, run_id: str, folder: Path, last: int):
         from torch.utils.tensorboard.summary import hparams
@@ -97,13 +97,13 @@ class TensorBoard(Tracker):
                 self._writer._get_file_writer().add_summary(summary)
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
-        """A scalar for each number, written at once."""
+        """Writes a scalar for each number, and flushes."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def go_back(self, step: int) -> None:
-        """Cuts the files off behind `step`, and begins another one."""
+        """Cuts the files after `step`, and begins a new one."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from torch.utils.tensorboard.writer import SummaryWriter
 

@@ -58,11 +58,10 @@ class Measured:
 
 
 class _Timed(Run):
-    """A run that keeps the time of what follows its steps; the last of each counts, when nothing is done for the first
-    time."""
+    """A run that records the duration of its last evaluation, save and sample."""
 
     def __init__(self, *args: Any):
-        self.took: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
         super().__init__(*args)
 
         for name in ("evaluate", "save", "sample"):
@@ -72,7 +71,7 @@ class _Timed(Run):
         def timed(*args: Any, **options: Any) -> Any:
             begun = time.perf_counter()
             result = function(*args, **options)
-            self.took[name] = time.perf_counter() - begun
+            self.seconds[name] = time.perf_counter() - begun
             return result
 
         return timed
@@ -129,12 +128,12 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
         end = _report(Path(folder) / "measured") if rows else 0.0
     if not rates:
         return Measured(None, memory)
-    took, per_second = run.took, median(rates)
+    seconds, per_second = run.seconds, median(rates)
     # what the first steps, the first evaluation and the first save take longer than others belongs to the start
     usual = STEPS * config.train.global_batch_tokens / per_second
-    usual += sum(took.get(what, 0.0) * times for what, times in REPEATED.items())
+    usual += sum(seconds.get(what, 0.0) * times for what, times in REPEATED.items())
     start += max(whole - usual, 0.0)
-    evaluation, save, sample = (took.get(what, 0.0) for what in REPEATED)
+    evaluation, save, sample = (seconds.get(what, 0.0) for what in REPEATED)
     return Measured(Rate(per_second, "measured here", evaluation, save, sample, start, end), memory)
 
 

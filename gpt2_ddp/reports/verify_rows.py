@@ -78,7 +78,7 @@ class Schedule:
         self.peak: float | None = None  # rate of a small job
         self.reached, self.saved_to = -1, 0  # steps of which rows and checkpoints have been looked for
         self.saved: set[int] = set()
-        self.owed: tuple[int, Due | None] = (-1, None)  # a step whose row the next session writes; None: it may
+        self.pending: tuple[int, Due | None] = (-1, None)  # a step whose row the next session writes; None: it may
 
     def check(self, row: Record) -> Iterator[str]:
         """What is wrong with the next row; what is missing before it is told with it."""
@@ -124,12 +124,12 @@ class Schedule:
             yield f"the rows before step {step} are missing"
         if first:
             self.reached = step - 1 if step == 0 else step
-            self.owed = (step, None) if step else self.owed
+            self.pending = (step, None) if step else self.pending
         elif step <= (self.steps or 0):
             yield from self._missing(step)
             due = self._due(step)
             if self.reached < step:
-                self.owed = (step, due)
+                self.pending = (step, due)
                 self.reached = step - 1 if due is None or due.log else step
         try:
             self.config = read_config(self.config.kind, row["config"], "metrics.jsonl")
@@ -159,8 +159,8 @@ class Schedule:
 
     def _due(self, step: int) -> Due | None:
         """What was due at a step; None where that is not known."""
-        if step == self.owed[0]:
-            return self.owed[1]
+        if step == self.pending[0]:
+            return self.pending[1]
         if step == 0:
             return Due(log=self.validates, evaluate=self.validates)
         stood, last = self.history.at(step), step == self.steps

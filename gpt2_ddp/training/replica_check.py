@@ -1,10 +1,10 @@
-"""A sentinel against silent corruption: data-parallel ranks hold the same parameters and optimizer state, bit for bit.
+"""The replica check: compares weights and optimizer state of data-parallel ranks, which must be equal bit for bit.
 
-Memory that loses a bit on one rank changes its copy alone, and nothing else in a training ever compares the copies: the
-rank goes on with its own, and the gradients of all are a little wrong from then on. Here all are compared by a sum over
-64-bit integers, on the device, in one pass over the memory; every single flipped bit changes it. It cannot see what all
-ranks have alike, such as a gradient that was wrong before it was all-reduced, nor what two changes within `PAGE` bytes
-take from each other: two 64-bit words exchanged, the same bit of two words set in one and cleared in the other.
+A memory error on one rank changes only its replica. Without a check training continues, and the gradients of all ranks
+are slightly wrong. The check compares a hash of each tensor (`sum_of`), computed on the device in one pass over the
+memory. Every single flipped bit changes the hash. It misses errors that all ranks share, such as a gradient that was
+wrong before the all-reduce, and two changes within `PAGE` bytes that cancel: two 64-bit words exchanged, or one bit set
+in one word and cleared in another.
 """
 
 import socket
@@ -19,50 +19,50 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 PAGE = 1024
-"""Bytes that are summed up before their place counts: rows of a matrix that change places are found."""
+"""Bytes summed before each sum is weighted by its position: exchanged rows of a matrix are detected."""
 
 SHOWN = 3
-"""Tensors of a rank that are named; more of them are counted."""
+"""Tensors of a rank that a message names; it counts the others."""
 
 
 class ReplicaMismatch(Exception):
-    """Ranks differ in what they should have alike. The message names rank, host and tensor."""
+    """Ranks differ in weights or optimizer state. The message names rank, host and tensor."""
 
 
 @torch.no_grad()
 def check_replicas(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, step: int) -> None:
-    """Compares all ranks' parameters and optimizer state. Collective; waits for the device. What is not a parameter,
-    such as BatchNorm's statistics, may differ between ranks and is left out.
+    """Compares all ranks' parameters and optimizer state. Collective; waits for the device. Buffers, such as
+    BatchNorm's statistics, may differ between ranks and are left out.
 
     Args:
-        model: plain. optimizer: raw, over its parameters.
-        step: which it is, for the message.
+        model: plain. optimizer: plain, over its parameters.
+        step: current step, for the message.
 
     Raises:
-        ReplicaMismatch: on every rank alike, when a tensor is not the same on all of them.
+        ReplicaMismatch: on every rank, if a tensor differs.
     """
     if accelerator.num_processes == 1:
         return
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():  # a tied one comes once
+    for name, parameter in model.named_parameters():  # tied parameters once
         state = optimizer.state.get(parameter, {})
         tensors[name] = parameter
         tensors |= {f"{kind}.{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
     sums = torch.stack([sum_of(tensor).to(accelerator.device) for tensor in tensors.values()])
-    extremes = torch.stack([sums, ~sums])  # the largest x, and ~ of the smallest: backends know no other way at once
+    extremes = torch.stack([sums, ~sums])  # largest x, and ~ of the smallest, in one all-reduce
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     if torch.equal(extremes[0], ~extremes[1]):
         return
     hosts, of_ranks = gather_object([socket.gethostname()]), gather_object([sums.tolist()])
-    raise ReplicaMismatch(_accuse(list(tensors), hosts, of_ranks, step))
+    raise ReplicaMismatch(_describe(list(tensors), hosts, of_ranks, step))
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's bytes: the sum, modulo 2⁶⁴, of its pages and of the bytes behind the last whole one, each
-    times an odd number of its own, so that a change of one bit never gets lost; int64 scalar on its device. The numbers
-    look random, as the bits of a byte and those of its neighbour could make up for each other if they were 1, 3, 5."""
+    """A hash of a tensor's bytes, int64 scalar on its device: the sum, modulo 2⁶⁴, of its pages and of the bytes after
+    the last whole page. Each has an odd factor, so one changed bit changes the sum. The factors look random: with
+    1, 3, 5, ... changes of neighbouring bytes could cancel."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if data.storage_offset() % 8:  # a view into something larger, where no 64-bit word begins
+    if data.storage_offset() % 8:  # a view that begins inside a 64-bit word
         data = data.clone()
     whole = len(data) // PAGE * PAGE
     pages = data[:whole].view(torch.int64).view(-1, PAGE // 8).sum(1)
@@ -71,20 +71,20 @@ def sum_of(tensor: Tensor) -> Tensor:
     return (parts * ((numbers ^ (numbers >> 29)) * 2 + 1)).sum()
 
 
-def _accuse(names: Sequence[str], hosts: Sequence[str], of_ranks: Sequence[Sequence[int]], step: int) -> str:
-    """Which ranks hold which tensor otherwise than more than half of them do; all ranks, where no such half is."""
-    accused: dict[int, list[str]] = {}
+def _describe(names: Sequence[str], hosts: Sequence[str], of_ranks: Sequence[Sequence[int]], step: int) -> str:
+    """The message: tensors of each rank that differ from the majority's; of all ranks, without a majority."""
+    differing: dict[int, list[str]] = {}
     decided = True
     for name, *sums in zip(names, *of_ranks, strict=True):
         most, votes = Counter(sums).most_common(1)[0]
-        known = votes > len(sums) / 2
-        decided = decided and known
+        has_majority = votes > len(sums) / 2
+        decided = decided and has_majority
         for rank, own in enumerate(sums):
-            if own != most or not known:
-                accused.setdefault(rank, []).append(name)
-    others, whose = "the other ranks'" if decided else "another rank's", "its" if len(accused) == 1 else "their"
+            if own != most or not has_majority:
+                differing.setdefault(rank, []).append(name)
+    others, whose = "the other ranks'" if decided else "another rank's", "its" if len(differing) == 1 else "their"
     parts = []
-    for rank, wrong in sorted(accused.items()):
+    for rank, wrong in sorted(differing.items()):
         shown = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
         parts.append(f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from {others}")
     return f"{'; '.join(parts)} at step {step}; suspect {whose} memory; the newest checkpoint is good"
