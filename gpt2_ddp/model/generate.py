@@ -22,9 +22,8 @@ class KVCache:
     overwrite it.
 
     Args:
-        model: the model that decodes; gives shapes, device and dtype.
-        rows: B.
-        length: slots per row, at most block_size.
+        model: gives shapes, device and dtype.
+        rows: B. length: slots per row, at most block_size.
     """
 
     def __init__(self, model: GPT, rows: int, length: int):
@@ -111,10 +110,10 @@ def generate(
         results = []
         for first in range(0, len(prompts), BATCH_ROWS):
             batch = [list(prompt) or [eot] for prompt in prompts[first : first + BATCH_ROWS]]
-            rows = range(first, first + len(batch))
-            uniform = np.stack([np.random.default_rng([sampling.seed, row]).random(*shape) for row in rows])
-            columns = torch.from_numpy(uniform).to(model.wte.weight.device).unbind(1)
-            draws = [partial(sample, uniform=column, sampling=sampling) for column in columns]
+            seeds = [[sampling.seed, first + row] for row in range(len(batch))]
+            uniform = np.stack([np.random.default_rng(seed).random(*shape) for seed in seeds])
+            uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
+            draws = [partial(sample, uniform=column, sampling=sampling) for column in uniform.unbind(1)]
             hear = lambda row, token, first=first: heard(first + row, token)  # noqa: E731
             results += _continue(model, batch, eot, draws, poll, hear)
         return results
@@ -180,14 +179,11 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bo
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """Draws one token per row by inverting its cumulative distribution; temperature, top_k and top_p in this order.
+    """One token per row, int64 [B], drawn by inverting its cumulative distribution.
 
     Args:
-        logits: [B, V].
-        uniform: random numbers in [0, 1), one per row [B].
-
-    Returns:
-        int64 [B].
+        logits: [B, V]. uniform: random numbers in [0, 1), one per row [B].
+        sampling: temperature, top_k and top_p apply in this order.
     """
     _, temperature, top_k, top_p, _ = sampling
     if temperature == 0:
