@@ -114,14 +114,13 @@ def _before_first_step(run: Run) -> Outcome | None:
     """Evaluates a new run, or finishes pending work, and saves. Returns the outcome if the run ends here, else None."""
     is_new, was_pending = run.is_new, bool(run.pending)
     if is_new:
-        if run.config.rollbacks:  # a rollback may need it
-            run.save()
         digest = {"order_digest": run.task.feed.order_digest} if run.step else {}
         run.pending = Pending(_position(run) | digest, evaluate=True)
     finish_pending(run)
     if was_pending and run.is_complete and is_ruined(run):
         return "diverged"
-    if (is_new and (run.pending or run.is_new_best or run.stop.is_agreed)) or (was_pending and not run.pending):
+    needed = run.config.rollbacks or run.pending or run.is_new_best or run.stop.is_agreed  # a rollback may need it
+    if (is_new and needed) or (was_pending and not run.pending):
         run.save()
     return "stopped" if run.stop.is_agreed else None
 

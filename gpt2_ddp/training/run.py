@@ -234,7 +234,7 @@ class Run(Progress):
         if not self.folder:
             return
         # keep_last may have been lowered since, for a full disk
-        self.folder.checkpoints.prune(self.guard.last_good if self.guard.first_bad else None)
+        self.folder.checkpoints.prune(self.guard.last_good)
         facts = {**self._facts(), "steps": self.steps, "config": self.config.model_dump(mode="json")}
         self.folder.record_start({"step": self.step, **facts}, self.rollbacks, self.metrics_chain, self.pending.sample)
         self.folder.write_config(self.config)

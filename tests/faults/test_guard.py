@@ -137,6 +137,22 @@ def test_the_checkpoint_to_go_back_to_is_kept(corpus, tmp_path):
     assert steps_of(list_checkpoints(tmp_path / "run/checkpoints")) == [9]
 
 
+def test_a_new_run_saves_its_start_once(corpus, tmp_path):
+    """Also where its evaluation is the best so far: a kill between two saves of one step would leave one unrecorded."""
+    train(training_config(corpus, tmp_path, {"train.steps": 2, "eval.patience": 5}))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row.get("event") == "checkpoint"].count(0) == 1
+
+
+def test_a_stop_takes_no_checkpoint_that_a_rollback_needs(corpus, tmp_path):
+    """keep_last 1: stopped at the first bad step, which nobody has judged by then, the run still goes back."""
+    changes = GUARD | {"checkpoint.every": 1, "checkpoint.keep_last": 1, "guard": {"patience": 3, "rollbacks": 1}}
+    config, run = training_config(corpus, tmp_path, changes), tmp_path / "run"
+    assert run_ranks(train_with_faults, 1, config, POISON, math.nan, 10, signal.SIGTERM) == ["stopped"]
+    assert run_ranks(train_with_faults, 1, config, POISON) == ["completed"]
+    assert [row["step"] for row in untimed(run) if "event" in row] == [9]
+
+
 def test_the_presets_set_limits():
     for preset in ("124m", "350m", "774m", "1558m"):
         guard = load(TrainingConfig, ["--config", f"configs/gpt2_{preset}.yaml"]).guard
