@@ -140,6 +140,10 @@ def test_interrupted_before_its_first_own_step_is_saved(tmp_path, branching):
     config = branching()
     run_until_killed(train_with_faults, 2, config, (0, 0), math.nan, 3)
     assert [row["step"] for row in untimed_events(tmp_path / "branch")] == [5, 5, 6, 7]
+    run_ranks(train, 2, config)
+    assert untimed(tmp_path / "branch")[1:] == untimed(tmp_path / "long")[6:]
+    assert verify_run(VerifyConfig(run=str(tmp_path / "branch"))) == 0
+    shutil.rmtree(tmp_path / "branch")
     slow = branching({"eval.batch_size": 1})
     assert run_ranks(stopped_in_evaluation, 2, slow) == ["stopped"] * 2
     assert [row["step"] for row in untimed_events(tmp_path / "branch")] == [5]

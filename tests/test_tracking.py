@@ -30,6 +30,15 @@ def test_pending_work_of_a_checkpoint_is_not_there_twice(corpus, tmp_path, row_p
     assert left == {METRICS: [3] if row_pending else [3, 4], SAMPLES: [3] if sample_pending else [3, 4]}
 
 
+@pytest.mark.parametrize("row_pending", [False, True])
+def test_a_pending_row_is_not_there_twice_where_the_chain_is_damaged(corpus, tmp_path, row_pending):
+    run = RunFolder(training_config(corpus, tmp_path))
+    for step in (3, 4):
+        run.append(METRICS, {"step": step})
+    run.cut_rows(4, 0, "f" * 64, sample_pending=not row_pending, row_pending=row_pending)
+    assert [row["step"] for row in rows(run.path, METRICS)] == ([3] if row_pending else [3, 4])
+
+
 def test_without_a_checkpoint_no_row_is_kept(corpus, tmp_path):
     """A run that was killed before its first checkpoint starts over."""
     run = RunFolder(training_config(corpus, tmp_path))

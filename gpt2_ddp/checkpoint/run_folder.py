@@ -154,19 +154,21 @@ class RunFolder:
         chain: str | None = None,
         sample_pending: bool = False,
         start: dict[str, Any] | None = None,
+        row_pending: bool = False,
     ) -> None:
         """Drops the rows and samples after a checkpoint, and a torn last line.
 
         Args:
-            step: step of the checkpoint. rollbacks: number of rollbacks before it.
-            chain: chain of the last row before it; None: keep no row.
-            sample_pending: whether the step's sample comes after the checkpoint.
-            start: row to add in the same write: after a kill, the file has either the old rows or this one.
+            step: of the checkpoint. rollbacks: how many there were until then.
+            chain: of the last row then; None: no row is kept.
+            sample_pending: whether the step's sample follows the checkpoint.
+            start: row to add in the same write: a kill leaves either the old rows or this one.
+            row_pending: whether the step's row follows the checkpoint; matters if the row of `chain` is damaged.
         """
-        for file in (self.path / METRICS, self.path / SAMPLES):
+        for file, pending in ((self.path / METRICS, row_pending), (self.path / SAMPLES, sample_pending)):
             lines = sound_lines(file) if file.exists() else []
             last = [number for number, line in enumerate(lines, 1) if line.text.endswith(f', "chain": "{chain}"}}')]
-            kept = lines[: last[0]] if last else until(lines, step - sample_pending if chain else -1, rollbacks)
+            kept = lines[: last[0]] if last else until(lines, step - pending if chain else -1, rollbacks)
             content = "".join(line.text + "\n" for line in kept)
             if file.name == METRICS:
                 if chain and lines and not last:
@@ -177,12 +179,14 @@ class RunFolder:
             if content or file.exists():
                 write_atomically(file, content)
 
-    def record_start(self, facts: dict[str, Any], rollbacks: int, chain: str | None, sample_pending: bool) -> None:
+    def record_start(
+        self, facts: dict[str, Any], rollbacks: int, chain: str | None, sample_pending: bool, row_pending: bool
+    ) -> None:
         """Cuts the rows (`cut_rows`) and adds a start row: `facts`, with the step, and the existing checkpoints."""
         there = list_checkpoints(self.checkpoints.folder)
         newest = checkpoint_ref(there[-1]) if there else None
         start = {"event": "start", **facts, "checkpoint": newest, "kept": steps_of(there)}
-        self.cut_rows(facts["step"], rollbacks, chain, sample_pending, start)
+        self.cut_rows(facts["step"], rollbacks, chain, sample_pending, start, row_pending)
 
     def record_end(self, outcome: str, step: int, reason: str = "") -> None:
         """Records how training ended, in a row and in the status."""

@@ -236,7 +236,8 @@ class Run(Progress):
         # keep_last may have been lowered since, for a full disk
         self.folder.checkpoints.prune(self.guard.last_good)
         facts = {**self._facts(), "steps": self.steps, "config": self.config.model_dump(mode="json")}
-        self.folder.record_start({"step": self.step, **facts}, self.rollbacks, self.metrics_chain, self.pending.sample)
+        sample, row = self.pending.sample, bool(self.pending.row)
+        self.folder.record_start({"step": self.step, **facts}, self.rollbacks, self.metrics_chain, sample, row)
         self.folder.write_config(self.config)
         if self._parent and self.branched_from:
             from gpt2_ddp.training.branch import register_branch
