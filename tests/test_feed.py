@@ -543,7 +543,7 @@ def big_corpus(folder: Path, tokens: int, vocab_size: int = 512) -> Path:
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     shards = [Shard(name.format(i), per_shard, 1024 + 2 * per_shard, sha256) for i in range(count)]
     write_manifest(
-        folder, Manifest(1, "tokenizer.json", tokenizer.sha256, vocab_size, tokenizer.eot, "zeros", {"train": shards})
+        folder, Manifest(2, "tokenizer.json", tokenizer.sha256, vocab_size, tokenizer.eot, "zeros", {"train": shards})
     )
     return folder
 

@@ -86,8 +86,7 @@ def train_loop(run: Run) -> Outcome:
                 run.poll_save()
                 stop.check()
                 verdict = run.guard.judge(run.step, result.loss_sum / result.units, run.optimizer.bad)
-            if verdict is not Verdict.OK:
-                warn_of_bad_step(run)
+            warn_of_bad_step(run, verdict)
             if verdict is Verdict.DIVERGED:
                 if not roll_back(run):
                     return "diverged"

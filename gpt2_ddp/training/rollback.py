@@ -3,13 +3,14 @@
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, verify
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
+from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.progress import Pending
 from gpt2_ddp.training.run import Run
 
 
-def warn_of_bad_step(run: Run) -> None:
+def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
     """Prints a warning at the first bad step of this process."""
-    if run.guard.bad_steps == 1:
+    if verdict is not Verdict.OK and run.guard.bad_steps == 1:
         done = "left out" if run.config.guard.skip else "trained on"
         what = f"step {run.guard.judged} is bad: {run.guard.problem}; {done}, and no further one is mentioned here"
         run.metrics.print(f"warning: {what}")
