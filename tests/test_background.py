@@ -78,11 +78,11 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
     assert not spare_core("cpu", 1, 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr("gpt2_ddp.checkpoint.checkpointer.spare_core", lambda *given: True)
-    assert should_save_async("auto", 1000, "cuda", 0)
-    assert not should_save_async("auto", 2**60, "cuda", 0)
-    assert should_save_async(True, 2**60, "cuda", 0)
-    assert not should_save_async(False, 0, "cuda", 0)
+    assert should_save_async("auto", 1000, spare_core=True)
+    assert not should_save_async("auto", 1000, spare_core=False)
+    assert not should_save_async("auto", 2**60, spare_core=True)
+    assert should_save_async(True, 2**60, spare_core=False)
+    assert not should_save_async(False, 0, spare_core=True)
 
 
 def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> Any:

@@ -264,7 +264,8 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
 
 def save_in(background: bool, checkpoints: Checkpointer, what: Snapshot) -> None:
     """Saves a checkpoint in this thread or in the background."""
-    checkpoints.save(what, timeout=60.0 if background else None)
+    checkpoints.wish = background
+    checkpoints.save(what)
     checkpoints.background.wait()
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
@@ -29,21 +28,23 @@ from gpt2_ddp.checkpoint.checkpoint import (
     write,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS
-from gpt2_ddp.distributed.environment import spare_core
+from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, writing
 
+SLOW_DISK = 20e6
+"""Bytes per second of the slowest disk for checkpoints, in timeouts."""
 
-def should_save_async(wish: bool | str, size: int, device: str, workers: int) -> bool:
-    """Whether checkpoints are saved in the background.
+
+def should_save_async(wish: bool | str, size: int, spare_core: bool) -> bool:
+    """Whether a checkpoint is saved in the background.
 
     Args:
         wish: `checkpoint.background`; auto needs a spare core and memory for the copy.
         size: bytes of the copy.
-        device: cpu, cuda or mps. workers: loader processes.
     """
     if not isinstance(wish, bool):
-        return spare_core(device, torch.get_num_threads(), workers) and psutil.virtual_memory().available > 1.25 * size
+        return spare_core and psutil.virtual_memory().available > 1.25 * size
     return wish
 
 
@@ -118,9 +119,14 @@ class Checkpointer:
 
     Attributes:
         first_step: the step before the run's first. Its checkpoint is only for rollbacks.
+        wish: `checkpoint.background`. spare_core: whether training leaves a core idle.
+        patience: allowed seconds of a background save, besides those for its size.
     """
 
     first_step = 0
+    wish: bool | str = False
+    spare_core = False
+    patience = TIMEOUT
 
     def __init__(
         self,
@@ -134,26 +140,24 @@ class Checkpointer:
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
         self._verified: dict[Path, dict[str, Any]] = {}  # states of verified checkpoints
 
-    def save(self, snapshot: Snapshot, last_good: int | None = None, timeout: float | None = None) -> None:
-        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes; on a full disk, before.
+    def save(self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False) -> None:
+        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes; on a full disk, before. In the
+        background, of a copy, if `wish` and `should_save_async` allow it.
 
         Args:
             last_good: last step known to be good.
-            timeout: seconds for writing a copy in the background; None: waits for the disk.
+            wait: waits for the disk in any case.
 
         Raises:
             UserError: writing failed; no partial checkpoint is left, and the kept checkpoints are unchanged.
         """
-        if timeout is None:
+        self.background.wait()
+        allocated = 0 if self._memory else snapshot.bytes
+        if wait or not should_save_async(self.wish, allocated, self.spare_core):
             self._write(snapshot, last_good)
         else:
-            self.background.wait()
             copy = snapshot.copied(self._memory)
-            self.background.start(lambda: self._write(copy, last_good), timeout)
-
-    def copy_bytes(self, snapshot: Snapshot) -> int:
-        """Bytes of host memory that a background save of this snapshot allocates; later ones reuse them."""
-        return 0 if self._memory else snapshot.bytes
+            self.background.start(lambda: self._write(copy, last_good), self.patience + snapshot.bytes / SLOW_DISK)
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
         place, rows = self.place(snapshot.state["step"]), self.folder.parent / METRICS

@@ -20,7 +20,7 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import divisors, split_batch
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.distributed.environment import is_main_process, world_size
+from gpt2_ddp.distributed.environment import is_main_process, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_precision
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import what_pays
@@ -130,9 +130,8 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
     even = config.global_batch_windows % machine.processes == 0
     # elsewhere: machines with GPUs have cores and memory for it
     wish = config.checkpoint.background
-    background = (
-        should_save_async(wish, checkpoint, machine.kind, config.data.workers) if machine.is_here else wish is not False
-    )
+    has_core = spare_core(machine.kind, torch.get_num_threads(), config.data.workers)
+    background = should_save_async(wish, checkpoint, has_core) if machine.is_here else wish is not False
 
     setting = setting_of(config, model, machine.kind, machine.processes, precision)
     setting = replace(setting, background=background, eval_batch=setting.eval_batch * validates, **base)

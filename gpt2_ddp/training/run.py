@@ -23,12 +23,13 @@ from gpt2_ddp.checkpoint.checkpoint import (
     optimizer_state,
     reset_optimizer_state,
 )
-from gpt2_ddp.checkpoint.checkpointer import Checkpointer, should_save_async
+from gpt2_ddp.checkpoint.checkpointer import SLOW_DISK, Checkpointer
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import METRICS, finite
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.distributed.environment import spare_core
 from gpt2_ddp.distributed.launch import describe_precision, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main, warm_up_ddp
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
@@ -41,9 +42,6 @@ from gpt2_ddp.training.progress import Outcome, Progress, Scores
 from gpt2_ddp.training.resume import resolve_start
 from gpt2_ddp.training.stop import Interrupted, StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task
-
-SLOW_DISK = 20e6
-"""Bytes per second of the slowest disk for checkpoints, in timeouts."""
 
 
 class Run(Progress):
@@ -192,8 +190,10 @@ class Run(Progress):
         self.epoch, self.since_row = LossSum(accelerator), LossSum(accelerator)
         if newest:
             self.load(newest.read() if self.folder else None)
-        if self.checkpoints:
-            self.checkpoints.first_step = self.first_step
+        if checkpoints := self.checkpoints:
+            checkpoints.first_step, checkpoints.wish = self.first_step, config.checkpoint.background
+            checkpoints.spare_core = spare_core(accelerator.device.type, torch.get_num_threads(), task.feed.workers)
+            checkpoints.patience = config.train.patience_seconds or TIMEOUT
         self.run_id = self.run_id or on_main(accelerator, lambda: uuid.uuid4().hex[:8])
         on_main(accelerator, self._record_start)
         if parent:
@@ -358,21 +358,15 @@ class Run(Progress):
         with self.stop.timed("save"):
             self.wait_for_save()
             self.check_replicas()
-            snapshot, waits = self.snapshot(), self.is_complete or self.stop.is_agreed
+            snapshot, checkpoints = self.snapshot(), self.checkpoints
             self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
-            on_main(self.accelerator, lambda: self._save(snapshot, waits) if snapshot else None)
+            # the last step gets no verdict
+            good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
+            wait = self.is_complete or self.stop.is_agreed
+            on_main(
+                self.accelerator, lambda: checkpoints.save(snapshot, good, wait) if checkpoints and snapshot else None
+            )
         self.stop.sync()
-
-    def _save(self, snapshot: Snapshot, waits: bool) -> None:
-        config, checkpoints = self.config, self.checkpoints
-        assert checkpoints, "this is the main process"
-        # the last step gets no verdict
-        good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
-        timeout = (config.train.patience_seconds or TIMEOUT) + snapshot.bytes / SLOW_DISK
-        wish, size = config.checkpoint.background, checkpoints.copy_bytes(snapshot)
-        if waits or not should_save_async(wish, size, self.accelerator.device.type, self.task.feed.workers):
-            timeout = None
-        checkpoints.save(snapshot, good, timeout)
 
     def wait_for_save(self) -> None:
         """Waits for the background save. Collective. Raises: UserError, on every rank, if writing failed."""
