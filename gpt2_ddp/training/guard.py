@@ -66,7 +66,7 @@ class Guard:
 
     def _classify(self, step: int, loss: float, bad_gradient: bool) -> Verdict:
         self.judged, sigmas = step, self.config.loss_sigmas
-        limit = self.losses.limit(sigmas).item() if sigmas else math.inf
+        limit = float(self.losses.limit(sigmas)) if sigmas else math.inf
         if bad_gradient:
             self.problem = "its gradient is not finite, or its norm is out of the ordinary"
         elif not math.isfinite(loss):
@@ -75,7 +75,7 @@ class Guard:
             self.problem = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
         else:
             if sigmas:
-                self.losses.add(torch.tensor(loss, dtype=torch.float64), torch.tensor(True))
+                self.losses.add(loss)
             self.first_bad = None
             return Verdict.OK
         self.bad_steps += 1
@@ -97,7 +97,7 @@ class Guard:
         self._first_step = first_step
         self.judged: int = state.get("judged", 0)
         self.first_bad: int | None = state.get("first_bad")
-        self.losses = RunningStatistics(torch.device("cpu"), state.get("losses"))
+        self.losses = RunningStatistics(state=state.get("losses"))
         sums = state.get("noted") or [[0] * SUMS] * LATE
         if not self._accelerator.is_main_process:  # the sums are of all ranks
             sums = [[0] * SUMS] * LATE

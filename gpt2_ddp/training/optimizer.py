@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -17,34 +19,38 @@ WINDOW, WARM_UP = 100, 20
 class RunningStatistics:
     """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values.
 
-    All arithmetic is in fp64 on `device`. No call but `state_dict` waits for the device.
+    The arithmetic is in fp64, of tensors on `device` or, faster, of numpy's scalars. Only `state_dict` waits.
     """
 
-    def __init__(self, device: torch.device, state: Sequence[float] | None = None):
-        self._exact = {"dtype": torch.float64 if device.type != "mps" else torch.float32, "device": device}
+    def __init__(self, device: torch.device | None = None, state: Sequence[float] | None = None):
+        self._library: Any = torch if device else numpy
+        exact = torch.float32 if device and device.type == "mps" else self._library.float64  # mps has no fp64
+        self._scalar = partial(self._library.asarray, dtype=exact, device=device or "cpu")
+        self._window = self._scalar(WINDOW)
         self.load_state_dict(state)
 
     def load_state_dict(self, state: Sequence[float] | None) -> None:
         """Loads what `state_dict` returned; None resets."""
-        self._values = torch.tensor(state or (0.0, 0.0, 0.0), **self._exact).unbind()  # mps has no fp64
+        self._values = tuple(map(self._scalar, state or (0.0, 0.0, 0.0)))
 
-    def add(self, value: Tensor, valid: Tensor) -> None:
+    def add(self, value: Tensor | float, valid: Tensor | bool = True) -> None:
         """Adds a scalar where the bool scalar `valid` is true."""
         count, mean, variance = self._values
-        rate, change = valid / (count + 1).clamp_(max=WINDOW), torch.where(valid, value, mean) - mean
+        rate = valid / self._library.minimum(count + 1, self._window)
+        change = self._library.where(valid, value, mean) - mean
         part = rate * change
         self._values = count + valid, mean + part, (1 - rate) * (variance + part * change)
 
-    def limit(self, sigmas: float) -> Tensor:
+    def limit(self, sigmas: float) -> Any:
         """The largest ordinary value: `sigmas` standard deviations above the mean, each at least a thousandth of it.
         Infinite below `WARM_UP` values."""
         count, mean, variance = self._values
-        limit = mean + sigmas * torch.maximum(variance.sqrt(), mean.abs() / 1000)
-        return torch.where(count < WARM_UP, math.inf, limit)
+        limit = mean + sigmas * self._library.maximum(self._library.sqrt(variance), abs(mean) / 1000)
+        return self._library.where(count < WARM_UP, math.inf, limit)
 
     def state_dict(self) -> list[float]:
         """Count, mean and variance. Waits for the device."""
-        return torch.stack(self._values).tolist()
+        return list(map(float, self._values))
 
 
 class GuardedOptimizer:

@@ -165,10 +165,14 @@ def test_the_presets_set_limits():
 @pytest.mark.parametrize("values", [[5.0, 6.0, 4.0, 5.5], list(range(300))])
 def test_running_statistics(values):
     """Mean and variance of all values while they are few, of about the last hundred later; skips do not count."""
-    statistics = RunningStatistics(torch.device("cpu"))
+    statistics, on_host = RunningStatistics(torch.device("cpu")), RunningStatistics()
     for value in values:
         statistics.add(torch.tensor(float(value)), torch.tensor(True))
         statistics.add(torch.tensor(math.nan), torch.tensor(False))
+        on_host.add(float(value))
+        on_host.add(math.nan, False)
+        assert on_host.state_dict() == statistics.state_dict()
+        assert on_host.limit(3.0) == statistics.limit(3.0)
     count, mean, variance = statistics.state_dict()
     assert RunningStatistics(torch.device("cpu"), [count, mean, variance]).state_dict() == [count, mean, variance]
     assert count == len(values)
