@@ -514,6 +514,30 @@ def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
     assert list(check_end(tmp_path, rows, {})) == []
     rows["line 2"]["step"] = rows["line 3"]["from"] = 11
     assert [defect.split(",")[0] for defect in check_end(tmp_path, rows, {})] == ["samples.jsonl"]
+    rows["line 1"] = {"step": 0, "event": "start", "steps": 20}  # killed behind the sample of a step without a row
+    assert list(check_end(tmp_path, rows, {})) == []
+    rows["line 4"] = {"step": 11, "event": "end"}
+    assert [defect.split(",")[0] for defect in check_end(tmp_path, rows, {})] == ["samples.jsonl"]
+
+
+def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.CaptureFixture) -> None:
+    """Its metrics_chain is behind the row of the first save; one that is not behind it was altered."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    number = next(n for n, line in enumerate(lines) if '"checkpoint", "step": 10' in line)
+    start = json.loads(next(line for line in reversed(lines) if '"event": "start"' in line))
+    reference = {name: json.loads(lines[number])[name] for name in ("step", "sha256")}
+    edit_rows(
+        run, lambda rows: rows.__setitem__(slice(number + 1, None), [start | {"step": 10, "checkpoint": reference}])
+    )
+    before, newest = (json.loads(line)["chain"] for line in (run / "metrics.jsonl").read_text().splitlines()[-2:])
+    state = json.loads((run / STEP / STATE).read_text())
+    change(run / STEP / STATE, state["metrics_chain"], newest)
+    reseal(run / STEP / STATE)
+    (run / "status.json").unlink()
+    assert verified(run, capsys)[:2] == (0, [])
+    change(run / STEP / STATE, newest, before)
+    reseal(run / STEP / STATE)
+    expect_defect(run, capsys, f"{STEP}: is not the one that metrics.jsonl recorded")
 
 
 def missed(config: TrainingConfig, *records: dict) -> list[str]:

@@ -52,7 +52,7 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
     """What is wrong between the checkpoints and the rows, which hold their hashes, and which were kept."""
     recorded, kept = _recorded(rows)
     first = next((row["step"] for row in rows.values() if row.get("event") == "start"), None)
-    heads = {row["chain"] for row in rows.values() if "chain" in row}
+    heads = {row["chain"]: number for number, row in enumerate(rows.values()) if "chain" in row}
     there = list_checkpoints(run / "checkpoints")
     names = {f"checkpoints/step-{step:08d}": step for step in kept}
     gone = [name for name in names if f"{name}/{STATE}" not in checkpoints and not (run / name).is_dir()]
@@ -70,7 +70,10 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
             misshapen = [*_check_shapes(run, folder, config, state)]
         except FileNotFoundError:  # removed meanwhile by a run that goes on
             continue
-        if step in recorded and sha256 != recorded[step]:
+        right, recorded_at = recorded.get(step, (sha256, 0))
+        # a kill may have come before the row of a step saved again, after pending work
+        is_again = folder == there[-1] and heads.get(state.get("metrics_chain"), -1) >= recorded_at
+        if sha256 != right and not is_again:
             yield f"checkpoints/{folder.name}: is not the one that metrics.jsonl recorded, by its manifest's SHA-256"
         ours = first is not None and step > first  # and not an older release's
         if ours and step not in recorded and ([folder] != there[-1:] or step <= ended):  # or a kill came before its row
@@ -93,14 +96,14 @@ def unconfirmed(rows: Records, states: Records) -> int:
     return count
 
 
-def _recorded(rows: Records) -> tuple[dict[int, str], list[int]]:
-    """The SHA-256 of checkpoints by their steps; and the steps of those that were kept, the last time it was said."""
-    recorded: dict[int, str] = {}
+def _recorded(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int]]:
+    """SHA-256 and row number of the recorded checkpoints, by step; and the steps of those kept last."""
+    recorded: dict[int, tuple[str, int]] = {}
     kept: list[int] = []
-    for row in rows.values():
-        said = row if row.get("event") == "checkpoint" else row.get("checkpoint")
-        if isinstance(said, dict) and {"step", "sha256"} <= said.keys():
-            recorded[said["step"]] = said["sha256"]
+    for number, row in enumerate(rows.values()):
+        reference = row if row.get("event") == "checkpoint" else row.get("checkpoint")
+        if isinstance(reference, dict) and {"step", "sha256"} <= reference.keys():
+            recorded[reference["step"]] = reference["sha256"], number
         kept = [step for step in row.get("kept") or kept if type(step) is int]
         if is_rollback(row):
             kept = [step for step in kept if step <= row["step"]]

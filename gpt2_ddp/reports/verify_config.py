@@ -127,6 +127,8 @@ def check_end(run: Path, rows: Records, states: Records) -> Iterator[str]:
         yield f"{STATUS}: says {state} at step {step}, and the newest checkpoint is of step {newest}"
     # a sample may be of a step that a rollback has undone, and that was not reached again
     end = max((record["step"] for record in [*rows.values(), *states.values()]), default=0)
+    if last.get("event") != "end":  # a killed or running process may have sampled at a step without a row
+        end = max([end, *(row["steps"] for row in rows.values() if isinstance(row.get("steps"), int))])
     before = 0
     for line in read_lines(run / SAMPLES):
         step = line.row.get("step") if line.row else None
