@@ -258,6 +258,7 @@ MISTAKES = """
 --train.compile maybe | train.compile = maybe | 'auto', 'off', 'blocks' or 'model'
 --train.deterministic maybe | train.deterministic = maybe | boolean
 --data.verify_hashes maybe | data.verify_hashes = maybe | should be 'always', 'changed' or 'never'
+--checkpoint.background maybe | checkpoint.background = maybe | should be auto, true or false; the default is auto
 --checkpoint.keep_last 0 | checkpoint.keep_last = 0 | greater than or equal to 1
 --eval.every 0 | eval.every = 0 | greater than or equal to 1
 --eval.tokens 0 | eval.tokens = 0 | at least 1, or auto, or null for all of them; the default is auto

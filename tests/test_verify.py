@@ -95,6 +95,9 @@ def test_a_complete_run_says_what_its_killed_session_did_not(
     assert run_ranks(in_turn, 1, (train, config), (train, config)) == [["completed"] * 2]
     assert (run / "metrics.jsonl").read_bytes() == whole
     assert verified(run, capsys)[0] == 0
+    edit_rows(run, lambda rows: rows[-1].update(outcome="stopped"))  # of more steps, lowered since
+    assert run_ranks(train, 1, config) == ["completed"]
+    assert (run / "metrics.jsonl").read_bytes() == whole
 
 
 def test_a_line_that_is_no_row(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -526,9 +529,8 @@ def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.C
     number = next(n for n, line in enumerate(lines) if '"checkpoint", "step": 10' in line)
     start = json.loads(next(line for line in reversed(lines) if '"event": "start"' in line))
     reference = {name: json.loads(lines[number])[name] for name in ("step", "sha256")}
-    edit_rows(
-        run, lambda rows: rows.__setitem__(slice(number + 1, None), [start | {"step": 10, "checkpoint": reference}])
-    )
+    resumed = start | {"step": 10, "checkpoint": reference}
+    edit_rows(run, lambda rows: rows.__setitem__(slice(number + 1, None), [resumed]))
     before, newest = (json.loads(line)["chain"] for line in (run / "metrics.jsonl").read_text().splitlines()[-2:])
     state = json.loads((run / STEP / STATE).read_text())
     change(run / STEP / STATE, state["metrics_chain"], newest)

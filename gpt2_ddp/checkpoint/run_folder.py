@@ -195,9 +195,9 @@ class RunFolder:
         self.write_status(outcome, step, reason)
 
     def record_completed(self, step: int, rollbacks: int, chain: str | None, reason: str) -> None:
-        """Prunes the checkpoints and records the end of a complete run, if its last process was killed before."""
+        """Prunes the checkpoints and records the end of a complete run, if its last process did not."""
         lines = read_lines(self.path / METRICS)
-        if not lines or lines[-1].torn or (lines[-1].row or {}).get("event") != "end":
+        if not lines or lines[-1].torn or (lines[-1].row or {}).get("outcome") != "completed":
             self.cut_rows(step, rollbacks, chain)
             self.checkpoints.prune(step)
             there = list_checkpoints(self.checkpoints.folder)

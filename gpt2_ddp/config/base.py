@@ -4,6 +4,7 @@ import copy
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import (
@@ -11,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     ModelWrapValidatorHandler,
+    TypeAdapter,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -95,6 +97,18 @@ def _split_words(value: object) -> object:
 
 Tasks = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 """Names of tasks, or files of items."""
+
+
+def only(kinds: Any, hint: str) -> BeforeValidator:
+    """A check that a value is one of several kinds, with one error."""
+
+    def check(value: object) -> object:
+        with suppress(ValidationError):
+            TypeAdapter(kinds).validate_python(value)
+            return value
+        raise ValueError(f"should be {hint}")
+
+    return BeforeValidator(check)
 
 
 class Section(BaseModel):

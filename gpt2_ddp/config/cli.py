@@ -235,10 +235,10 @@ def _parser(command: type[Command], default: Default) -> _Parser:
 
 def _metavar(field: FieldInfo) -> str:
     kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind not in (type(None), Ellipsis)]
-    kinds = list(get_args(kinds[0])) or kinds  # several of a Literal's choices
-    if all(isinstance(kind, str) for kind in kinds):  # a Literal's choices
-        return "{" + ",".join(map(str, kinds)) + "}"
-    return getattr(kinds[0], "__name__", "VALUE").upper().replace("STR", "TEXT")
+    inner = [part for kind in kinds for part in get_args(kind) or (kind,) if part is not Ellipsis]
+    words = (part if isinstance(part, str) else getattr(part, "__name__", "VALUE").upper() for part in inner)
+    names = dict.fromkeys("TEXT" if word == "STR" else word for word in words)
+    return "{" + ",".join(names) + "}" if len(names) > 1 or isinstance(inner[0], str) else "".join(names)
 
 
 def _takes_several(field: FieldInfo) -> bool:

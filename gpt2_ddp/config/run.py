@@ -1,11 +1,11 @@
 """Sections and fields of every training run; the training loop reads these."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
-from gpt2_ddp.config.base import Command, Section, flat
+from gpt2_ddp.config.base import Command, Section, flat, only
 
 
 class ClipConfig(Section):
@@ -65,7 +65,7 @@ class KeepConfig(Section):
 
     keep_last: int = Field(default=3, ge=1)
     """number of newest intact checkpoints to keep, besides the one with the lowest validation loss"""
-    background: Literal["auto"] | bool = "auto"
+    background: Annotated[Literal["auto"] | bool, only(Literal["auto"] | bool, "auto, true or false")] = "auto"
     """write checkpoints from a copy in host memory while training continues; false: training waits; auto: if a core and
     the memory are free, as on GPUs"""
 

@@ -3,12 +3,11 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Section, Tasks
+from gpt2_ddp.config.base import Section, Tasks, only
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 
 WINDOWS_PER_BLOCK = 1000
@@ -17,23 +16,10 @@ MOST_SOURCES = 32
 """Most sources of a mixture: with more, the largest could not have its share of every block."""
 
 
-def _number_or(kinds: Any, hint: str) -> BeforeValidator:
-    """A check for numbers of at least 1 and these kinds, with one error for all of them."""
-
-    def check(value: object) -> object:
-        with suppress(ValidationError):
-            TypeAdapter(PositiveInt | kinds).validate_python(value)  # pyright: ignore
-            return value
-        raise ValueError(f"should be {hint}")
-
-    return BeforeValidator(check)
-
-
 Auto = Literal["auto"]
-Windows = Annotated[int | Auto, _number_or(Auto, "a number of windows, at least 1, or auto")]
-Tokens = Annotated[
-    int | Auto | None, _number_or(Auto | None, "a number of tokens, at least 1, or auto, or null for all of them")
-]
+Windows = Annotated[int | Auto, only(PositiveInt | Auto, "a number of windows, at least 1, or auto")]
+ALL = "a number of tokens, at least 1, or auto, or null for all of them"
+Tokens = Annotated[int | Auto | None, only(PositiveInt | Auto | None, ALL)]
 
 
 class Phase(Section):
