@@ -88,6 +88,38 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
     assert "defect  metrics.jsonl, line" in capsys.readouterr().out
 
 
+def changed_by_a_rollback(config: TrainingConfig) -> list[str] | None:
+    """Saves step 2, trains two more and rolls back: the weights and moments that are not the checkpoint's."""
+    from gpt2_ddp.checkpoint.checkpoint import verify
+    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import train_step
+    from gpt2_ddp.training.rollback import roll_back
+    from gpt2_ddp.training.run import Run
+
+    with Run(config, Pretraining) as run:
+        run.build()
+        run.start()
+        for step in range(1, 5):
+            train_step(run)
+            if step == 2:
+                run.save()
+        run.guard.judged = 2
+        assert roll_back(run)
+        assert run.step == 2
+        run.check_replicas()
+        now = run.snapshot()
+        saved = verify(newest_checkpoint(Path(config.output_dir) / config.run_name)).read() if now else None
+    if not now or not saved:
+        return None
+    pairs = [(now.model, saved.model), (now.optimizer, saved.optimizer)]
+    assert all(ours.keys() == theirs.keys() for ours, theirs in pairs)
+    return [name for ours, theirs in pairs for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def test_a_rollback_restores_weights_and_moments(corpus, tmp_path):
+    assert run_ranks(changed_by_a_rollback, 2, training_config(corpus, tmp_path, GUARD)) == [[], None]
+
+
 def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
     """Stopped among the bad steps that the run begins with: the resumed run goes back to the beginning too."""
     config, run = training_config(corpus, tmp_path, GUARD | {"train.steps": 8}), tmp_path / "run"
