@@ -134,9 +134,9 @@ def test_soak(corpus, tmp_path):
             break
     assert ended(started, 60)
     assert status(tmp_path / "alone/run")["state"] == "completed"
-    part = len(readings) // 4
+    part = len(readings) // 4  # a save opens files for a moment, so the least of a quarter counts
     (memory, files), (memory_end, files_end) = (
-        tuple(median(reading[i] for reading in readings[where]) for i in (0, 1))
+        (median(memory for memory, _ in readings[where]), min(files for _, files in readings[where]))
         for where in (slice(part, 2 * part), slice(-part, -1))
     )
     print(
