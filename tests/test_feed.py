@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from accelerate.state import GradientState
 from ranks import run_ranks
 from runs import training_config
 
@@ -498,6 +499,15 @@ def test_the_time_waited_for_the_loader_is_counted(monkeypatch):
         list(feed.next_step().micro_batches)
         waited.append(feed.waited)
     assert waited == [6.0, 10.0, 14.0, 18.0, 22.0]
+
+
+def test_a_loader_that_is_dropped_leaves_accelerate_s_state():
+    feed = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 2)), Numbers(100), rank_of(1, 0))
+    known = len(GradientState().dataloader_references)
+    for position in (0, 40, 12):
+        feed.seek(position, FIRST_DIGEST, [])
+        list(feed.next_step().micro_batches)
+        assert len(GradientState().dataloader_references) == known + 1
 
 
 # Windows of real shards

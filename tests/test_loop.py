@@ -277,11 +277,11 @@ def test_the_newest_checkpoint_of_a_result(tmp_path):
 
 
 def test_a_run_begins_with_a_row_only_where_there_are_scores():
-    logged = []
+    logged, synced = [], []
     for step, scores in ((0, {}), (0, {"val_loss": 1.0}), (5, {})):
         run: Any = SimpleNamespace(
             metrics=SimpleNamespace(log=logged.append),
-            stop=SimpleNamespace(poll=None, is_agreed=False, sync=lambda: False),
+            stop=SimpleNamespace(poll=None, is_agreed=False, sync=lambda: synced.append("sync")),
             pending=Pending({"step": step}, evaluate=True),
             step=step,
             first_step=0,
@@ -291,3 +291,4 @@ def test_a_run_begins_with_a_row_only_where_there_are_scores():
         finish_pending(run)
         assert not run.pending
     assert logged == [{"step": 0, "val_loss": 1.0}, {"step": 5}]
+    assert synced == ["sync"] * 3  # a stop that came during the evaluation is agreed on at once

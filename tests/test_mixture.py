@@ -1,6 +1,7 @@
 """Mixtures: one order of several sources, by its definition and by numbers that no release may change; runs over them,
 stopped, killed, gone back and given other weights; and what is refused."""
 
+import dataclasses
 import json
 import math
 import os
@@ -21,7 +22,17 @@ from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.manifest import Manifest, read_manifest
-from gpt2_ddp.data.mixture import MixedOrder, MixedWindows, Phase, normal, past, phases_of, read_manifests, recorded
+from gpt2_ddp.data.mixture import (
+    MixedOrder,
+    MixedWindows,
+    Phase,
+    normal,
+    past,
+    phases_of,
+    read_manifests,
+    recorded,
+    source_weights,
+)
 from gpt2_ddp.data.order import AHEAD, Order
 from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -252,6 +263,19 @@ def test_where_phases_begin(sources, tmp_path):
     config = config_of(sources, tmp_path, data__weights=[], data__phases=["8000:1:1:1", "8001:1:0:0"])
     assert [phase.begins for phase in phases_of(config, [30, 10, 10])] == [0, 1000, 2000]
     assert phases_of(config, [30, 10, 10])[0].weights == normal([3, 1, 1])
+
+
+def test_a_source_weighs_in_validation_as_eval_weights_say(sources, tmp_path):
+    """Else as data.weights, else by its windows; one whose split has no window counts for nothing."""
+    manifests = read_manifests(sources)
+    config = config_of(sources, tmp_path, data__weights=[3, 1, 1])
+    assert source_weights(config, manifests) == {0: 0.75, 1: 0.25}  # the third has no validation split
+    config = config_of(sources, tmp_path, data__weights=[3, 1, 1], eval__weights=[1, 3, 2])
+    assert source_weights(config, manifests) == {0: 0.25, 1: 0.75}
+    for tokens, weights in ((2, {0: 0.25, 1: 0.75}), (1, {1: 1.0})):
+        splits = {"val": [dataclasses.replace(manifests[0].splits["val"][0], tokens=tokens)]}
+        first = dataclasses.replace(manifests[0], splits=manifests[0].splits | splits)
+        assert source_weights(config, [first, *manifests[1:]]) == weights
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ def test_what_is_drawn_depends_on_seed_step_and_rank_alone():
     assert drawn(1, 2, 3) == first
     others = [drawn(*key) for key in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 1, 4), (0, 0, 0))]
     assert len({tuple(values) for values in [first, *others]}) == 7
+    seed_step(1, 2, 3)
+    assert torch.initial_seed() == 4063502498695272493
 
 
 def test_seeding_leaves_nothing_behind():

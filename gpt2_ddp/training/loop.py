@@ -118,7 +118,7 @@ def _before_first_step(run: Run) -> Outcome | None:
     finish_pending(run)
     if was_pending and run.is_complete and is_ruined(run):
         return "diverged"
-    needed = run.config.rollbacks or run.pending or run.is_new_best or run.stop.is_agreed  # a rollback may need it
+    needed = run.config.rollbacks or run.pending or run.is_new_best  # a rollback may need it
     if (is_new and needed) or (was_pending and not run.pending):
         run.save()
     return "stopped" if run.stop.is_agreed else None
