@@ -1,31 +1,49 @@
-"""The scripts by their names, from any folder, where no clone is at hand.
+"""The scripts by their names, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`.
 
 gpt2-ddp train_gpt2 --data.path data/mine
-accelerate launch -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
-torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config configs/gpt2_124m.yaml
+accelerate launch -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
+torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
 """
 
+import ast
 import runpy
 import sys
+from pathlib import Path
 
 from gpt2_ddp.config.base import nearest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
 
+GROUPS = {
+    "train": ("prepare_data", "train_gpt2", "train_classifier", "train_regression", "train_transformer"),
+    "use": ("generate", "evaluate", "predict", "export_hf"),
+    "look": ("status", "report", "verify_run"),
+    "plan": ("plan", "check_cluster", "compare_parallel", "benchmark"),
+    "learn": ("hello_ddp", "hello_torch_ddp", "ddp_lab"),
+}
+"""The scripts by what they are for."""
+
 
 def main() -> None:
     """Runs the script that the first word of the command line names, on the other words."""
-    scripts = {file.stem: str(file) for file in sorted((PROJECT / "scripts").glob("*.py"))}
+    scripts = {file.stem: file for file in sorted((PROJECT / "scripts").glob("*.py"))}
     name, *flags = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print("usage: gpt2-ddp SCRIPT [--help] ...\n\nscripts:", *scripts, sep="\n  ")
-        print(f"\n--config takes configs/NAME.yaml, which are in {PROJECT / 'configs'}, from any folder")
+        print("usage: gpt2-ddp SCRIPT [--help] ...")
+        for group, members in GROUPS.items():
+            print(f"\n{group}:", *(f"{name:20}{_summary(scripts[name])}" for name in members), sep="\n  ")
+        print(f"\n--config takes the name of a file in {PROJECT / 'configs'}, from any folder")
         return
     if name not in scripts:
         print(f"error: {UserError('script', name, f'there is none{nearest(name, list(scripts))}')}", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [scripts[name], *flags]
-    runpy.run_path(scripts[name], run_name="__main__")
+    sys.argv = [str(scripts[name]), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _summary(script: Path) -> str:
+    """The first line of a script's docstring."""
+    return (ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What to run first on new machines: does every process arrive, and do they all-reduce correctly and how fast?
+"""Check new machines: whether every process arrives, and how fast and correctly they all-reduce.
 
     torchrun --nproc_per_node 8 scripts/check_cluster.py                          # one machine
     accelerate launch --config_file configs/accelerate/multi_node.yaml --machine_rank 0 --main_process_ip ADDRESS \\

@@ -1,4 +1,4 @@
-"""What people get wrong in DDP, the wrong way and the right one measured on two CPU processes, in about twenty seconds.
+"""Common mistakes in DDP: the wrong way and the right one, measured on two CPU processes.
 
     python scripts/ddp_lab.py                                    # all experiments; no launcher: it starts its own two
     python scripts/ddp_lab.py --only set_epoch padded_test_set   # some of them

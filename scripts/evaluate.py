@@ -1,4 +1,4 @@
-"""Score a checkpoint: loss, perplexity and bits per byte over every token of a split, or tasks (docs/evaluation.md).
+"""Score a checkpoint: loss, perplexity and bits per byte of a split, or tasks.
 
 python scripts/evaluate.py runs/stdlib
 python scripts/evaluate.py runs/stdlib --tasks cloze

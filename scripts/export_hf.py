@@ -1,4 +1,4 @@
-"""Export a checkpoint to transformers' format, and check with transformers that it computes the same.
+"""Export a checkpoint to transformers' format, and check there that it computes the same.
 
     python scripts/export_hf.py runs/stdlib                                       # exports/stdlib-step-00001000
     python scripts/export_hf.py runs/gpt2_124m --output gpt2-mine

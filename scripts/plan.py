@@ -1,4 +1,4 @@
-"""What a training takes before it is started: memory, time, disk and price, and everything that would be refused.
+"""What a training takes: memory, time, disk and price; and everything that would be refused.
 
     python scripts/plan.py --config configs/gpt2_124m.yaml --gpu "H100 80GB HBM3" --gpus 8 --price 2.5
     python scripts/plan.py --measure                              # this machine, by 25 steps of the real training

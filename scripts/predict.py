@@ -1,4 +1,4 @@
-"""Tell the classes of images by a classifier that was trained on images.
+"""Tell the classes of images by a trained classifier.
 
 python scripts/predict.py runs/photos photo.jpg folder                        # a line for each image
 python scripts/predict.py runs/photos folder --output predictions.jsonl       # with the probabilities of all classes

@@ -1,4 +1,4 @@
-"""How runs are doing: running, stalled, dead, stopped, completed, failed or diverged; a line for each.
+"""How runs are doing: running, stalled, dead, stopped, completed, failed or diverged.
 
 python scripts/status.py runs/*
 """

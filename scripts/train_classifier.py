@@ -1,4 +1,4 @@
-"""Train a classifier: an MLP on two clusters, LeNet or ResNet-18 on CIFAR or on images of your own.
+"""Train a classifier: an MLP, LeNet or ResNet-18, on two clusters, CIFAR or your own images.
 
     python scripts/train_classifier.py                                        # the MLP, one process
     python scripts/train_classifier.py --config configs/cifar100_lenet.yaml --launch.processes 2

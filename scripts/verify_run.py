@@ -1,4 +1,4 @@
-"""Check a run after the fact: that rows, checkpoints, configuration and data are what was written and fit each other.
+"""Check that rows, checkpoints, configuration and data of a run are as they were written.
 
     python scripts/verify_run.py                                                  # the built-in run
     python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards          # where the shards have moved

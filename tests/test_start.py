@@ -13,6 +13,7 @@ from commands import forked
 from ranks import run_ranks
 from runs import job_config, training_config
 
+from gpt2_ddp import __main__ as front_door
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
@@ -146,3 +147,23 @@ def test_a_report_that_cannot_be_written_fails_no_training(trained, tmp_path):
     done = forked(words, ROOT)
     assert done.returncode == 0, done.stderr
     assert f"report: none, since file = {run / 'report.html'}: cannot be written" in done.stdout
+
+
+def test_the_front_door_lists_every_script_once(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpt2-ddp"])
+    front_door.main()
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert sorted(line.split()[0] for line in lines) == sorted(file.stem for file in (ROOT / "scripts").glob("*.py"))
+    assert all(len(line.split()) > 3 and len(line) <= 120 for line in lines), lines
+
+
+def test_the_front_door_runs_a_script_and_refuses_other_names(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gpt2-ddp", "status", "--help"])
+    with pytest.raises(SystemExit) as end:
+        front_door.main()
+    assert not end.value.code
+    assert "usage: status.py" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["gpt2-ddp", "plna"])
+    with pytest.raises(SystemExit, match="2"):
+        front_door.main()
+    assert capsys.readouterr().err == "error: script = plna: there is none; did you mean plan?\n"
