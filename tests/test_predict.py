@@ -13,7 +13,6 @@ from PIL import Image
 from ranks import run_ranks
 from runs import job_config, train, weights
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ReportConfig
 from gpt2_ddp.errors import UserError, truncate
@@ -22,7 +21,7 @@ from gpt2_ddp.reports.figure import Picture
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint, generate_text
 from gpt2_ddp.tasks.confusion import confusion, format_confusion, save
-from gpt2_ddp.tasks.predict import facts_of, predict
+from gpt2_ddp.tasks.predict import predict
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
 
@@ -99,11 +98,6 @@ def test_files_of_other_suffixes_are_told(runs, tmp_path, capsys):
     predict(predicted(runs / "kept/run", tmp_path))
     told = capsys.readouterr()
     assert (told.out.count("\n"), told.err) == (2, f"note: {tmp_path}: 1 .heic left out\n")
-
-
-def test_classes_without_names_are_told_as_numbers():
-    settings = ClassifierConfig.model_validate({"data": {"name": "cifar10"}, "model": {"name": "lenet"}})
-    assert facts_of(Checkpoint(Path(), {}, {}), settings)["classes"] == [f"number {k}" for k in range(10)]
 
 
 def test_a_run_alone_is_no_command():

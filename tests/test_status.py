@@ -100,15 +100,16 @@ def test_a_run_that_has_ended(tmp_path):
         assert health(folder, NOW + 60) == (state, 9, 60, f"{state}: because")
 
 
-def test_older_files_and_damaged_ones(tmp_path):
-    folder = write(tmp_path / "run", state="running", step=4, reason="")
-    assert health(folder)[:2] == ("dead", 4), "nobody holds it"
+def test_a_locked_folder_and_damaged_files(tmp_path):
+    folder = write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
     with commands.held(folder / ".lock"):
-        assert health(folder)[:2] == ("running", 4)
-        write(tmp_path / "run", state="stopped", step=4, reason="SIGTERM")
         assert health(folder).state == "starting"
     assert health(folder).state == "stopped"
-    strange = ('{"state": "running", "step": "x"}', '{"state": "running", "pid": {}}')
+    strange = (
+        '{"state": "running", "step": 4, "reason": ""}',
+        '{"state": "running", "step": "x"}',
+        '{"state": "running", "pid": {}}',
+    )
     for text in ("", "{", "[]", "null", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)
         assert health(folder).state == "unknown"

@@ -250,7 +250,7 @@ def cut_off(count: int) -> Callable[[Path], None]:
     return cut
 
 
-def as_of_an_older_release(run: Path) -> None:
+def without_chains(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = [{name: value for name, value in row.items() if name != "chain"} for row in rows if "event" not in row]
     at(kept, 8)["loss"] = 1.0
@@ -364,7 +364,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         ),
         ("metrics.jsonl, line 1: has no chain",),
     ),
-    "made to look like an older release's": (as_of_an_older_release, (OTHER_ROWS,)),
+    "all chains left away": (without_chains, (OTHER_ROWS,)),
     "a sample of a step that was never reached": (
         lambda run: (run / "samples.jsonl").write_text('{"step": 90, "text": "x"}\n'),
         ("samples.jsonl, line 1: is of step 90",),

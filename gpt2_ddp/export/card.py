@@ -103,7 +103,7 @@ def _model(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 def _data(checkpoint: Checkpoint) -> dict[str, Any]:
     """What the data are; more, where a folder is still there and still the same."""
     mixture, data = recorded(checkpoint.state), checkpoint.config["data"]
-    assert mixture is not None, "the checkpoints of all releases have it"
+    assert mixture is not None, "every checkpoint has it"
     paths = [data["path"]] if isinstance(data["path"], str) else data["path"]
     weights = data.get("weights") or [None] * len(paths)
     said = {}

@@ -64,15 +64,13 @@ def health(folder: Path, now: float | None = None) -> Health:
         state, step, reason = str(status["state"]), int(status.get("step", 0)), str(status.get("reason", ""))
         beat, progress = float(status.get("heartbeat", written)), float(status.get("progress", written))
         limit, at = float(status.get("limit", 0)), f"at {status.get('stage', 'its beginning')}"
-        who = Process(*(kind(status.get(name, kind())) for name, kind in Process.__annotations__.items()))
+        facts = {name: kind(status[name]) for name, kind in Process.__annotations__.items() if state == "running"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Health("unknown", 0, now - written, f"{STATUS} is damaged")
-    if state != "running":
+    if not facts:
         words = f"a trainer prepares to go on; it was {state}" if is_locked(folder) else reason.partition("\n")[0]
         return Health("starting" if is_locked(folder) else state, step, now - written, words)
-    if not who.pid:  # of a release that did not say who it was
-        held = is_locked(folder)
-        return Health("running" if held else "dead", step, now - written, "" if held else "no trainer holds its folder")
+    who = Process(**facts)
     place, silence = f"pid {who.pid} on {who.host}", f"no sign of life for {now - beat:.0f} s"
     if who.is_gone:
         return Health("dead", step, now - progress, f"{place} is gone, last seen {at}")

@@ -75,7 +75,7 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
         is_again = folder == there[-1] and heads.get(state.get("metrics_chain"), -1) >= recorded_at
         if sha256 != right and not is_again:
             yield f"checkpoints/{folder.name}: is not the one that metrics.jsonl recorded, by its manifest's SHA-256"
-        ours = first is not None and step > first  # and not an older release's
+        ours = first is not None and step > first
         if ours and step not in recorded and ([folder] != there[-1:] or step <= ended):  # or a kill came before its row
             yield f"checkpoints/{folder.name}: is none that metrics.jsonl recorded"
         if (chain := state.get("metrics_chain")) not in heads and (ours or chain):

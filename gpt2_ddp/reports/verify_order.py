@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import is_event, is_rollback, valid_rows
-from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.checkpoint.run_files import is_event, is_rollback
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
@@ -143,27 +142,19 @@ class OrderReplay:
 def replay_order(
     config: RunConfig, manifests: Sequence[Manifest], rows: Records, states: Records
 ) -> OrderReplay | None:
-    """The order of a run. None while nothing says how many samples or processes a small job has.
+    """The order of a run; None while no start row says how many samples it has, and its global batch.
 
     Args:
         manifests: of a GPT's data.
     """
-    known = [*rows.values(), *states.values()]
-    newest = {name: value for record in known for name, value in record.items()}
+    newest = {name: value for record in [*rows.values(), *states.values()] for name, value in record.items()}
     items, share = newest.get("epoch_size"), contiguous(1, 1)
     if isinstance(config, TrainingConfig):
         windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
         order = order_of(config, windows if len(windows) > 1 else [items or windows[0]])
         feed = Feed(order, GlobalBatch(config.global_batch_windows, share))
         return OrderReplay(feed, "tokens", config.model.block_size)
-    assert isinstance(config, JobConfig), "the other kinds"
-    whole = [record for record in valid_rows(known) if record.get("epoch") and "train_loss" in record]
-    sizes = [round(record["samples"] / record["epoch"]) for record in whole]  # before checkpoints had epoch_size
-    own: dict[str, Any] = config.model_dump()["data"]
-    generated = own.get("sequences") or (own.get("points") if own.get("name", "clusters") == "clusters" else None)
-    items = items or generated or next(iter(sizes), None)
-    batch = newest.get("global_batch_size") or (None if config.scale_with_processes else config.train.global_batch_size)
-    if not items or not batch:
+    if not items or not (batch := newest.get("global_batch_size")):
         return None
     return OrderReplay(Feed(Order(config.seed, items), GlobalBatch(batch, share, by_epoch=True)), "samples", 1)
 

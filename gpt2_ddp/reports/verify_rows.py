@@ -175,13 +175,10 @@ class Schedule:
             yield f"lr of step {row['step']} is {row['lr']}, not {rate}"
 
     def _rate(self, step: int) -> float | None:
-        """The learning rate; None where the first releases did not write down what it takes."""
+        """The learning rate; None where nothing says its peak or its end."""
         if isinstance(self.config, TrainingConfig):
             optim = self.config.optim
             return lr_at(step, optim) if optim.decay_steps or optim.schedule == "constant" else None
         assert isinstance(self.config, JobConfig), "the other kinds"
-        peak = self.peak if self.peak or self.config.scale_with_processes else self.config.optim.lr
-        if not peak:
-            return None
-        feed = self.history.feed
-        return supervised.job_schedule(self.config, peak, math.ceil(len(feed.order) / feed.step_size))(step)
+        epoch_steps = math.ceil(len(self.history.feed.order) / self.history.feed.step_size)
+        return supervised.job_schedule(self.config, self.peak, epoch_steps)(step) if self.peak else None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
-from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierConfig
+from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.tools import PredictConfig, check_writable
 from gpt2_ddp.distributed.launch import pick_device
@@ -43,7 +43,7 @@ def predict(config: PredictConfig) -> int:
     if config.output:
         check_writable(config.output)
     print(note_best(run, checkpoint), end="", file=sys.stderr)
-    facts = facts_of(checkpoint, settings)
+    facts = checkpoint.state
     files = [*image_files(named, "run_and_images")]
     lines = []
     for file, probabilities in zip(
@@ -57,12 +57,6 @@ def predict(config: PredictConfig) -> int:
         with writing(Path(config.output)):
             write_atomically(Path(config.output), "".join(f"{json.dumps(line)}\n" for line in lines))
     return 0
-
-
-def facts_of(checkpoint: Checkpoint, settings: ClassifierConfig) -> Mapping[str, Any]:
-    """The classes and the size of images that a checkpoint is for; the first releases' are CIFAR's, without names."""
-    classes = [f"number {k}" for k in range(CIFAR_CLASSES.get(settings.data.name, 0))]  # folders may be named 0, 1, ...
-    return {"classes": classes, "image_shape": [3, 32, 32]} | checkpoint.state
 
 
 @torch.no_grad()
