@@ -90,9 +90,9 @@ def prepare(
 def train(config: TrainingConfig, processes: int | None = None) -> "Result":
     """Trains until the last step, from wherever the run folder's newest checkpoint stands, as train_gpt2.py does.
 
-    A signal (Ctrl-C, or a notebook's stop button) saves a checkpoint after the step and returns a result that is
-    `stopped`; another, a second or more later, raises KeyboardInterrupt at once. Outside of the main thread, where
-    Python has no signals, the run goes on to its end or to `train.max_minutes`.
+    A signal (Ctrl-C, or a notebook's stop button) saves a checkpoint after the step; the result is `stopped`. Another
+    one, a second or more later, raises KeyboardInterrupt at once. Outside of the main thread, Python has no signals:
+    the run goes on to its end or to `train.max_minutes`.
 
     Args:
         processes: None trains in this process, or under a launcher as one of its ranks. A number starts so many fresh

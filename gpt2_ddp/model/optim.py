@@ -50,9 +50,9 @@ def muon_matrices(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
 def lr_at(step: int, config: OptimConfig) -> float:
     """Learning rate of optimizer step `step`; the first step is 1.
 
-    Linear warm-up to `lr` at `warmup_steps`, then one of
-        cosine: half a cosine to `min_lr` at `decay_steps` (Loshchilov and Hutter, 2017);
-        wsd: `lr` until the last `decay_fraction` of `decay_steps`, then linear to `min_lr` (Hu et al., 2024);
+    Linear warm-up to `lr` at `warmup_steps`, then one of three.
+        cosine: half a cosine to `min_lr` at `decay_steps` (Loshchilov and Hutter, 2017).
+        wsd: `lr` until the last `decay_fraction` of `decay_steps`, then linear to `min_lr` (Hu et al., 2024).
         constant: `lr`.
     After `decay_steps`, cosine and wsd stay at `min_lr`.
     """

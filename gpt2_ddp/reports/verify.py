@@ -1,6 +1,6 @@
-"""Is a run what it says? Everything that it recorded is held against everything else, and against its data.
+"""Consistency of a run's records with each other and with its data.
 
-What each check finds, and what none can, is told in docs/verify.md.
+docs/verify.md says what each check finds, and what none can.
 """
 
 import os
@@ -34,14 +34,13 @@ Finding = tuple[str, list[str] | None]
 
 
 def verify_run(command: VerifyConfig) -> int:
-    """The command: prints an `ok` line for each thing that was checked, or its defects, and a `note` for each that
-    could not be; where it is told to, trains a part of the run again.
+    """Exit code of verify_run.py: 0 if the run is intact, else 1.
 
-    Returns:
-        0 when the run is intact, 1 when it is not.
+    Prints an `ok` line or the defects of each check, and a `note` for what could not be checked. With `--replay`,
+    trains a part of the run again.
 
     Raises:
-        UserError: there is no such run, no such steps to replay, or `--data` are not what it was trained on.
+        UserError: there is no such run, no such steps to replay, or `--data` is not what it was trained on.
     """
     run = Path(command.run)
     if not os.path.isfile(run / CONFIG):

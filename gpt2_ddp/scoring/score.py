@@ -32,9 +32,8 @@ def answer(
 ) -> Answers:
     """Scores all requests, the longest first.
 
-    What goes through the model together does not depend on the ranks: batch j is that of rank j mod W, and short ones
-    are filled up with rows that are not scored. The softmax is in fp32 and over the tokenizer's ids alone, the sums are
-    in fp64. Ranks meet once, at the end.
+    Batches do not depend on the number of ranks: batch j is rank j mod W's. Short ones are padded with rows that are
+    not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered at the end.
 
     Args:
         model: prepared or plain, on the accelerator's device; `model(x)` -> logits [B, T, vocab_size].
