@@ -20,6 +20,7 @@ import torch
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Table, interleave, make_case
 from benchmarks.step import random_tokens, short_run
+from gpt2_ddp.checkpoint.checkpointer import Background
 from gpt2_ddp.files import fsync_file, fsync_folder
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
@@ -39,7 +40,8 @@ def measure(config: BenchmarkConfig) -> Table:
             run.build()
             run.start()
             snapshot, device = run.snapshot(), run.accelerator.device.type
-            turns = {name: partial(turn, run, *pair) for name, pair in contenders(run, folder / "save").items()}
+            pairs = contenders(run, folder / "save")
+            turns = {name: partial(turn, run, folder / "save", *pair) for name, pair in pairs.items()}
             found = interleave(turns, config.repeats)
     assert snapshot
     cases = [make_case(what, "s", found, itemgetter(n), more_is_better=False) for n, what in enumerate(FIGURES)]
@@ -61,7 +63,6 @@ def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Ca
         run.load(newest.read() if newest else None)
 
     def save_torch() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         torch.save((model.state_dict(), optimizer.state_dict()), folder / "all.pt")
         fsync()
@@ -72,7 +73,6 @@ def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Ca
         optimizer.load_state_dict(moments)
 
     def save_accelerate() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
         run.accelerator.save_state(str(folder))
         fsync()
 
@@ -89,21 +89,22 @@ def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Ca
     }
 
 
-def turn(run: Run, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, float, float, float]:
+def turn(run: Run, folder: Path, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
     """Saves while the training goes on, and resumes; returns the seconds of `FIGURES`.
 
     The time lost is that of the save, and the excess of the steps until the checkpoint is on disk over the median of
     the steps before.
     """
-    os.sync()
-    usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
-    still = lost = durable = seconds(run, save)
     assert run.checkpoints
-    while run.checkpoints.background.is_working:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.sync()
+    background = run.checkpoints.background = Background()  # counts the seconds of this turn
+    usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
+    still = lost = seconds(run, save)
+    while background.is_working:
         lost += seconds(run, partial(train_step, run)) - usual
-        durable = still + run.checkpoints.background.seconds
     run.wait_for_save()
-    return still, durable, lost, seconds(run, resume)
+    return still, still + background.seconds, lost, seconds(run, resume)
 
 
 def seconds(run: Run, work: Callable[[], object]) -> float:

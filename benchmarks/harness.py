@@ -6,9 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -144,23 +146,19 @@ def time_contenders(
 ) -> dict[str, list[StepTiming]]:
     """Starts a process for each contender and times `config.repeats` turns. Prints who lacks a package or memory."""
     os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
-    turns, pipes, processes = {}, [], []
-    try:
+    turns = {}
+    with ExitStack() as stack:
         for name, contender in contenders.items():
             pipe, remote = Pipe()
-            pipes.append(pipe)
-            processes += start_ranks(_run_contender, [(remote, contender, device, config)])
+            (process,) = start_ranks(_run_contender, [(remote, contender, device, config)])
+            stack.callback(process.join)  # it ends when its pipe is closed, which comes before
+            stack.enter_context(pipe)
             remote.close()
             if reason := _take_turn(pipe, name):
                 print(f"{name}: not measured ({reason})", flush=True)
             else:
                 turns[name] = partial(_take_turn, pipe, name)
         return interleave(turns, config.repeats, warm_up=0)
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes:
-            process.join()
 
 
 def _take_turn(pipe: Connection, name: str) -> Any:
@@ -181,35 +179,32 @@ def _run_contender(pipe: Connection, contender: Contender, device: torch.device,
 
 
 def step_timer(pipe: Connection, device: torch.device, seconds: float) -> Generator[None, None, None]:
-    """A generator that a contender advances after each of its steps. Each turn begins with a message from the pipe.
+    """A generator that a contender advances after each of its steps. A turn takes about `seconds`.
 
-    The first turn warms up: one step loads libraries and compiles graphs, another one decides how many steps a turn
-    has. It sends None, and the others send a `StepTiming`. The process exits when the other end is closed.
-
-    Args:
-        seconds: approximate length of a turn.
+    Each turn begins with a message from the pipe and ends with a `StepTiming`. The first one ends with None: one step
+    loads libraries and compiles graphs, another one decides how many steps a turn has. The process exits when the other
+    end is closed.
     """
     read_clock(device)
-    begun = time.perf_counter()
+    begun, timing = time.perf_counter(), None
     yield
     read_clock(device)
     n_steps = min(max(round(seconds / max(time.perf_counter() - begun, 1e-9)), 1), MOST_STEPS)
-    pipe.recv()
-    timing = None
-    while True:
-        pipe.send(timing)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the other contenders
+    for turn in count():
         try:
             pipe.recv()
         except EOFError:
             raise SystemExit(0) from None
+        if turn:
+            if device.type == "cuda":
+                yield  # this step allocates the memory anew
+            begun = read_clock(device)
+            for _ in range(n_steps):
+                yield
+            timing = StepTiming((read_clock(device) - begun) / n_steps, peak_memory(device))
+        pipe.send(timing)
         if device.type == "cuda":
-            yield  # this step allocates the memory anew
-        begun = read_clock(device)
-        for _ in range(n_steps):
-            yield
-        timing = StepTiming((read_clock(device) - begun) / n_steps, peak_memory(device))
+            torch.cuda.empty_cache()  # for the other contenders
 
 
 def read_clock(device: torch.device) -> float:

@@ -114,10 +114,9 @@ def write_tokens(folder: Path, parts: Iterable[np.ndarray]) -> int:
 
 def tokens_of(row: dict[str, Any]) -> np.ndarray:
     """A document's tokens, uint16, end-of-text first."""
-    return np.array([encoding().eot_token, *encoding().encode_ordinary(row["text"])], np.uint16)
+    encoding = load_cached("gpt2").encoding
+    return np.array([encoding.eot_token, *encoding.encode_ordinary(row["text"])], np.uint16)
 
 
-@cache
-def encoding() -> Any:
-    """GPT-2's, in each process of a pool."""
-    return load_tokenizer("gpt2").encoding
+load_cached = cache(load_tokenizer)
+"""In each process of a pool."""

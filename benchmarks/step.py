@@ -104,8 +104,7 @@ def ours(done: Done, config: TrainingConfig) -> None:
     with redirect_stderr(io.StringIO()), Run(config, Timed) as run:
         run.build()
         run.start()
-        train_loop(run)
-        run.finish("completed")
+        train_loop(run)  # until `done` exits
 
 
 def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:
@@ -127,11 +126,7 @@ def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: 
 
 
 def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Module, optimizer: Optimizer) -> None:
-    """Endless steps of plain PyTorch on windows from random places of the shard.
-
-    Args:
-        model: returns the loss, or a tuple with the loss behind the logits.
-    """
+    """Endless steps of plain PyTorch on random windows. The model returns the loss, or a tuple of logits and loss."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as nanoGPT does, and we
     how = config.train.compile

@@ -148,7 +148,7 @@ def checkpoints(folder: Path) -> None:
                 assert not any(torch.equal(value, found[name]) for name, value in state().items())
                 resume()
 
-            still, durable, *_ = checkpoint.turn(run, save_noted, resume_changed)
+            still, durable, *_ = checkpoint.turn(run, folder / "save", save_noted, resume_changed)
             assert all(torch.equal(value, found[name]) for name, value in state().items()), name
             assert (durable > still) == ("background" in name), name
 
