@@ -60,8 +60,9 @@ mutants: $(VENV)/.installed-dev  ## changes the core in 200 places, and reports 
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 DEVICE ?= cuda
-gpu: $(VENV)/.installed-dev  ## what to run first on a GPU; again, it goes on from there. DEVICE=cpu tries it, tiny
-	$(BIN)/python scripts/benchmark.py gpu --device $(DEVICE) --output runs/gpu $(ARGS)
+gpu: $(VENV)/.installed-dev  ## what to run first on a GPU; again, what failed or had no time. DEVICE=cpu tries it, tiny
+	GPU_DEVICE=$(DEVICE) $(BIN)/pytest -vv -m gpu -rN --tb=no --last-failed -o cache_dir=runs/gpu/pytest \
+	    -o faulthandler_timeout=0 tests/test_gpu.py $(ARGS)
 
 image:  ## build the container image, by docker or buildah; docs/container.md
 	docker/build.sh $(ARGS)

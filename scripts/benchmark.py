@@ -1,17 +1,23 @@
-"""How fast each part is, side by side with its peers: A and B in turn, in one run.
+"""How fast each part is, side by side with baselines: A and B in turn, in one run.
 
-    python scripts/benchmark.py                    # all that can be measured here
+    python scripts/benchmark.py                    # all of them
     python scripts/benchmark.py step data          # some of them
 
 docs/benchmarks.md says what each one measures, and has the newest tables.
 """
 
-from gpt2_ddp.config.benchmark import BenchmarkConfig
+import sys
+
 from gpt2_ddp.config.cli import run_command
+from gpt2_ddp.project import PROJECT
+
+sys.path.insert(0, str(PROJECT))  # the folder of `benchmarks`
+
+from benchmarks.config import BenchmarkConfig
 
 
 def main(config: BenchmarkConfig) -> None:
-    from gpt2_ddp.benchmark.benchmark import run_benchmarks
+    from benchmarks.harness import run_benchmarks
 
     run_benchmarks(config)
 

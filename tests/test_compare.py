@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -202,6 +203,22 @@ def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
     ).communication == pytest.approx((0.1, 0.1))
     assert row(CommFraction(-0.02, 0.12)).cells()[7] == "below the noise of ± 12.0%"
     assert row(CommFraction(-0.02, 0.12)).cells()[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
+
+
+def test_weak_scaling_multiplies_the_batch_and_compares_samples_per_second(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr(module, "start_processes", lambda measure, processes, job, *others: job)
+    way = Strategy("DDP-3", 3, 3)
+    for word, field in (("gpt2", "global_batch_tokens"), ("regression", "global_batch_size")):
+        weak, strong = CompareConfig(weak=True, processes=(3,)), CompareConfig()
+        job = read_job(word, weak, CPU, tmp_path)[1]  # whose batch need not be a multiple of 3
+        for config, times in ((weak, 3), (strong, 1)):
+            run = module.run_way("run", job, config, way, 5, tmp_path / "weights")
+            assert getattr(run.train, field) == times * getattr(job.train, field)
+    double = rows[2]
+    twice = [replace(run, samples=2 * run.samples) for run in double.runs]
+    assert replace(double, runs=twice).speed_up == 2 * double.speed_up
+    assert replace(double, runs=twice).numbers()["efficiency"] == 2 * double.numbers()["efficiency"]
+    assert find_notes(weak, CPU, 0.0)[1].startswith("weak scaling: the global batch grows")
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_stand_ins(folder: Path) -> None:
-    for name in ("gpt2_ddp", "scripts", "configs", "Makefile", "requirements.txt"):
+    for name in ("gpt2_ddp", "scripts", "benchmarks", "configs", "Makefile", "requirements.txt"):
         (folder / name).symlink_to(ROOT / name)
     write_texts(folder)
     write_cifar(folder / "FOLDER", 200, 50)

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2_ddp.benchmark import step
-from gpt2_ddp.benchmark.sides import StepTiming
-from gpt2_ddp.benchmark.table import OURS
-from gpt2_ddp.config.benchmark import BenchmarkConfig
+from benchmarks import step
+from benchmarks.config import BenchmarkConfig
+from benchmarks.harness import OURS, StepTiming
 from gpt2_ddp.distributed.launch import multiplies_bf16
 
 ROOT = Path(__file__).parents[1]
@@ -22,15 +21,12 @@ IN_HARDWARE = pytest.mark.skipif(
 
 
 def measured(tmp_path: Path, **changes: object) -> dict[str, list[StepTiming]]:
-    """Readings of ours and of the bare loop, of a tiny model or of the preset, in turn."""
+    """Timings of ours and of the bare loop, of a tiny model or of the preset, in turn."""
     config = BenchmarkConfig(device="cpu", **({"repeats": 5} | changes))  # pyright: ignore[reportArgumentType]
     tiny = changes.get("preset") is None
-    precision = step.precisions(config)[0]
-    run = step.short_run(config, str(tmp_path), 4 if tiny else 1, precision, "off", step.TINY if tiny else None)
-    readings, _ = step.compare(
-        config, run, step.TINY_IDS if tiny else step.GPT2_IDS, torch.device("cpu"), (OURS, step.BARE)
-    )
-    return readings
+    _, precision, _ = next(step.variants(config))
+    run = step.short_run(config, tmp_path, 4 if tiny else 1, precision, "off", step.TINY if tiny else {})
+    return step.compare(config, run, "bytes" if tiny else "gpt2", (OURS, step.BARE))
 
 
 @pytest.mark.timed

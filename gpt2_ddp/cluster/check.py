@@ -16,19 +16,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpt2_ddp.cluster.estimate import network_notes
-from gpt2_ddp.cluster.meeting import RankEnv, connect
-from gpt2_ddp.cluster.roll_call import NodeInfo, format_ranks, gather_facts, rendezvous
+from gpt2_ddp.cluster.rendezvous import NodeInfo, RankEnv, connect, format_ranks, gather_facts, rendezvous
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.distributed.environment import is_main_process, world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
 from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.gpt import GPT
 
 WARM_UP = 3
 """All-reduces of a size before it is timed: the first opens connections."""
+GPT2_IDS = 50_257
+"""Size of the vocabulary of a training whose data are not prepared yet."""
+BACKWARD = 2 / 3
+"""Share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass."""
+SLOW = 4
+"""A network that is as many times slower than its interface gets a note: the protocol, other traffic and ranks that
+share it take some."""
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
@@ -123,22 +130,17 @@ def time_all_reduce(
     total = value.clone()
     dist.all_reduce(total)
     wrong = int((total != expected).sum().item())
-    seconds = []
-    buffer = torch.zeros_like(value)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds, buffer = [], torch.zeros_like(value)
     for turn in range(WARM_UP + repeats):
         progress()
-        _wait_for(device)
+        synchronize()
         start = time.perf_counter()
         dist.all_reduce(buffer)
-        _wait_for(device)
+        synchronize()
         if turn >= WARM_UP:
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds), wrong
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _row(size: int, measured: list[tuple[float, int]]) -> dict:
@@ -165,6 +167,53 @@ def _notes(ranks: list[NodeInfo]) -> Iterator[str]:
         yield f"the host name of {', '.join(deceived)} resolves to a loopback address; set GLOO_SOCKET_IFNAME"
     if len(hosts) > 1 and any(facts.interface == "lo" for facts in ranks if facts.host != ranks[0].host):
         yield "several hosts, yet some reach rank 0 over loopback: are they containers of one machine?"
+
+
+def gradient_bytes(config: TrainingConfig) -> int:
+    """Bytes that DDP all-reduces in a step: 4 for each parameter, in any precision of the model."""
+    data = Path(config.data.paths[0])
+    ids = read_manifest(data).vocab_size if (data / MANIFEST).is_file() else GPT2_IDS
+    with torch.device("meta"):
+        return 4 * sum(parameter.numel() for parameter in GPT(config.model, ids, eot=0).parameters())
+
+
+def share_of_a_step(communication: float, computation: float) -> tuple[float, float]:
+    """The least and the largest share of a step that all-reducing adds: gradients travel during the whole backward
+    pass, or after it.
+
+    Args:
+        communication: seconds of the all-reduce of all gradients alone.
+        computation: seconds of the forward and backward passes alone.
+    """
+    least = max(communication - BACKWARD * computation, 0)
+    return least / (computation + least), communication / (computation + communication)
+
+
+def network_notes(
+    config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[NodeInfo], rows: list[dict]
+) -> Iterator[str]:
+    """What the measured speed means for `training`, and beside the speed of the network's interface.
+
+    Args:
+        rows: of the table.
+    """
+    largest = max(rows, key=lambda row: row["bytes"])
+    if training:
+        size = gradient_bytes(training)
+        seconds = size / largest["algorithm_gb_per_s"] / 1e9
+        line = f"{config.training}: {size / 1e6:,.0f} MB of gradients take {seconds:.3g} s of each step on this network"
+        if config.step_seconds:
+            least, most = share_of_a_step(seconds, config.step_seconds)
+            line += f": {least:.0%} of it where they travel during the backward pass, {most:.0%} at most"
+        yield line
+    speeds = {facts.host: facts.link_gb_per_s for facts in ranks if facts.link_gb_per_s}
+    if len({facts.host for facts in ranks}) > 1 and speeds and ranks[0].device_type == "cpu":
+        host = min(speeds, key=lambda name: speeds[name])
+        if (times := speeds[host] / largest["bus_gb_per_s"]) >= SLOW:
+            yield (
+                f"the network is {times:.0f} times slower than its interface says ({largest['bus_gb_per_s']:.3g} of "
+                f"{speeds[host]:.3g} GB/s on {host}): a slower switch or cable between, a tunnel, or others who use it"
+            )
 
 
 def _report(config: CheckClusterConfig, ranks: list[NodeInfo], results: list[dict], notes: list[str]) -> None:
@@ -207,10 +256,6 @@ def format_table(rows: list) -> str:
 
 
 def spell_bytes(size: int) -> str:
-    """Like `64.0 MiB`."""
-    amount, unit = float(size), "B"
-    for bigger in ("KiB", "MiB", "GiB"):
-        if amount < 1024:
-            break
-        amount, unit = amount / 1024, bigger
-    return f"{amount:g} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+    """Like `64.0 MiB`; whole below 1 KiB."""
+    power = min((size.bit_length() - 1) // 10, 3)
+    return f"{size / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

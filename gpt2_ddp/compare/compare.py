@@ -190,7 +190,7 @@ def read_job(
         size, field = job.train.global_batch_size, "train.global_batch_size"
         changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
     for n in config.processes:
-        if size % n:
+        if size % n and not config.weak:
             hint = f"does not divide the global batch of {word}, {size} ({field}); name processes that do"
             raise UserError("processes", n, hint)
     changes["train"] = job.train.model_copy(update=train)
@@ -258,6 +258,8 @@ def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str
         notes.append(f"other programs kept {busy:.1f} cores busy at the start: measure again on an idle machine")
     if config.mixed_precision != "no":
         notes.append(f"in {config.mixed_precision} the ways' parameters part through rounding")
+    if config.weak:
+        notes.append("weak scaling: the global batch grows with the processes, and so do the parameters' differences")
     where = f"{machine.gpus} GPUs" if machine.gpus else f"CPU, {machine.cores:g} physical cores"
     notes.append(f"{where}; {config.threads} thread{'s' * (config.threads > 1)} per process, in every row alike")
     notes.append(
@@ -283,11 +285,14 @@ def run_way(
     name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Strategy, steps: int, weights: Path
 ) -> RunResult:
     """One run of a job, in fresh processes. Raises: UserError, as the job does."""
-    own: dict[str, object] = {"run_name": name}
+    train: dict[str, object] = {}
     size = job.train.micro_batch_size
     if way.data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
-        own["train"] = job.train.model_copy(update={"micro_batch_size": size * way.devices})
-    job = job.model_copy(update=own)
+        train["micro_batch_size"] = size * way.devices
+    if config.weak:
+        field = "global_batch_tokens" if isinstance(job, TrainingConfig) else "global_batch_size"
+        train[field] = getattr(job.train, field) * way.devices
+    job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
     return start_processes(measure, way.processes, job, way.data_parallel, config.threads, steps, weights)
 
 

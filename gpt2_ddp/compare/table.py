@@ -65,14 +65,19 @@ class Row:
         return median(run.seconds for run in self.runs)
 
     @property
+    def growth(self) -> float:
+        """Samples of a run over those of a single run: 1, but for weak scaling."""
+        return self.runs[0].samples / self.singles[0].samples
+
+    @property
     def speed_up(self) -> float:
-        """Median wall time of one process over this way's."""
-        return median(run.seconds for run in self.singles) / self.seconds
+        """Median wall time of one process over this way's, for as many samples."""
+        return self.growth * median(run.seconds for run in self.singles) / self.seconds
 
     @property
     def speed_ups(self) -> list[float]:
-        """Of each repeat: its single run's wall time over its own."""
-        return [single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
+        """Of each repeat: its single run's wall time over its own, for as many samples."""
+        return [self.growth * single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
 
     @property
     def communication(self) -> CommFraction | None:

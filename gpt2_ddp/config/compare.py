@@ -16,6 +16,8 @@ class CompareConfig(Command):
     like classifier:configs/cifar100_lenet.yaml"""
     processes: tuple[int, ...] = (2,)
     """DDP's process counts, one row of the table each"""
+    weak: bool = False
+    """weak scaling: each process has the job's global batch for itself; otherwise all processes share it"""
     repeats: int = Field(default=3, ge=1)
     """runs of each way, each in fresh processes; the ways take turns"""
     seconds: float = Field(default=10, gt=0)

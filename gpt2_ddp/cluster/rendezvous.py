@@ -1,9 +1,14 @@
-"""Who is there: ranks find each other over a key-value store, before there is a process group that could hang. Every
-wait is bounded, and ends with the names of the ranks that were waited for."""
+"""The rendezvous of a cluster check: ranks find each other in the key-value store at MASTER_ADDR and MASTER_PORT.
+
+There is no process group yet, which could hang. Every wait is bounded, and its error names the ranks that are missing.
+torch's own store retries for twice its timeout, prints its stack in C++ each time, and reports a timeout whatever the
+reason. So plain sockets try the address first.
+"""
 
 import hashlib
 import itertools
 import json
+import os
 import platform
 import socket
 import sys
@@ -11,26 +16,125 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import accelerate
 import psutil
 import torch
 import torch.cuda.nccl
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpt2_ddp.cluster.meeting import RankEnv
+from gpt2_ddp.distributed.launch import USE_TORCHRUN
 from gpt2_ddp.errors import UserError
 
 AFTERMATH = 5.0
 """Seconds that other ranks wait longer than rank 0, for what it found."""
+SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
+"""Fields of `NodeInfo` that must not differ between ranks."""
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """A process of the world, from its launcher's environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    address: str
+    port: int
+
+    @classmethod
+    def from_environment(cls) -> "RankEnv":
+        """Raises: UserError when WORLD_SIZE is set without the variables that belong to it."""
+        env = os.environ
+        absent = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if absent:
+            hint = f"is set without {', '.join(absent)}; " + USE_TORCHRUN.format(n=env["WORLD_SIZE"])
+            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], hint)
+        rank, world_size, port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
+        return cls(rank, int(env["LOCAL_RANK"]), world_size, env["MASTER_ADDR"], port)
+
+
+def connect(place: RankEnv, timeout: float) -> Store:
+    """The store of this world: torchrun's own, or else one that rank 0 serves.
+
+    Raises:
+        UserError: nobody answers there within `timeout` seconds, or rank 0 cannot serve there.
+    """
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if serves:
+        try:
+            socket.create_server(("", place.port)).close()
+        except OSError as error:
+            hint = f"rank 0 cannot open this port ({error.strerror}); another program may be using it: choose another"
+            raise UserError("MASTER_PORT", place.port, hint) from error
+    else:
+        _await_answer(place, timeout)
+    store = TCPStore(
+        "localhost" if serves else place.address,
+        place.port,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,  # the process group's rendezvous will share the server
+    )
+    if serves:
+        _await_answer(place, timeout)  # the others come by this address, and so will the process group
+    prefix = f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(prefix, store)
+
+
+def _await_answer(place: RankEnv, timeout: float) -> None:
+    """Waits until somebody listens there; raises why not."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((place.address, place.port), max(left, 0.1)).close()
+        except OSError as error:
+            if left > 0.1:  # a name may be known, and rank 0 be started, in a moment
+                time.sleep(0.1)
+                continue
+            raise UserError("MASTER_ADDR", f"{place.address}:{place.port}", _reason(place, timeout, error)) from error
+        return
+
+
+def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
+    host = socket.gethostname()
+    if isinstance(error, socket.gaierror):
+        return (
+            f"rank {place.rank} on {host} does not know this name ({error.strerror}); give rank 0's IP address, or put "
+            "its name into DNS or /etc/hosts"
+        )
+    if place.rank:
+        return (
+            f"rank {place.rank} on {host} got no answer from rank 0 there within {timeout:g} s; is it started, and may "
+            "this machine reach that port?"
+        )
+    own = [
+        f"{address.address} ({name})"
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and name != "lo"
+    ]
+    return (
+        f"rank 0 on {host} serves this port, and is not reached by this address; is it this machine's? It has "
+        f"{', '.join(own) or 'none but 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
+    )
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What a rank says of itself; `interface` and `ip` are those of its route to MASTER_ADDR, `host_ip` is what its
-    host name resolves to, where gloo listens unless GLOO_SOCKET_IFNAME says otherwise. `link_gb_per_s` is what the
-    interface says of itself, in 10^9 bytes; 0: nothing."""
+    """The facts about a rank and its machine.
+
+    Args:
+        interface, ip: of its route to MASTER_ADDR.
+        host_ip: address of its host name, where gloo listens unless GLOO_SOCKET_IFNAME names an interface.
+        link_gb_per_s: the interface's own speed, in 10^9 bytes per second; 0 if unknown.
+        gpt2_ddp: hash of this package's code.
+    """
 
     rank: int
     local_rank: int
@@ -50,13 +154,11 @@ class NodeInfo:
     nccl: str
 
 
-SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
-
-
 def gather_facts(place: RankEnv, device: torch.device) -> NodeInfo:
     """The facts about this process, which is to use `device`."""
-    interface, ip = _route(place.address, place.port)
+    interface, ip, link = _route(place.address, place.port)
     name, nccl = platform.machine(), "-"
+    sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if place.local_rank >= count:
@@ -73,40 +175,29 @@ def gather_facts(place: RankEnv, device: torch.device) -> NodeInfo:
         interface=interface,
         ip=ip,
         host_ip=_resolved(socket.gethostname()),
-        link_gb_per_s=_link(interface),
+        link_gb_per_s=link,
         world_size=place.world_size,
         python=".".join(platform.python_version_tuple()[:2]),
         torch=torch.__version__,
         accelerate=accelerate.__version__,
-        gpt2_ddp=_sources(),
+        gpt2_ddp=hashlib.sha256(sources).hexdigest()[:12],
         cuda=torch.version.cuda or "-",
         nccl=nccl,
     )
 
 
-def _sources() -> str:
-    """A short hash of this package's code: an old copy on one machine is as bad as an old torch."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-
-
-def _route(address: str, port: int) -> tuple[str, str]:
+def _route(address: str, port: int) -> tuple[str, str, float]:
+    """Interface and IP of the route to an address, and the interface's speed in 10^9 bytes per second, 0 if unknown."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((address, port))  # of a datagram socket: sends nothing, picks the route
             ip = sock.getsockname()[0]
     except OSError:
-        return "?", "?"
+        return "?", "?", 0.0
     interfaces = psutil.net_if_addrs().items()
-    return next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?"), ip
-
-
-def _link(interface: str) -> float:
-    """By Linux, in megabits; -1, or an error, where it is not known."""
-    try:
-        return max(int(Path(f"/sys/class/net/{interface}/speed").read_text()), 0) / 8e3
-    except (OSError, ValueError):
-        return 0.0
+    interface = next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?")
+    stats = psutil.net_if_stats().get(interface)
+    return interface, ip, stats.speed / 8e3 if stats else 0.0  # from Mbit/s
 
 
 def _resolved(host: str) -> str:
@@ -117,13 +208,13 @@ def _resolved(host: str) -> str:
 
 
 def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) -> list[NodeInfo]:
-    """Waits until all ranks are there; what each says of itself, in order of rank.
+    """Waits until all ranks have arrived; returns their facts in order of rank.
 
-    Rank 0 waits `timeout` seconds for the others, and they as long for rank 0 and then for what it found.
+    Rank 0 waits `timeout` seconds for the others. They wait as long for rank 0, and then for its result.
 
     Raises:
-        UserError: ranks did not come, one came twice, or they are not alike in what they must be.
-        SystemExit: 2, when rank 0 has found and said so.
+        UserError: ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE.
+        SystemExit: 2 on other ranks, after rank 0 has printed the error.
     """
     if store.add(f"seats/{place.rank}", 1) > 1:
         hint = f"a second process (on {facts.host}) has this rank; give each its own (--machine_rank, --node_rank)"
@@ -135,7 +226,8 @@ def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) ->
             check_alike(found)
         except UserError as error:
             store.set("arrivals", json.dumps(error.mistakes))
-            wait_until(lambda: store.add("heard", 0) >= _count_arrived(store, place.world_size) - 1, 2)
+            others = [f"facts/{rank}" for rank in range(1, place.world_size)]
+            wait_until(lambda: store.add("heard", 0) >= sum(store.check([key]) for key in others), 2)
             raise
         store.set("arrivals", "[]")
         return found
@@ -160,10 +252,6 @@ def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[NodeInf
         hint += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
         raise UserError("rank" if len(missing) == 1 else "ranks", format_ranks(missing), hint)
     return _read_facts(store, range(world_size))
-
-
-def _count_arrived(store: Store, world_size: int) -> int:
-    return sum(store.check([f"facts/{rank}"]) for rank in range(world_size))
 
 
 def _read_facts(store: Store, ranks: range | list[int]) -> list[NodeInfo]:

@@ -1,0 +1,116 @@
+"""Saving and resuming: our checkpoints, hashed and verified, beside `torch.save` and Accelerate's `save_state`.
+
+All contenders save the same run, which trains on after the save, in steps of 64 tokens.
+"""
+
+import io
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+
+from benchmarks.config import BenchmarkConfig
+from benchmarks.harness import OURS, Table, interleave, make_case
+from benchmarks.step import random_tokens, short_run
+from gpt2_ddp.checkpoint.checkpointer import Background
+from gpt2_ddp.files import fsync_file, fsync_folder
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.loop import train_step
+from gpt2_ddp.training.run import Run
+
+FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")
+"""Seconds that a turn measures."""
+
+
+def measure(config: BenchmarkConfig) -> Table:
+    """Seconds of each of `FIGURES`."""
+    with TemporaryDirectory(prefix="checkpoint-", dir=config.output) as name:
+        folder = Path(name)
+        training = short_run(config, folder, 1, "no", "off", {"model.block_size": 64, "checkpoint.keep_last": 1})
+        random_tokens(Path(training.data.paths[0]))
+        with redirect_stderr(io.StringIO()), Run(training, Pretraining) as run:
+            run.build()
+            run.start()
+            snapshot, device = run.snapshot(), run.accelerator.device.type
+            pairs = contenders(run, folder / "save")
+            turns = {name: partial(turn, run, folder / "save", *pair) for name, pair in pairs.items()}
+            found = interleave(turns, config.repeats)
+    assert snapshot
+    cases = [make_case(what, "s", found, itemgetter(n), more_is_better=False) for n, what in enumerate(FIGURES)]
+    where = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}" if device == "cpu" else device
+    return cases, [f"{snapshot.bytes / 1e9:.2f} GB, {where}; only ours hash what they write, and verify it"]
+
+
+def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
+    """How each contender saves and resumes a run. Ours use its own folder, the others use `folder`."""
+    model, optimizer, checkpoints = run.task.model, run.optimizer.plain, run.checkpoints
+    assert checkpoints
+
+    def save_ours(background: bool) -> None:
+        checkpoints.wish = background
+        run.save()
+
+    def resume_ours() -> None:
+        newest = run.newest()
+        run.load(newest.read() if newest else None)
+
+    def save_torch() -> None:
+        folder.mkdir()
+        torch.save((model.state_dict(), optimizer.state_dict()), folder / "all.pt")
+        fsync()
+
+    def resume_torch() -> None:
+        weights, moments = torch.load(folder / "all.pt", map_location=run.accelerator.device)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+
+    def save_accelerate() -> None:
+        run.accelerator.save_state(str(folder))
+        fsync()
+
+    def fsync() -> None:
+        for file in folder.iterdir():
+            fsync_file(file)
+        fsync_folder(folder)
+
+    return {
+        OURS: (partial(save_ours, False), resume_ours),
+        "ours, in the background": (partial(save_ours, True), resume_ours),
+        "torch.save + fsync": (save_torch, resume_torch),
+        "accelerator.save_state + fsync": (save_accelerate, partial(run.accelerator.load_state, str(folder))),
+    }
+
+
+def turn(run: Run, folder: Path, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
+    """Saves while the training goes on, and resumes; returns the seconds of `FIGURES`.
+
+    The time lost is that of the save, and the excess of the steps until the checkpoint is on disk over the median of
+    the steps before.
+    """
+    assert run.checkpoints
+    shutil.rmtree(folder, ignore_errors=True)
+    os.sync()
+    background = run.checkpoints.background = Background()  # counts the seconds of this turn
+    usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
+    still = lost = seconds(run, save)
+    while background.is_working:
+        lost += seconds(run, partial(train_step, run)) - usual
+    run.wait_for_save()
+    return still, still + background.seconds, lost, seconds(run, resume)
+
+
+def seconds(run: Run, work: Callable[[], object]) -> float:
+    """Wall seconds until the device has done the work."""
+    begun = time.perf_counter()
+    work()
+    if run.accelerator.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun

@@ -1,0 +1,215 @@
+"""The benchmark harness: contenders in fresh processes, timed in turns; tables with the ratios of each turn."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from shutil import which
+from statistics import median
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import psutil
+import torch
+from torch.utils.collect_env import get_env_info
+
+from benchmarks.config import Benchmark, BenchmarkConfig
+from gpt2_ddp.compare.run import peak_memory
+from gpt2_ddp.distributed.spawn import start_ranks
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import write_atomically
+from gpt2_ddp.project import INSTALLED, PROJECT
+
+T = TypeVar("T")
+
+OURS = "ours"
+HEADER = ["what", "unit", "contender", "figure", "ours is better by"]
+MOST_STEPS = 1000
+"""Most steps of a turn."""
+Done = Callable[[], object]
+"""A contender calls it after each of its steps, which never end."""
+Contender = tuple[Callable[..., None], Sequence[Any]]
+"""A module's function and its arguments, before which it receives a `Done`."""
+
+
+class StepTiming(NamedTuple):
+    """One turn: seconds per step, and the peak memory of the process so far, in bytes (`peak_memory`)."""
+
+    seconds: float
+    memory: int
+
+
+class Case(NamedTuple):
+    """One measured quantity.
+
+    Args:
+        figures: of each contender, one per turn. The figures of one turn were taken one after the other.
+        more_is_better: true for rates; false for seconds and bytes.
+    """
+
+    what: str
+    unit: str
+    figures: dict[str, list[float]]
+    more_is_better: bool = True
+
+    def ratios(self, baseline: str) -> list[float]:
+        """How many times better ours was than the baseline in each turn; empty where ours was not measured."""
+        pairs = zip(self.figures.get(OURS, []), self.figures[baseline], strict=False)
+        return [ours / other if self.more_is_better else other / ours for ours, other in pairs if ours and other]
+
+    def numbers(self) -> dict[str, Any]:
+        """All figures and ratios."""
+        return self._asdict() | {"ratios": {name: self.ratios(name) for name in self.figures if name != OURS}}
+
+    def lines(self) -> Iterator[list[str]]:
+        """Rows of the table below `HEADER`, one per contender."""
+        for name, figures in self.figures.items():
+            ratios = self.ratios(name) if name != OURS else []
+            spread = f"{median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f})" if ratios else ""
+            yield [self.what, self.unit, name, f"{median(figures):,.4g}", spread]
+
+
+Table = tuple[Sequence[Case], Sequence[str]]
+"""All cases of a benchmark, and sentences below its table."""
+
+
+def as_markdown(cases: Sequence[Case], notes: Sequence[str]) -> str:
+    """The table, which is readable unrendered too."""
+    lines = [HEADER, *[line for case in cases for line in case.lines()]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
+    return "\n".join([*rows, "", *[f"- {note}" for note in notes]])
+
+
+def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
+    """The command. Each benchmark is a module with `measure(config)`, and perhaps `check(config)`, which runs first.
+
+    Raises:
+        UserError: before any benchmark begins.
+    """
+    modules = {name: import_module(f"benchmarks.{name}") for name in config.only or get_args(Benchmark)}
+    for module in modules.values():
+        if hasattr(module, "check"):
+            module.check(config)
+    output, tables = Path(config.output), []
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
+    for name, module in modules.items():
+        cases, notes = table = module.measure(config)
+        tables.append(table)
+        print(f"{name}\n\n{as_markdown(cases, notes)}\n", flush=True)
+        found = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json")}
+        found |= {"notes": notes, "cases": [case.numbers() for case in cases]}
+        write_atomically(output / f"{name}.json", json.dumps(found, indent=1) + "\n")
+    return tables
+
+
+def environment_info() -> dict[str, Any]:
+    """The machine, its driver, the versions, the commit where git knows it, and the command."""
+    git = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"]
+    in_clone = not INSTALLED and which("git")  # an installed package lies in some other project
+    return {
+        "machine": {**get_env_info()._asdict(), "memory": psutil.virtual_memory().total},
+        "versions": {name: version(name) for name in ("torch", "accelerate")},
+        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if in_clone else "",
+        "command": sys.argv,
+    }
+
+
+def make_case(
+    what: str, unit: str, found: dict[str, list[T]], figure: Callable[[T], float], more_is_better: bool = True
+) -> Case:
+    """The case of one figure of each measurement."""
+    return Case(what, unit, {name: [figure(one) for one in of] for name, of in found.items()}, more_is_better)
+
+
+def interleave(contenders: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -> dict[str, list[T]]:
+    """The measurements of `repeats` turns, after `warm_up` others. A turn calls all contenders, one after the other."""
+    turns = [{name: measure() for name, measure in contenders.items()} for _ in range(warm_up + repeats)][warm_up:]
+    return {name: [turn[name] for turn in turns] for name in contenders}
+
+
+def time_contenders(
+    contenders: dict[str, Contender], device: torch.device, config: BenchmarkConfig
+) -> dict[str, list[StepTiming]]:
+    """Starts a process for each contender and times `config.repeats` turns. Prints who lacks a package or memory."""
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
+    turns = {}
+    with ExitStack() as stack:
+        for name, contender in contenders.items():
+            pipe, remote = Pipe()
+            (process,) = start_ranks(_run_contender, [(remote, contender, device, config)])
+            stack.callback(process.join)  # it ends when its pipe is closed, which comes before
+            stack.enter_context(pipe)
+            remote.close()
+            if reason := _take_turn(pipe, name):
+                print(f"{name}: not measured ({reason})", flush=True)
+            else:
+                turns[name] = partial(_take_turn, pipe, name)
+        return interleave(turns, config.repeats, warm_up=0)
+
+
+def _take_turn(pipe: Connection, name: str) -> Any:
+    try:
+        pipe.send(None)
+        return pipe.recv()
+    except (EOFError, BrokenPipeError):
+        raise SystemExit(f"error: {name} crashed; its traceback is above") from None
+
+
+def _run_contender(pipe: Connection, contender: Contender, device: torch.device, config: BenchmarkConfig) -> None:
+    torch.set_num_threads(config.threads)
+    function, arguments = contender
+    try:
+        function(partial(next, step_timer(pipe, device, config.seconds)), *arguments)
+    except (ImportError, torch.OutOfMemoryError) as error:
+        pipe.send(str(error).splitlines()[0])
+
+
+def step_timer(pipe: Connection, device: torch.device, seconds: float) -> Generator[None, None, None]:
+    """A generator that a contender advances after each of its steps. A turn takes about `seconds`.
+
+    Each turn begins with a message from the pipe and ends with a `StepTiming`. The first one ends with None: one step
+    loads libraries and compiles graphs, another one decides how many steps a turn has. The process exits when the other
+    end is closed.
+    """
+    read_clock(device)
+    begun, timing = time.perf_counter(), None
+    yield
+    read_clock(device)
+    n_steps = min(max(round(seconds / max(time.perf_counter() - begun, 1e-9)), 1), MOST_STEPS)
+    for turn in count():
+        try:
+            pipe.recv()
+        except EOFError:
+            raise SystemExit(0) from None
+        if turn:
+            if device.type == "cuda":
+                yield  # this step allocates the memory anew
+            begun = read_clock(device)
+            for _ in range(n_steps):
+                yield
+            timing = StepTiming((read_clock(device) - begun) / n_steps, peak_memory(device))
+        pipe.send(timing)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # for the other contenders
+
+
+def read_clock(device: torch.device) -> float:
+    """On a GPU, wall seconds once all its work is done; on a CPU, CPU seconds of this process with all threads."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,122 @@
+"""Text to tokens: prepare_data.py with gigatoken and with tiktoken, beside loops as other trainers write them."""
+
+import io
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache, partial
+from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.config import BenchmarkConfig
+from benchmarks.harness import OURS, Table, interleave, make_case
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.distributed.environment import usable_cores
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.preparation.fast_encoder import fast_encoder
+from gpt2_ddp.preparation.prepare import prepare
+from gpt2_ddp.preparation.sources import read_pieces
+
+TEXT_BYTES = 40_000_000
+"""Size of the text without `--text`."""
+
+
+class Spent(NamedTuple):
+    """Wall seconds, CPU seconds of all processes, and the number of tokens."""
+
+    wall: float
+    cpu: float
+    tokens: int
+
+
+def check(config: BenchmarkConfig) -> None:
+    """Raises: UserError where the text is no file."""
+    if config.text and not os.path.isfile(config.text):
+        raise UserError("text", config.text, "is no file; name a jsonl file with a column `text`")
+
+
+def measure(config: BenchmarkConfig) -> Table:
+    """Tokens per second, and per second of CPU time, with one worker and with more."""
+    name = "gigatoken" if fast_encoder(load_tokenizer("gpt2")) else "tiktoken"
+    cores, cases = usable_cores(hyperthreads=True), []
+    with TemporaryDirectory(prefix="benchmark-") as folder:
+        text = Path(config.text or write_library(Path(folder, "text.jsonl")))
+        for workers in sorted({*(2**power for power in range(cores.bit_length())), cores}):
+            contenders: dict[str, Callable[[Path], int]] = {OURS: partial(ours, text, workers, True)}
+            if name == "gigatoken":
+                contenders["ours, tiktoken"] = partial(ours, text, workers, False)
+            contenders["pool, tiktoken"] = partial(pool_and_tiktoken, text, workers)
+            contenders["datasets.map, tiktoken"] = partial(datasets_map, text, workers)
+            turns = {contender: partial(timed, run) for contender, run in contenders.items()}
+            found = interleave(turns, config.repeats, warm_up=0)
+            what = f"{workers} worker{'s' * (workers > 1)}"
+            cases.append(make_case(what, "M tokens/s", found, lambda one: one.tokens / one.wall / 1e6))
+            cases.append(make_case(what, "M tokens/CPU s", found, lambda one: one.tokens / one.cpu / 1e6))
+        size = text.stat().st_size
+    return cases, [f"ours encodes with {name}; {size:,} bytes of jsonl to shards on disk, the whole command"]
+
+
+def timed(run: Callable[[Path], int]) -> Spent:
+    """Runs in a folder of its own; counts the processes that it starts and waits for."""
+    with TemporaryDirectory(prefix="benchmark-") as folder:
+        wall, cpu = time.perf_counter(), sum(os.times()[:4])
+        tokens = run(Path(folder))
+        return Spent(time.perf_counter() - wall, sum(os.times()[:4]) - cpu, tokens)
+
+
+def write_library(path: Path) -> Path:
+    """Writes the standard library's source as JSON lines, repeatedly up to TEXT_BYTES."""
+    pieces = cycle(read_pieces(PrepareConfig()))
+    with path.open("w") as file:
+        while file.tell() < TEXT_BYTES:
+            file.write(json.dumps({"text": next(pieces).text}) + "\n")
+    return path
+
+
+def ours(text: Path, workers: int, fast: bool, folder: Path) -> int:
+    """The work of prepare_data.py."""
+    values = {"source": str(text), "output": str(folder / "data"), "tokenizer": "gpt2", "workers": workers}
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        manifest = prepare(PrepareConfig.model_validate(values), fast)
+    return sum(map(manifest.tokens, manifest.splits))
+
+
+def pool_and_tiktoken(text: Path, workers: int, folder: Path) -> int:
+    """As build-nanogpt prepares FineWeb: a pool encodes documents, and the parent writes them. Nothing is hashed."""
+    with multiprocessing.get_context("spawn").Pool(workers) as pool, text.open() as rows:
+        return write_tokens(folder, pool.imap(tokens_of, map(json.loads, rows), chunksize=16))
+
+
+def datasets_map(text: Path, workers: int, folder: Path) -> int:
+    """As nanoGPT prepares OpenWebText: `datasets` maps tokens to Arrow files, which go into one file."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows: Any = datasets.load_dataset("json", data_files=str(text), split="train", cache_dir=str(folder))
+    encoded = rows.map(lambda row: {"ids": tokens_of(row)}, remove_columns=rows.column_names, num_proc=workers)
+    parts = encoded.with_format("numpy").iter(1000)
+    return write_tokens(folder, (np.concatenate(part["ids"]).astype(np.uint16) for part in parts))
+
+
+def write_tokens(folder: Path, parts: Iterable[np.ndarray]) -> int:
+    """Writes arrays of uint16 to one file; returns the number of tokens."""
+    with open(folder / "train.bin", "wb") as file:
+        return sum(file.write(part.tobytes()) for part in parts) // 2
+
+
+def tokens_of(row: dict[str, Any]) -> np.ndarray:
+    """A document's tokens, uint16, end-of-text first."""
+    encoding = load_cached("gpt2").encoding
+    return np.array([encoding.eot_token, *encoding.encode_ordinary(row["text"])], np.uint16)
+
+
+load_cached = cache(load_tokenizer)
+"""In each process of a pool."""

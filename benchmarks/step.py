@@ -1,0 +1,243 @@
+"""A training step through the whole loop, beside the same model in a bare loop and beside other trainers' steps."""
+
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stderr
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from benchmarks.config import BenchmarkConfig
+from benchmarks.harness import OURS, Case, Contender, Done, StepTiming, Table, make_case, time_contenders
+from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, read_manifest
+from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.distributed.launch import multiplies_bf16, pick_device
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.compiled import compiled
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.optim import build_optimizer
+from gpt2_ddp.model.transformers_layout import transformers_config
+from gpt2_ddp.preparation.building import locked_output
+from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.loop import train_loop
+from gpt2_ddp.training.meters import device_name
+from gpt2_ddp.training.peaks import peak_flops
+from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.task import Due
+
+BARE = "bare PyTorch loop"
+PRESET = "configs/gpt2_124m.yaml"
+TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}
+"""A model whose step is nearly all bookkeeping."""
+GPT2_IDS = 50_257
+PRECISIONS = {"no": ("fp32", torch.float32), "bf16": ("bf16", torch.bfloat16)}
+"""Words and types of `--precision`."""
+ENDLESS, GRAD_CLIP = 10**9, 1.0
+"""Steps of a contender, and the norm to which it clips gradients."""
+
+
+def check(config: BenchmarkConfig) -> None:
+    """Raises: UserError for a wrong preset, size or checkout."""
+    for batch, precision, how in variants(config):
+        short_run(config, Path("/"), batch, precision, how, {})
+    if config.nanogpt and not Path(config.nanogpt, "model.py").is_file():
+        raise UserError("nanogpt", config.nanogpt, "has no model.py; name a checkout of nanoGPT")
+
+
+def measure(config: BenchmarkConfig) -> Table:
+    """The figures of each variant (`step_cases`), and milliseconds of a tiny step."""
+    device, cases = pick_device(config.device), []
+    with TemporaryDirectory(prefix="benchmark-") as name:
+        folder = Path(name)
+        for batch, precision, how in variants(config):
+            run = short_run(config, folder, batch, precision, how, {})
+            what = f"{Path(config.preset or PRESET).stem}, {batch} x {run.model.block_size}, {PRECISIONS[precision][0]}"
+            what += "" if how == "off" else f", compile {how}"
+            cases += step_cases(what, compare(config, run), run, device)
+        tiny = short_run(config, folder / "tiny", 4, "no", "off", TINY)
+        timings = compare(config, tiny, "bytes", (OURS, BARE))
+    cases.append(make_case("a tiny step", "ms", timings, lambda one: 1e3 * one.seconds, more_is_better=False))
+    more = [1e3 * (ours.seconds - bare.seconds) for ours, bare in zip(timings[OURS], timings[BARE], strict=True)]
+    spread = f"{median(more):.2f} ms ({min(more):.2f} to {max(more):.2f})"
+    return cases, [f"bookkeeping: a tiny step of ours takes {spread} longer than in the {BARE}"]
+
+
+def compare(
+    config: BenchmarkConfig, run: TrainingConfig, tokenizer: str = "gpt2", only: tuple[str, ...] = ()
+) -> dict[str, list[StepTiming]]:
+    """The timings of all contenders, or of those in `only`."""
+    random_tokens(Path(run.data.paths[0]), tokenizer)
+    device = pick_device(config.device)
+    contenders: dict[str, Contender] = {
+        OURS: (ours, (run,)),
+        BARE: (bare, (run, device)),
+        "transformers, Accelerate": (hugging_face, (run, device)),
+    }
+    if config.nanogpt:
+        contenders["nanoGPT"] = (nanogpt, (run, device, config.nanogpt))
+    chosen = {name: contender for name, contender in contenders.items() if name in (only or contenders)}
+    return time_contenders(chosen, device, config)
+
+
+def ours(done: Done, config: TrainingConfig) -> None:
+    """The training as it is, with order, digest, guard and rows. No evaluation and no checkpoint is ever due."""
+
+    class Timed(Pretraining):
+        def due(self, step: int, last: bool) -> Due:
+            done()
+            return Due(step % config.tracking.log_every == 0)
+
+    with redirect_stderr(io.StringIO()), Run(config, Timed) as run:
+        run.build()
+        run.start()
+        train_loop(run)  # until `done` exits
+
+
+def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:
+    """Our model and optimizer in a loop without Accelerate and without our bookkeeping."""
+    model = GPT(config.model, read_shard(config)[0]).to(device)
+    loop(done, config, device, model, build_optimizer(model, config.optim))
+
+
+def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: str) -> None:
+    """The model and the optimizer of a checkout of nanoGPT, in the loop of its train.py."""
+    sys.path.insert(0, checkout)
+    theirs, optim = import_module("model"), config.optim
+    names = {*theirs.GPTConfig.__dataclass_fields__} - {"vocab_size"}
+    padded = -(-read_shard(config)[0] // 64) * 64
+    shape = theirs.GPTConfig(**{name: getattr(config.model, name) for name in names}, vocab_size=padded)
+    model = theirs.GPT(shape).to(device)
+    optimizer = model.configure_optimizers(optim.weight_decay, optim.lr, optim.betas, device.type)
+    loop(done, config, device, model, optimizer)
+
+
+def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Module, optimizer: Optimizer) -> None:
+    """Endless steps of plain PyTorch on random windows. The model returns the loss, or a tuple of logits and loss."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as nanoGPT does, and we
+    how = config.train.compile
+    run = compiled(model, how if how == "off" or isinstance(model, GPT) else "model")
+    batch, size, stream = int(config.train.micro_batch_size), config.model.block_size, read_shard(config)[1]
+    rng, autocast = np.random.default_rng(0), config.train.mixed_precision == "bf16"
+    while True:
+        rows = [stream[at : at + size + 1].astype(np.int64) for at in rng.integers(0, len(stream) - size, batch)]
+        tokens = torch.from_numpy(np.stack(rows))
+        tokens = tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            found: Any = run(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss: Tensor = found[1] if isinstance(found, tuple) else found
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        done()
+
+
+def hugging_face(done: Done, config: TrainingConfig, device: torch.device) -> None:
+    """GPT2LMHeadModel in the loop of Accelerate's documentation."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    train, size, (ids, stream) = config.train, config.model.block_size, read_shard(config)
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=train.mixed_precision)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    model = GPT2LMHeadModel(GPT2Config(**transformers_config(config.model, ids, ids - 1)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay)
+    windows: Any = torch.from_numpy(stream[: len(stream) // size * size].astype(np.int64)).view(-1, size)
+    loader = DataLoader(windows, int(train.micro_batch_size), shuffle=True, drop_last=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    run = compiled(model, "off" if train.compile == "off" else "model")
+    model.train()
+    while True:
+        for tokens in loader:
+            loss = run(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            done()
+
+
+def read_shard(config: TrainingConfig) -> tuple[int, np.ndarray]:
+    """The size of the vocabulary, and the shard's tokens: uint16 [n], a memory map."""
+    folder = Path(config.data.paths[0])
+    return read_manifest(folder).vocab_size, np.memmap(folder / "train_000000.bin", "<u2", "r", HEADER_BYTES)
+
+
+def short_run(
+    config: BenchmarkConfig, folder: Path, batch: int, precision: str, how: str, changes: Mapping[str, int]
+) -> TrainingConfig:
+    """The preset's training with one micro-batch per step, on the tokens in `folder/random`. Raises: UserError."""
+    size = changes.get("model.block_size", preset(config).model.block_size)
+    values: dict[str, object] = {
+        **dict.fromkeys(("data.prepare", "train.epochs", "train.init_from", "train.branch_from", "train.max_minutes")),
+        **dict.fromkeys(("data.weights", "data.phases", "eval.tasks", "tracking.log_with"), ()),
+        "output_dir": str(folder / "runs"),
+        "run_name": f"{batch}-{precision}-{how}",
+        "data.path": str(folder / "random"),
+        "train.steps": ENDLESS,
+        "train.global_batch_tokens": batch * size,
+        "train.micro_batch_size": batch,
+        "train.mixed_precision": precision,
+        "train.compile": how,
+        "train.device": config.device,
+        "train.patience_seconds": 3600,  # it waits between turns
+        "train.profile_steps": 0,
+        "eval.patience": None,
+        "tracking.sample_every": 0,
+        "model.block_size": size,
+    }
+    return resolve(TrainingConfig, [config.preset or PRESET], values | dict(changes))
+
+
+def preset(config: BenchmarkConfig) -> TrainingConfig:
+    """The training to measure; its windows are shorter on a CPU. Raises: UserError."""
+    size = config.block_size or (256 if pick_device(config.device).type == "cpu" else None)
+    return resolve(TrainingConfig, [config.preset or PRESET], {"model.block_size": size} if size else {})
+
+
+def variants(config: BenchmarkConfig) -> Iterator[tuple[int, str, str]]:
+    """Micro-batch, precision (fp32 first) and `train.compile` of each training to measure."""
+    device = pick_device(config.device)
+    batches = config.micro_batch or ((2,) if device.type == "cpu" else (16, 32, 64))
+    precisions = config.precision or (("no", "bf16") if multiplies_bf16(device) else ("no",))
+    return product(batches, precisions, config.compile)
+
+
+def random_tokens(folder: Path, tokenizer: str = "gpt2", count: int = 1_000_000) -> None:
+    """Writes a shard of random tokens, unless it is there. Clears what an interrupted call left behind."""
+    if (folder / MANIFEST).exists():
+        return
+    known = load_tokenizer(tokenizer)
+    with locked_output(folder):
+        writer = ShardWriter(folder, "train", count, known.vocab_size)
+        writer.add(np.random.default_rng(0).integers(0, known.vocab_size, count))
+        shards = {"train": writer.close()}
+        write_manifest(folder, Manifest(2, tokenizer, known.sha256, known.vocab_size, known.eot, "random", shards))
+
+
+def step_cases(
+    what: str, timings: dict[str, list[StepTiming]], run: TrainingConfig, device: torch.device
+) -> Iterator[Case]:
+    """Tokens per second (per CPU second on a CPU), MFU where the peak is known, and peak memory."""
+    tokens, unit = run.train.global_batch_tokens, "tokens/s" if device.type == "cuda" else "tokens/CPU s"
+    yield make_case(what, unit, timings, lambda one: tokens / one.seconds)
+    if peak := peak_flops(device_name(device)):
+        with torch.device("meta"):
+            flops = tokens * GPT(run.model, GPT2_IDS).flops_per_token()
+        yield make_case(what, "MFU", timings, lambda one: flops / one.seconds / peak)
+    yield make_case(what, "peak MiB", timings, lambda one: one.memory / 2**20, more_is_better=False)

@@ -1,1 +1,0 @@
-"""How fast each part is, side by side with its peers (scripts/benchmark.py)."""

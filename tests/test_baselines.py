@@ -1,0 +1,125 @@
+"""The contenders of `step` do the same work: from equal weights and equal tokens comes an equal loss."""
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import step
+from benchmarks.config import BenchmarkConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import HEAD, to_transformers
+
+IDS, CPU = 257, torch.device("cpu")
+
+
+def end() -> None:
+    raise SystemExit
+
+
+def a_run_of_one_window(folder: Path) -> tuple[TrainingConfig, GPT]:
+    """The shard has one window, so all contenders read the same; large weights make the loss depend on all of them."""
+    run = step.short_run(BenchmarkConfig(device="cpu"), folder, 1, "no", "off", step.TINY)
+    step.random_tokens(Path(run.data.paths[0]), "bytes", run.model.block_size + 1)
+    torch.manual_seed(1)
+    model = GPT(run.model, IDS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return run, model
+
+
+def first_step(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], weights: dict[str, Tensor], contender: Callable, *args
+) -> tuple[Tensor, Any]:
+    """The tokens that a contender's model is given first, and what it makes of them with these weights."""
+    seen, forward = [], kind.forward
+
+    def noted(model: nn.Module, *args: Any, **options: Any) -> Any:
+        left = model.load_state_dict(weights, strict=False)
+        assert not left.unexpected_keys
+        assert {*left.missing_keys} <= {HEAD}, "tied"
+        found = forward(model, *args, **options)
+        seen.append((args[0] if args else options["input_ids"], found))
+        return found
+
+    monkeypatch.setattr(kind, "forward", noted)
+    with suppress(SystemExit):
+        contender(end, *args)
+    monkeypatch.undo()
+    assert len(seen) == 1
+    return seen[0]
+
+
+def test_the_first_losses_are_equal(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    run, model = a_run_of_one_window(tmp_path)
+    weights = model.state_dict()
+    tokens, ours = first_step(monkeypatch, GPT, weights, step.ours, run)
+    bare_tokens, bare = first_step(monkeypatch, GPT, weights, step.bare, run, CPU)
+    theirs = to_transformers(weights, IDS)
+    kind = transformers.GPT2LMHeadModel
+    their_tokens, found = first_step(monkeypatch, kind, theirs, step.hugging_face, run, CPU)
+    assert torch.equal(tokens, bare_tokens)
+    assert torch.equal(tokens, their_tokens)
+    torch.testing.assert_close(ours / run.model.block_size, bare, rtol=0, atol=1e-4)
+    targets_within = model(tokens[:, :-1], tokens[:, 1:])  # theirs has no target for a window's last token
+    torch.testing.assert_close(found.loss, targets_within, rtol=0, atol=1e-4)
+    assert bare > 6, "ln 257 is 5.5: what the weights make of it is in it"
+
+
+MODEL = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_embd: int = 768
+    bias: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+
+    def forward(self, tokens, targets):
+        logits = self.embedding(tokens)
+        return logits, logits.square().mean()
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        assert device_type == "cpu"
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate, betas=betas, weight_decay=weight_decay)
+"""
+
+
+def test_a_checkout_of_nanogpt_trains_in_the_bare_loop(tmp_path, monkeypatch):
+    """With our shape, and a vocabulary padded as in its train.py."""
+    (tmp_path / "model.py").write_text(MODEL)
+    run, _ = a_run_of_one_window(tmp_path)
+    seen, losses = [], []
+
+    def done() -> None:
+        losses.append(seen[0].embedding.weight.square().mean().item())
+        if len(losses) == 3:
+            raise SystemExit
+
+    loop = step.loop
+    monkeypatch.setattr(step, "loop", lambda *args: (seen.append(args[3]), loop(*args)))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with suppress(SystemExit):
+        step.nanogpt(done, run, CPU, str(tmp_path))
+    sys.modules.pop("model")
+    config = seen[0].config
+    assert (config.block_size, config.n_embd, config.vocab_size) == (32, 32, 320)
+    assert losses == sorted(losses, reverse=True), "it learns"
+    assert losses[0] > losses[-1]

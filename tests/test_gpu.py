@@ -1,0 +1,426 @@
+"""What to run first on a GPU, in the order of its worth (`make gpu`, docs/benchmarks.md). With GPU_DEVICE=cpu, tiny.
+
+A part is one or more commands with a time limit. pytest's `--last-failed` runs those parts again that failed or had no
+time left. The table at the end has all parts of all calls, and what their runs found.
+
+    GPU_DEVICE=cpu GPU_OUTPUT=/tmp/gpu GPU_SECONDS=540 .venv/bin/pytest -m gpu --last-failed tests/test_gpu.py
+"""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import count, product
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+
+from benchmarks.config import BenchmarkConfig
+from benchmarks.harness import environment_info
+from benchmarks.step import random_tokens
+from gpt2_ddp.checkpoint.run_files import is_event
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.compare import CompareConfig
+from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.training.loop import train
+
+ROOT = Path(__file__).parents[1]
+OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
+DEVICE = os.environ.get("GPU_DEVICE", "cuda")
+CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "inf"))
+"""Seconds of this call. A part begins only if its limit is left, or as the first part, which gets what there is."""
+USUAL_LIMIT, GRACE = 120, 10
+"""Seconds that a part may take where `LIMITS` has no others, twice as many on a CPU; seconds to end after that."""
+TINY = (
+    " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
+    " --optim.warmup_steps 2 --eval.tokens 512"
+)
+TINY_PRESET = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
+
+FLAGS = "--output_dir {out} --train.device {device} --optim.decay_steps 400"
+SMALL = f"scripts/train_gpt2.py {FLAGS}{{tiny}}"
+"""The default training."""
+LARGE = (
+    f"scripts/train_gpt2.py {FLAGS} --config configs/gpt2_124m.yaml --data.path {{out}}/random --data.prepare null"
+    " --tracking.log_every 5 --train.mixed_precision bf16 --train.steps 40{large}"
+)
+"""GPT-2 (124M), bf16, 64 windows a step, random tokens."""
+CURVE = f"{SMALL} --tracking.log_every 1 --train.steps 200"
+STEP = "scripts/benchmark.py step --precision bf16 --device {device} --output {out}/"
+JOB = "--output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
+JOB += " --train.device {device} --tracking.log_every 1"
+PARTS: dict[str, list[str]] = {
+    # does it work at all
+    "fp32": [f"{SMALL} --run_name fp32 --train.mixed_precision no --train.steps 50"],
+    "bf16": [f"{SMALL} --run_name bf16 --train.mixed_precision bf16 --train.steps 50"],
+    "resume": [
+        f"{SMALL} --run_name straight --train.deterministic --train.steps 40",
+        f"{SMALL} --run_name resumed --train.deterministic --train.steps 20",
+        f"{SMALL} --run_name resumed --train.deterministic --train.steps 40",
+    ],
+    "stop": [
+        f"{SMALL} --run_name stopped --train.max_minutes 0.001 --train.steps 50",
+        f"{SMALL} --run_name stopped --train.steps 50",
+    ],
+    "Inf": [f"tests/test_gpu.py {FLAGS}{{tiny}} --run_name inf --train.mixed_precision {{fp16}} --train.steps 50"],
+    "verify": ["scripts/verify_run.py {out}/resumed"],
+    "generate": ["scripts/generate.py {out}/resumed --max_new_tokens 20"],
+    "evaluate": ["scripts/evaluate.py {out}/resumed --device {device}"],
+    "torchrun": [
+        f"-m torch.distributed.run --standalone --nproc_per_node 1 {SMALL} --run_name torchrun --train.steps 20"
+    ],
+    # the step
+    "step": [f"{STEP}step --repeats 3 --compile model --micro_batch 32{{nanogpt}}{{short}}"],
+    "step of 64": [f"{STEP}step_64 --repeats 3 --compile model --micro_batch 64"],
+    "step eager": [f"{STEP}step_eager --repeats 3 --compile off --micro_batch 32{{nanogpt}}"],
+    "roofline": ["scripts/benchmark.py roofline --precision bf16 --device {device} --output {out}/roofline{short}"],
+    "step in blocks": [f"{STEP}step_blocks --repeats 3 --compile blocks --micro_batch 32"],
+    "step of 16": [f"{STEP}step_16 --repeats 3 --compile model --micro_batch 16"],
+    "124M": [f"{LARGE} --run_name 124M"],
+    "cuDNN": [f"{LARGE} --run_name cuDNN"],
+    "flash": [f"{LARGE} --run_name flash"],
+    "logits whole": [f"{LARGE} --run_name whole_logits --train.loss_chunk null"],
+    # where the time goes
+    "trace": [f"{LARGE} --run_name trace --train.profile_steps 5"],
+    # what the guarantees cost
+    "guards off": [f"{LARGE} --run_name unguarded --guard.skip no --guard.norm_sigmas null --guard.loss_sigmas null"],
+    "replicas compared": [f"{LARGE} --run_name replicas --guard.check_every 5"],
+    "saves in the background": [f"{LARGE} --run_name background --checkpoint.every 10 --checkpoint.background yes"],
+    "saves standing": [f"{LARGE} --run_name standing --checkpoint.every 10 --checkpoint.background no"],
+    "checkpoint": ["scripts/benchmark.py checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"],
+    # sizes
+    **{
+        name: [f"{STEP}{name} --repeats 2 --preset configs/gpt2_{name.lower()}.yaml --micro_batch {batches}"]
+        for name, batches in {"350M": "16 32", "774M": "8 16", "1558M": "4 8"}.items()
+    },
+    "1558M recomputed": [
+        f"{LARGE.replace('124m', '1558m')} --run_name recomputed --train.activation_checkpointing"
+        " --train.micro_batch_size 16"
+    ],
+    # real runs; the default training has Muon, at another rate
+    "200 in fp32": [f"{CURVE} --run_name curve_fp32 --train.mixed_precision no --train.compile off"],
+    "200 in bf16": [f"{CURVE} --run_name curve_bf16 --train.mixed_precision bf16 --train.compile {{compile}}"],
+    "AdamW": [
+        f"{CURVE} --run_name curve_adamw --train.mixed_precision bf16 --train.compile {{compile}}"
+        " --optim.name adamw --optim.lr 2e-3 --optim.muon_lr 0.01"
+    ],
+    "a run": ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"],
+    # small jobs
+    "LeNet": [f"scripts/train_classifier.py --config configs/cifar100_lenet.yaml {JOB} --run_name lenet"],
+    "ResNet": [
+        f"scripts/train_classifier.py --config configs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
+        " --train.mixed_precision {fp16}"
+    ],
+    "compare": [
+        "scripts/compare_parallel.py --jobs regression classifier --seconds 2 --repeats 2 --busy_ok"
+        " --device {device} --output {out}/compare"
+    ],
+}
+"""Name -> what Python runs, one after the other. All but the last may be a training that stops, with exit code 75."""
+ENVIRONMENT = {
+    "cuDNN": {"TORCH_CUDNN_SDPA_PREFERRED": "1"},
+    "flash": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"},
+}
+"""Variables that choose PyTorch's attention."""
+LIMITS = {
+    **dict.fromkeys(("step", "step of 64", "step eager", "step in blocks", "step of 16"), 420),
+    **dict.fromkeys(("350M", "774M", "1558M", "1558M recomputed", "a run", "compare"), 300),
+    **dict.fromkeys(("roofline", "checkpoint"), 180),
+}
+"""Seconds of the parts that may take longer than others."""
+GPU_ONLY = ("step of 64", "step eager", "step in blocks", "step of 16")
+GPU_ONLY += ("350M", "774M", "1558M", "1558M recomputed", "compare")
+RATES = {
+    "attention by flash": ("cuDNN", "flash"),
+    "logits whole": ("124M", "whole_logits"),
+    "guards off": ("124M", "unguarded"),
+    "no comparison of replicas": ("replicas", "124M"),
+    "saves while training stands still": ("background", "standing"),
+}
+"""What the second run does otherwise -> two runs whose tokens/s are compared."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "part" in metafunc.fixturenames:
+        metafunc.parametrize("part", PARTS)
+
+
+@pytest.fixture(scope="session")
+def call(pytestconfig: pytest.Config) -> Iterator[dict[str, float]]:
+    """Seconds of the parts that this call has run; what they need is in OUT, and the table follows the tests."""
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        pytest.exit("no CUDA device here; `make gpu DEVICE=cpu` tries the commands, tiny", 2)
+    OUT.mkdir(parents=True, exist_ok=True)
+    (OUT / "tiny.yaml").write_text(TINY_PRESET)
+    random_tokens(OUT / "random", "gpt2", 10_000_000)
+    write_pictures(OUT / "images")
+    pytestconfig.pluginmanager.register(Summary())
+    return {}
+
+
+class Summary:
+    """The table at the end of the call."""
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        found = json.loads((OUT / "gpu.json").read_text())
+        terminalreporter.section(f"{DEVICE}, all calls: {OUT}/gpu.json")
+        for name, result in found["parts"].items():
+            terminalreporter.write_line(f"{name:24} {result['seconds']:7.1f} s  {result['failure'] or 'ok'}")
+        for line in found["findings"]:
+            terminalreporter.write_line(line)
+
+
+BEGUN = time.monotonic()
+
+
+def limit_of(part: str, first: bool) -> float:
+    """Seconds for a part that begins now; 0 if too few are left of this call."""
+    limit, left = LIMITS.get(part, USUAL_LIMIT) * (2 if DEVICE == "cpu" else 1), CALL_SECONDS - GRACE
+    left -= time.monotonic() - BEGUN
+    return max(min(limit, left), 0) if first or limit <= left else 0
+
+
+@pytest.mark.gpu
+def test_part(part: str, call: dict[str, float]):
+    """A failure is recorded for the table as well."""
+    if DEVICE == "cpu" and part in GPU_ONLY:
+        pytest.skip("takes a GPU")
+    limit, begun = limit_of(part, first=not call), time.monotonic()
+    failure = run_part(part, limit) if limit else "no time was left; the same command begins it"
+    if limit:
+        call[part] = time.monotonic() - begun
+    record(part, call.get(part, 0.0), failure)
+    if failure:
+        pytest.fail(failure, pytrace=False)
+
+
+def run_part(part: str, limit: float) -> str:
+    """Runs the commands; returns why the part failed, or nothing. Runs of an earlier call are removed."""
+    commands, end = [command.format(**words(DEVICE)).split() for command in PARTS[part]], time.monotonic() + limit
+    for command in commands:
+        if "--run_name" in command:
+            shutil.rmtree(OUT / command[command.index("--run_name") + 1], ignore_errors=True)
+    log = OUT / f"{part.replace(' ', '_')}.log"
+    with log.open("w") as file:
+        for number, command in enumerate(commands, 1):
+            left = max(end - time.monotonic(), 1)
+            timeout = ["timeout", "-k", str(GRACE), str(left), sys.executable]
+            environment = os.environ | {"PYTHONPATH": str(ROOT)} | ENVIRONMENT.get(part, {})
+            done = subprocess.run([*timeout, *command], cwd=ROOT, env=environment, stdout=file, stderr=file)
+            if done.returncode not in ((0,) if number == len(commands) else (0, 75)):
+                last = next(filter(None, reversed(log.read_text(errors="replace").splitlines())), "-")
+                why = f"out of {limit:.0f} s" if done.returncode in (124, 137, -9) else f"exit code {done.returncode}"
+                return f"{why}: {last[:200]} ({log})"
+    if part == "resume" and not is_bitwise():
+        return "the resumed run ends otherwise than the one that was not stopped"
+    if part == "Inf" and not (rows_of("inf")[-1]["skipped"] >= 1 and math.isfinite(rows_of("inf")[-1]["loss"])):
+        return "the step with an Inf was not skipped"
+    return ""
+
+
+def words(device: str) -> dict[str, str]:
+    """What stands in the braces of `PARTS`."""
+    small, nanogpt = device == "cpu", os.environ.get("NANOGPT")
+    return {
+        "device": device,
+        "out": str(OUT),
+        "fp16": "no" if small else "fp16",
+        "compile": "off" if small else "model",
+        "sync": "" if small else " --model.sync_batchnorm",  # PyTorch has none on CPUs
+        "preset": f" --preset {OUT}/tiny.yaml" * small,
+        "nanogpt": f" --nanogpt {nanogpt}" if nanogpt else "",
+        "tiny": TINY * small,
+        "large": TINY if small else " --train.global_batch_tokens 65536 --eval.tokens 16384 --optim.warmup_steps 20",
+        "steps": " --train.steps 20" * small,
+        "short": f" --block_size 32 --micro_batch 1 --repeats 1 --seconds 0.01 --compile off --preset {OUT}/tiny.yaml"
+        * small,
+    }
+
+
+def record(part: str, seconds: float, failure: str) -> None:
+    """Writes gpu.json: the parts of all calls in their order, and what can be found in their runs."""
+    file = OUT / "gpu.json"
+    known = json.loads(file.read_text())["parts"] if file.exists() else {}
+    known[part] = {"seconds": seconds, "failure": failure}
+    parts = {name: known[name] for name in PARTS if name in known}
+    found = {"device": DEVICE, **environment(), "parts": parts, "findings": [*findings()]}
+    file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@cache
+def environment() -> dict[str, Any]:
+    """The machine, the versions and the commit of this call."""
+    return environment_info()
+
+
+def findings() -> Iterator[str]:
+    """A line for each question to which the runs in OUT have an answer."""
+    if rows_of("straight") and rows_of("resumed"):
+        yield f"resumed and straight runs are bitwise equal, losses and weights: {is_bitwise()}"
+    if rows := rows_of("inf"):
+        skipped, loss = rows[-1].get("skipped"), rows[-1].get("loss")
+        yield f"with an Inf in a gradient: {skipped} steps skipped, loss {loss} at the end"
+    for file in sorted(OUT.glob("*/*.json")):
+        for case in json.loads(file.read_text()).get("cases", []):
+            figures = ", ".join(f"{name} {median(of):,.4g}" for name, of in case["figures"].items())
+            yield f"{file.parent.name}: {case['what']}, {case['unit']}: {figures}"
+    for what, runs in RATES.items():  # without the first rows, which compile
+        rates = [[row["tokens_per_second"] for row in rows_of(run) if "loss" in row][2:] for run in runs]
+        if all(rates):
+            yield f"{what}: {median(rates[1]):,.0f} tokens/s, otherwise {median(rates[0]):,.0f}"
+    curves = ([row for row in rows_of(run) if "loss" in row] for run in ("curve_fp32", "curve_bf16"))
+    full, fast = ({row["step"]: row["loss"] for row in rows} for rows in curves)
+    if apart := [abs(fast[step] / loss - 1) for step, loss in full.items() if step in fast]:
+        spread = f"{max(apart):.2%} apart at most, {mean(apart):.2%} on average"
+        yield f"loss of the first {len(apart)} steps, bf16 against fp32: {spread}"
+    ends = {run: rows[-1].get("val_loss") for run in ("curve_bf16", "curve_adamw") if (rows := rows_of(run))}
+    if len(ends) == 2:
+        yield f"validation loss after 200 steps: Muon {ends['curve_bf16']}, AdamW {ends['curve_adamw']}"
+    for run in ("lenet", "resnet"):
+        if rates := [row["samples_per_second"] for row in rows_of(run) if "samples_per_second" in row]:
+            yield f"{run}: {median(rates):,.0f} images/s"
+    yield from costs(OUT / "trace/trace.json")
+
+
+def rows_of(run: str) -> list[dict[str, Any]]:
+    """The rows of steps, if the run is there."""
+    file = OUT / run / "metrics.jsonl"
+    rows = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+    return [row for row in rows if not is_event(row)]
+
+
+def is_bitwise() -> bool:
+    """Whether the resumed run has the losses and weights of the straight one."""
+    runs = ("straight", "resumed")
+    straight, resumed = ({row["step"]: row["loss"] for row in rows_of(run) if "loss" in row} for run in runs)
+    weights = [OUT / run / "checkpoints/step-00000040/model.safetensors" for run in runs]
+    if not all(file.exists() for file in weights):
+        return False
+    return resumed == straight and weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def costs(trace: Path) -> Iterator[str]:
+    """The three kernels that take most of a profiler's trace, and the time in which none runs."""
+    if not trace.exists():
+        return
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("ph") == "X"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    work = [event for event in events if event.get("cat") in kinds] or [e for e in events if e.get("cat") == "cpu_op"]
+    took: Counter[str] = Counter()
+    busy, end = 0.0, -math.inf
+    for event in sorted(work, key=lambda event: event["ts"]):
+        until = event["ts"] + event["dur"]
+        took[event["name"]] += event["dur"]
+        busy += max(until - max(event["ts"], end), 0)
+        end = max(end, until)
+    whole = end - min(event["ts"] for event in work)
+    for name, micros in took.most_common(3):
+        yield f"trace: {micros / whole:.1%} in {name[:100]}"
+    yield f"trace: nothing runs in {1 - busy / whole:.1%} of {whole / 1000:.1f} ms"
+
+
+def write_pictures(folder: Path) -> None:
+    """Images of CIFAR's size, 10 classes, as class folders; none where Pillow is missing."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return
+    rng = np.random.default_rng(0)
+    for split, label, number in product(("train", "test"), range(10), range(60)):
+        file = folder / split / str(label) / f"{number}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 25, (32, 32, 3)) + 20 * label
+        Image.fromarray(pixels.astype(np.uint8)).save(file)
+
+
+def train_with_inf(flags: list[str]) -> None:
+    """A training with an Inf in the gradient of its tenth micro-batch."""
+    calls = count(1)
+
+    class WithInf(Pretraining):
+        def loss(self, model, batch):
+            found = super().loss(model, batch)
+            if next(calls) == 10:
+                found.register_hook(lambda gradient: gradient * math.inf)
+            return found
+
+    train(load(TrainingConfig, flags, "configs/gpt2_stdlib.yaml"), WithInf)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_commands_are_such_that_a_script_takes_them(device):
+    kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmark": BenchmarkConfig}
+    kinds |= {"compare_parallel": CompareConfig, "test_gpu": TrainingConfig}
+    for part, commands in PARTS.items():
+        for command in (command.format(**words(device)).split() for command in commands):
+            script = next(number for number, word in enumerate(command) if word.endswith(".py"))
+            assert (ROOT / command[script]).is_file(), part
+            if kind := kinds.get(Path(command[script]).stem):
+                default = "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None
+                config = load(kind, command[script + 1 :], default)
+                if part in ("AdamW", "200 in bf16"):
+                    assert config.optim.name == {"AdamW": "adamw"}.get(part, "muon"), "one is compared with the other"
+                assert part != "ResNet" or config.model.sync_batchnorm == (device == "cuda")
+    assert {*LIMITS, *ENVIRONMENT, *GPU_ONLY} <= {*PARTS}
+
+
+def test_a_part_begins_only_if_its_limit_is_left(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "DEVICE", "cuda")
+    monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 300 + GRACE + time.monotonic() - BEGUN)
+    assert limit_of("fp32", first=False) == USUAL_LIMIT
+    assert limit_of("step", first=False) == 0
+    assert limit_of("step", first=True) == pytest.approx(300, abs=10), "or it would never begin"
+    monkeypatch.setattr(sys.modules[__name__], "CALL_SECONDS", 0)
+    assert limit_of("fp32", first=True) == 0
+
+
+def two_calls(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """The exit codes of two calls with made-up parts, and what gpu.json has."""
+    import test_gpu
+
+    broken = folder / "broken"
+    broken.touch()
+    parts = {
+        "good": [f"-c open('{folder}/good','a').write('x')"],
+        "mended": [f"-c exit(__import__('os').path.exists('{broken}'))"],
+        "long": ["-c exit(0)"],
+    }
+    test_gpu.PARTS.clear()
+    test_gpu.PARTS.update(parts)
+    test_gpu.DEVICE, test_gpu.OUT, test_gpu.CALL_SECONDS = "cpu", folder / "out", 1000.0
+    test_gpu.random_tokens = test_gpu.write_pictures = lambda *_: None
+    test_gpu.LIMITS["long"] = 600
+    found = []
+    for _ in range(2):
+        flags = f"-m gpu --last-failed -o cache_dir={folder}/cache {__file__}"
+        code = pytest.main(flags.split())
+        found.append((int(code), json.loads((folder / "out/gpu.json").read_text())["parts"]))
+        broken.unlink(missing_ok=True)
+        test_gpu.LIMITS.clear()
+    return found
+
+
+def test_a_second_call_goes_on_with_what_failed_or_had_no_time(tmp_path):
+    [((first, parts), (second, mended))] = run_ranks(two_calls, 1, tmp_path)
+    assert (first, second) == (1, 0)
+    assert [bool(result["failure"]) for result in parts.values()] == [False, True, True]
+    assert parts["long"]["failure"].startswith("no time was left")
+    assert [bool(result["failure"]) for result in mended.values()] == [False] * 3
+    assert (tmp_path / "good").read_text() == "x", "what ended well is not run again"
+
+
+if __name__ == "__main__":
+    train_with_inf(sys.argv[1:])
