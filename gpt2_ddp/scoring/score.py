@@ -33,7 +33,7 @@ def answer(
     """Scores all requests, the longest first.
 
     Batches do not depend on the number of ranks: batch j is rank j mod W's. Short ones are padded with rows that are
-    not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered at the end.
+    not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered once.
 
     Args:
         model: prepared or plain, on the accelerator's device; `model(x)` -> logits [B, T, vocab_size].
