@@ -6,6 +6,7 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from gpt2_ddp.compare.run import CommFraction, RunResult
+from gpt2_ddp.output import markdown_table
 
 HEADER = (
     "job",
@@ -153,11 +154,27 @@ def share_words(share: CommFraction) -> str:
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The table, which is readable unrendered too, and the notes below it."""
-    lines = [list(HEADER), *[row.cells() for row in rows]]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    lines.insert(1, ["-" * width for width in widths])
-    table = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    return "\n".join([*table, "", *[f"- {note}" for note in notes]])
+    """The table, and the notes below it."""
+    return "\n".join([markdown_table(HEADER, [row.cells() for row in rows]), "", *[f"- {note}" for note in notes]])
+
+
+def draw(rows: Sequence[Row]) -> bytes:
+    """Bars by job and way, as a PNG. Dots are the single repeats; lines go from the least of them to the most, or over
+    the noise of a communication. What is missing has no bar."""
+    from gpt2_ddp.reports.figure import Bar, draw_bars  # matplotlib: not before there is something to draw
+
+    speed, communication, memory = [], [], []
+    measured = [row for row in rows if not row.why_missing]
+    for row in measured:
+        found, place = row.speed_ups, (row.job, row.way.name)
+        speed.append(Bar(*place, row.speed_up, f"{row.speed_up:.2f}", found, (min(found), max(found))))
+        size = row.peak_memory / 1e6
+        memory.append(Bar(*place, size, f"{size:.0f}", [], (size, size)))
+        if row.communication:  # without height where it is lost in its noise
+            share, noise = 100 * row.communication.share, 100 * row.communication.noise
+            value, label = (share, f"{share:.0f}%") if row.communication.measured else (0.0, f"< {noise:.0f}%")
+            readings = [100 * run.communication.share for run in row.runs if run.communication]
+            communication.append(Bar(*place, value, label, readings, (share - noise, share + noise)))
+    panels = {"Speed-up over one process, measured": speed, "Share of a step in communication (%)": communication}
+    panels |= {"Peak memory per process (MB)": memory}
+    return draw_bars(panels, list(dict.fromkeys(row.way.name for row in measured)))

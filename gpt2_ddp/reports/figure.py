@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -10,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from gpt2_ddp.reports.lines import COLORS, NOT_FINITE, Overlay
@@ -69,10 +71,14 @@ class Picture(NamedTuple):
 
     def png(self) -> bytes:
         """On white."""
-        file = io.BytesIO()
-        with matplotlib.rc_context(STYLE):
-            self.figure.savefig(file, format="png", facecolor="white", dpi=130)
-        return file.getvalue()
+        return _png(self.figure)
+
+
+def _png(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(file, format="png", facecolor="white", dpi=130)
+    return file.getvalue()
 
 
 def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
@@ -222,3 +228,47 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
     return f"{value:.3g}"
+
+
+class Bar(NamedTuple):
+    """A bar of a `group` and a `series`: its height, the label above it, the readings that are drawn as dots, and the
+    ends of a line over it, which may coincide."""
+
+    group: str
+    series: str
+    value: float
+    label: str
+    readings: Sequence[float]
+    ends: tuple[float, float]
+
+
+def draw_bars(panels: Mapping[str, Sequence[Bar]], series: Sequence[str]) -> bytes:
+    """A PNG of one panel per title, side by side: groups of bars, each series in its colour. A panel of a title with
+    (%) spans 0 to 100."""
+    n_groups = max(len({bar.group for bar in bars}) for bars in panels.values())
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(12, 3 * n_groups), 4.6), layout="constrained")
+        for panel, (title, bars) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+            panel.set_title(title)
+            _bars(panel, bars, series)
+            if "(%)" in title:
+                panel.set_ylim(0, 100)
+        handles = [Patch(color=color, label=name) for name, color in zip(series, cycle(COLORS), strict=False)]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(series))
+    return _png(figure)
+
+
+def _bars(panel: Axes, bars: Sequence[Bar], series: Sequence[str]) -> None:
+    groups = list(dict.fromkeys(bar.group for bar in bars))
+    shown = [name for name in series if any(bar.series == name for bar in bars)]
+    width = 0.8 / len(series)
+    for bar in bars:
+        x = groups.index(bar.group) + (shown.index(bar.series) - (len(shown) - 1) / 2) * width
+        panel.bar(x, bar.value, 0.9 * width, color=COLORS[series.index(bar.series) % len(COLORS)])
+        panel.plot([x] * len(bar.readings), bar.readings, ".", color="black", alpha=0.5, markersize=5)
+        panel.vlines(x, *bar.ends, color="black", linewidth=1.2)
+        top = max(bar.value, *bar.readings, *bar.ends)
+        panel.annotate(bar.label, (x, top), (0, 4), textcoords="offset points", ha="center")
+    panel.set_xticks(range(len(groups)), groups)
+    panel.grid(axis="x", visible=False)
+    panel.margins(y=0.12)

@@ -7,6 +7,7 @@ import numpy as np
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
+from gpt2_ddp.output import make_output_folder
 from gpt2_ddp.reports.figure import draw, share_batch
 from gpt2_ddp.reports.page import page
 from gpt2_ddp.reports.runs import AXES, RunRecord, read_runs
@@ -39,12 +40,9 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
     axes, axis = choose_axis(loaded, axis)
     pictures = {each: draw(loaded, each) for each in axes}
     html, png = page(loaded, pictures, axis), pictures[axis].png()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        write_atomically(output / "report.png", png)
-        write_atomically(output / "report.html", html.encode(errors="replace"))  # a sample may hold half a character
-    except OSError as error:
-        raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
+    make_output_folder(output)
+    write_atomically(output / "report.png", png)
+    write_atomically(output / "report.html", html.encode(errors="replace"))  # a sample may hold half a character
     return output / "report.html"
 
 
