@@ -191,8 +191,8 @@ class ReportConfig(Command):
     output: str | None = None
     """folder for report.html and report.png; null: the first run's folder"""
     axis: Literal["auto", "steps", "tokens", "time"] = "auto"
-    """what the PNG is drawn along, and the page at first: steps, tokens (or samples), or the time in training steps;
-    auto: steps if a step is as many tokens in all runs, else tokens"""
+    """what the picture is drawn along: steps, tokens (or samples), or the time in training steps; auto: steps if a step
+    is as many tokens in all runs, else tokens"""
 
 
 class StatusConfig(Command):
