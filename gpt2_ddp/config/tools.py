@@ -266,7 +266,7 @@ class LabConfig(Command):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """fixes data and initial weights of the experiments"""
     output: str | None = None
-    """file for the table: .html is a page with the lessons and their code, .json has every number; or else markdown"""
+    """file for the table: .json has every number; or else markdown"""
     explain: str | None = None
     """name of an experiment: print its lesson, and the code of both ways, and measure nothing"""
 
