@@ -22,8 +22,8 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.reports import page as page_module
-from gpt2_ddp.reports.figure import Picture, draw, share_tokens
-from gpt2_ddp.reports.lines import COLORS, MAX_POINTS, short_names, thin
+from gpt2_ddp.reports.figure import draw, share_tokens
+from gpt2_ddp.reports.lines import COLORS, MAX_POINTS, Picture, short_names, thin
 from gpt2_ddp.reports.report import choose_axis, report, write_report
 from gpt2_ddp.reports.runs import read_runs
 
@@ -346,7 +346,7 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
     assert loss.get_title("left") == "Validation loss (bits per byte, log scale)"
     assert legend
     assert {"token, and the runs' tokenizers differ", "not evaluated: never"} < {t.get_text() for t in legend.texts}
-    shown = [trace for trace in picture.overlay.traces if trace.panel is loss]
+    shown = [trace for trace in picture.traces if trace.panel is loss]
     assert {trace.label for trace in shown} == {"validation"}
     assert all(set(trace.values) == {1.25} for trace in shown)
     states[1].write_text(states[0].read_text())

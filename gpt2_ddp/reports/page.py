@@ -6,13 +6,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from gpt2_ddp.reports.figure import Picture
-from gpt2_ddp.reports.lines import COLORS
+from gpt2_ddp.reports.lines import Picture
 from gpt2_ddp.reports.runs import Row, RunRecord, is_finite
 
 UNKNOWN = "–"
@@ -62,14 +61,15 @@ def _fill(title: str, body: str, points: str) -> str:
 def _points(picture: Picture) -> str:
     """JSON for the script: the panels' boxes; and of each line its x and y, in coordinates of the SVG, its steps, and
     its values, null for those that are not finite."""
-    boxes, overlay, lines = picture.panels(), picture.overlay, []
-    for trace in overlay.traces:
+    boxes, lines = picture.panels(), []
+    for trace in picture.traces:
         left, top, right, bottom = boxes[trace.panel]
         x, y = (trace.places() * (right - left, top - bottom) + (left, bottom)).round(1).T.tolist()
         values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in trace.values.tolist()]
         place = {"run": trace.run, "panel": list(boxes).index(trace.panel), "label": trace.label, "x": x, "y": y}
         lines.append({**place, "step": trace.steps.astype(int).tolist(), "value": values})
-    named = [{"name": name, "color": color} for name, color in zip(overlay.names, cycle(COLORS), strict=False)]
+    colors = [color for _, color in picture.colored()]
+    named = [{"name": name, "color": color} for name, color in zip(picture.names, colors, strict=True)]
     found = {"panels": list(boxes.values()), "runs": named, "lines": lines}
     return json.dumps(found, separators=(",", ":"))
 
