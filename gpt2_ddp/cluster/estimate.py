@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 
 from gpt2_ddp.cluster.roll_call import NodeInfo
+from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.model.gpt import GPT
 
-GPT2_IDS = 50_257
-"""Of its tokenizer, which is taken for a training whose data are not prepared yet."""
 BACKWARD = 2 / 3
 """Of a step's arithmetic: two matrix products for each of the forward pass. Gradients travel meanwhile."""
 SLOW = 4
