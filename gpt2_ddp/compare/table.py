@@ -8,19 +8,7 @@ from typing import Any, NamedTuple
 from gpt2_ddp.compare.run import CommFraction, RunResult
 from gpt2_ddp.output import markdown_table
 
-HEADER = (
-    "job",
-    "way",
-    "wall s (min–max)",
-    "samples/s",
-    "speed-up (min–max)",
-    "efficiency",
-    "peak MB per process",
-    "communication",
-    "final metric",
-    "Δ parameters / norm",
-    "largest Δ",
-)
+WALL = "wall s (min–max)"
 
 
 class Strategy(NamedTuple):
@@ -97,11 +85,7 @@ class Row:
             return about | {"why_missing": self.why_missing}
         first = self.runs[0]
         return about | {
-            "parameters": first.parameters,
-            "threads": first.threads,
-            "steps": first.steps,
-            "samples": first.samples,
-            "steps_per_epoch": first.steps_per_epoch,
+            **{name: getattr(first, name) for name in ("parameters", "threads", "steps", "samples", "steps_per_epoch")},
             "seconds": self.seconds,
             "seconds_of_each_run": [run.seconds for run in self.runs],
             "samples_per_second": first.samples / self.seconds,
@@ -118,27 +102,25 @@ class Row:
             "difference_largest": max(difference.largest for difference in self.differences),
         }
 
-    def cells(self) -> list[str]:
-        """The row of the table, below `HEADER`."""
+    def cells(self) -> dict[str, str]:
+        """The row of the table, by column; a way that is missing has the first three."""
+        place = {"job": self.job, "way": self.way.name}
         if self.why_missing:
-            return [self.job, self.way.name, self.why_missing, *["–"] * (len(HEADER) - 3)]
-        found = self.numbers()
-        times = [run.seconds for run in self.runs]
-        share, metrics, rate = self.communication, found["metrics"], found["samples_per_second"]
+            return place | {WALL: self.why_missing}
+        found, share = self.numbers(), self.communication
+        metrics, rate = found["metrics"], found["samples_per_second"]
         metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
-        return [
-            self.job,
-            self.way.name,
-            _with_extremes(self.seconds, times, "{:.3g}"),
-            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
-            _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
-            f"{found['efficiency']:.0%}",
-            f"{self.peak_memory / 1e6:,.0f}",
-            "–" if share is None else share_words(share),
-            f"{metric} {metrics[metric]:.4f}" if metric else "–",
-            f"{found['difference_norm']:.1e}",
-            f"{found['difference_largest']:.1e}",
-        ]
+        return place | {
+            WALL: _with_extremes(self.seconds, [run.seconds for run in self.runs], "{:.3g}"),
+            "samples/s": f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
+            "speed-up (min–max)": _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
+            "efficiency": f"{found['efficiency']:.0%}",
+            "peak MB per process": f"{self.peak_memory / 1e6:,.0f}",
+            "communication": "–" if share is None else share_words(share),
+            "final metric": f"{metric} {metrics[metric]:.4f}" if metric else "–",
+            "Δ parameters / norm": f"{found['difference_norm']:.1e}",
+            "largest Δ": f"{found['difference_largest']:.1e}",
+        }
 
 
 def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
@@ -154,8 +136,10 @@ def share_words(share: CommFraction) -> str:
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The table, and the notes below it."""
-    return "\n".join([markdown_table(HEADER, [row.cells() for row in rows]), "", *[f"- {note}" for note in notes]])
+    """The table, and the notes below it. The first row is that of one process, which is never missing."""
+    cells = [row.cells() for row in rows]
+    lines = [[line.get(column, "–") for column in cells[0]] for line in cells]
+    return "\n".join([markdown_table(list(cells[0]), lines), "", *[f"- {note}" for note in notes]])
 
 
 def draw(rows: Sequence[Row]) -> bytes:
