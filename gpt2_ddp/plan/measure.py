@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -104,8 +103,6 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
     Raises:
         UserError: as training does.
     """
-    from gpt2_ddp.compare.run import peak_memory  # what it imports would count as the base memory of a training
-
     values: dict[str, Any] = config.model_dump(mode="json")
     values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}
     values["tracking"] |= {"log_with": []}
@@ -124,24 +121,21 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
             train_loop(run)
             whole = time.perf_counter() - first
             run.finish("completed")
+            from gpt2_ddp.compare.run import peak_memory  # here, as a training does not load it
+
             device = run.accelerator.device
             memory = float(torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device))
         if run.folder is None:
             return Measured(None, memory)
-        rows = [line.row or {} for line in read_lines(Path(folder) / "measured" / METRICS)]
+        from gpt2_ddp.reports.report import write_report  # matplotlib and all: after the peak was taken
+
+        rows = [line.row or {} for line in read_lines(run.folder.path / METRICS)]
         rate = median([row["tokens_per_second"] for row in rows if row.get("tokens_per_second")][1:])
-        end = _report(Path(folder) / "measured")
+        begun = time.perf_counter()  # train_gpt2.py ends with a report
+        write_report([run.folder.path], run.folder.path)
+        end = time.perf_counter() - begun
     # what the first steps, the first evaluation and the first save take longer than others belongs to the start
     usual = STEPS * config.train.global_batch_tokens / rate
     usual += sum(seconds * REPEATED[what] for what, seconds in run.seconds.items())
     start += max(whole - usual, 0.0)
     return Measured(Rate(rate, "measured here", *run.seconds.values(), start=start, end=end), memory)
-
-
-def _report(run: Path) -> float:
-    """Seconds for the report that train_gpt2.py ends with."""
-    from gpt2_ddp.reports.report import write_report  # matplotlib and all
-
-    begun = time.perf_counter()
-    write_report([run], run)
-    return time.perf_counter() - begun
