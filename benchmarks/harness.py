@@ -13,7 +13,6 @@ from importlib.metadata import version
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from shutil import which
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -25,8 +24,8 @@ from torch.utils.collect_env import get_env_info
 from benchmarks.config import Benchmark, BenchmarkConfig
 from gpt2_ddp.compare.run import peak_memory
 from gpt2_ddp.distributed.spawn import start_ranks
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
+from gpt2_ddp.output import make_output_folder, markdown_table
 from gpt2_ddp.project import INSTALLED, PROJECT
 
 T = TypeVar("T")
@@ -84,11 +83,8 @@ Table = tuple[Sequence[Case], Sequence[str]]
 
 def as_markdown(cases: Sequence[Case], notes: Sequence[str]) -> str:
     """The table, which is readable unrendered too."""
-    lines = [HEADER, *[line for case in cases for line in case.lines()]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    rows = ["| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines]
-    return "\n".join([*rows, "", *[f"- {note}" for note in notes]])
+    lines = [line for case in cases for line in case.lines()]
+    return "\n".join([markdown_table(HEADER, lines), "", *[f"- {note}" for note in notes]])
 
 
 def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
@@ -101,11 +97,7 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
     for module in modules.values():
         if hasattr(module, "check"):
             module.check(config)
-    output, tables = Path(config.output), []
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
+    output, tables = make_output_folder(config.output), []
     for name, module in modules.items():
         cases, notes = table = module.measure(config)
         tables.append(table)

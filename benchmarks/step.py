@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, Contender, Done, StepTiming, Table, make_case, time_contenders
 from gpt2_ddp.config.cli import resolve
+from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, read_manifest
 from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -43,7 +44,6 @@ BARE = "bare PyTorch loop"
 PRESET = "configs/gpt2_124m.yaml"
 TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}
 """A model whose step is nearly all bookkeeping."""
-GPT2_IDS = 50_257
 PRECISIONS = {"no": ("fp32", torch.float32), "bf16": ("bf16", torch.bfloat16)}
 """Words and types of `--precision`."""
 ENDLESS, GRAD_CLIP = 10**9, 1.0

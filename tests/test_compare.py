@@ -15,10 +15,9 @@ from ranks import run_ranks
 from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
-from gpt2_ddp.compare.bars import draw
 from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_notes, read_job, read_jobs
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
-from gpt2_ddp.compare.table import HEADER, Difference, Row, Strategy, as_markdown
+from gpt2_ddp.compare.table import Difference, Row, Strategy, as_markdown, draw
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
@@ -179,7 +178,8 @@ def test_every_figure_follows_from_what_was_measured(rows):
 def test_the_table(rows):
     lines = as_markdown(rows, ["a note"]).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|") if cell.strip()] for line in lines[:5]]
-    assert all(len(line) == len(HEADER) for line in cells)
+    assert all(len(line) == 11 for line in cells)
+    assert (cells[0][2], cells[0][-1]) == ("wall s (min–max)", "largest Δ")
     assert cells[2][:5] == ["gpt2", "single", "2.2 (2–3)", "145.5", "1.00"]
     assert cells[3][:4] == ["gpt2", "DataParallel", "needs 2 GPUs, this machine has 0", "–"]
     right = "gpt2 | DDP-2 | 1.25 (1–1.3) | 256 | 1.76 (1.69–2.40) | 88% | 300 | 20.0% ± 1.0% | val_loss 1.5000"
@@ -201,8 +201,9 @@ def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
     assert row(
         CommFraction(0.0, 0.01), CommFraction(0.1, 0.01), CommFraction(0.2, 0.01)
     ).communication == pytest.approx((0.1, 0.1))
-    assert row(CommFraction(-0.02, 0.12)).cells()[7] == "below the noise of ± 12.0%"
-    assert row(CommFraction(-0.02, 0.12)).cells()[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
+    cells = list(row(CommFraction(-0.02, 0.12)).cells().values())
+    assert cells[7] == "below the noise of ± 12.0%"
+    assert cells[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
 
 
 def test_weak_scaling_multiplies_the_batch_and_compares_samples_per_second(tmp_path, monkeypatch, rows):

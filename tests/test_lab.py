@@ -22,9 +22,7 @@ from ranks import forked_ranks, run_ranks
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab.experiment import experiment
-from gpt2_ddp.lab.lab import run_experiments, run_lab
-from gpt2_ddp.lab.lessons import EXPERIMENTS, ROOMS, choose, explain, lesson
-from gpt2_ddp.lab.table import Row, as_page
+from gpt2_ddp.lab.lab import EXPERIMENTS, TOPICS, Row, as_markdown, choose, explain, lesson, run_experiments, run_lab
 
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
@@ -106,7 +104,7 @@ def test_claim_holds_and_the_documentation_has_the_measured_numbers(numbers, nam
 def test_the_page_has_every_lesson_in_the_order_of_the_table():
     page = (ROOT / "docs" / "ddp-lab.md").read_text()
     assert re.findall(r"^\*\*(\w+)\.\*\*", page, re.MULTILINE) == list(BY_NAME)
-    assert re.findall(r"^## (.*)", page, re.MULTILINE) == list(ROOMS)
+    assert re.findall(r"^## (.*)", page, re.MULTILINE) == list(TOPICS)
 
 
 def test_a_lesson_is_told_with_the_code_that_measures_it(capsys, monkeypatch):
@@ -119,7 +117,7 @@ def test_a_lesson_is_told_with_the_code_that_measures_it(capsys, monkeypatch):
         assert told.count(part) == 1
     assert "@experiment" not in told
     assert "class TwoHeads" not in told, "of the same module, and not used"
-    monkeypatch.setattr("gpt2_ddp.lab.lessons.DOCUMENTATION", ROOT / "no docs, as in the image")
+    monkeypatch.setattr("gpt2_ddp.lab.lab.DOCUMENTATION", ROOT / "no docs, as in the image")
     assert explain(BY_NAME["no_sync"]).replace("\n\n", "", 1).startswith(f"{BY_NAME['no_sync'].claim}wrong: ")
 
 
@@ -134,19 +132,12 @@ def test_the_code_of_a_lesson_is_whole(name):
     assert ours <= defined
 
 
-def test_the_page_of_measured_lessons():
-    failed = Row(BY_NAME["set_epoch"], {}, False, "1 < 2 `<b>`")
-    page = as_page([Row(BY_NAME["no_sync"], {}, True, "2576 <i>"), failed], seed=3)
-    assert "<script" not in page
-    assert not re.search(r"(href|src|url)\b *[=(]", page)
-    assert all(part in page for part in ("default-src 'none'", "prefers-color-scheme: dark")), page
-    assert "with seed 3: 1 of 2 claims hold" in page
-    assert "<dt>measured</dt><dd>2576 &lt;i&gt;</dd>" in page
-    assert "<dt>measured</dt><dd>1 &lt; 2 <code>&lt;b&gt;</code></dd>" in page
-    assert page.count("The claim does not hold here.") == 1
-    assert "<em>is</em>" not in page, "no other experiment's lesson"
-    assert "with model.no_sync() if saves and i &lt; 3 else nullcontext():" in page
-    assert [title for title in ROOMS if f"<h2>{title}</h2>" in page] == ["Gradients and weights", "Samples"]
+def test_the_table():
+    rows = [Row(BY_NAME["no_sync"], {}, True, "2576\n<i>"), Row(BY_NAME["set_epoch"], {}, False, "1 < 2")]
+    head, rule, good, bad = as_markdown(rows).splitlines()
+    assert (head, rule) == ("| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |")
+    assert good.startswith(f"| {BY_NAME['no_sync'].claim} | {BY_NAME['no_sync'].wrong} | ")
+    assert (good[-13:], bad[-16:]) == (" | 2576 <i> |", " | 1 < 2 FAILS |")
 
 
 def mutations() -> dict:
@@ -258,8 +249,9 @@ def test_a_table_that_nobody_reads_ends_the_ranks_too(forked, monkeypatch):
 
 
 def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, capsys):
-    with pytest.raises(UserError, match=r"output = .*: cannot be written"):
-        run_lab(LabConfig(only=("set_epoch",), output=str(tmp_path)))
+    for name, why in (("", "cannot be written"), ("lab.html", r"is not written .* docs/ddp-lab.md")):
+        with pytest.raises(UserError, match=rf"output = .*: {why}"):
+            run_lab(LabConfig(only=("set_epoch",), output=str(tmp_path / name)))
     assert capsys.readouterr().out == ""
 
 

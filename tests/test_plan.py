@@ -25,11 +25,10 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan import plan as planning
-from gpt2_ddp.plan.cost import START, Rate, count, divides, seconds
-from gpt2_ddp.plan.machine import find_machine
-from gpt2_ddp.plan.plan import _rate, make_plan
-from gpt2_ddp.plan.refusals import Seen
-from gpt2_ddp.training.peaks import PEAKS
+from gpt2_ddp.plan.cost import START, Rate, count, seconds
+from gpt2_ddp.plan.plan import Plan, find_target, make_plan
+from gpt2_ddp.plan.preflight import Seen
+from gpt2_ddp.training.peaks import GPUS
 
 
 def everything(folder: Path) -> dict[str, str]:
@@ -249,13 +248,13 @@ def plan_config(**changes: Any) -> PlanConfig:
 
 
 def test_machines():
-    machine = find_machine(plan_config(gpu="H100 80GB HBM3", gpus=8, nodes=2), 1)
+    machine = find_target(plan_config(gpu="H100 80GB HBM3", gpus=8, nodes=2), 1)
     assert (machine.processes, machine.memory, machine.peak) == (16, 80e9, 989.5e12)
-    for name in PEAKS:  # each has a memory, by its name or by the table
-        assert 16e9 <= find_machine(plan_config(gpu=name), 1).memory <= 300e9
-    assert find_machine(plan_config(gpu="NVIDIA A100-SXM4-40GB"), 1).memory == 40e9
-    expect_error("NVIDIA H100 80GB HBM3", find_machine, plan_config(gpu="H100 80GB"), 1)
-    assert find_machine(plan_config(gpu="H100 80GB", gpu_memory=80), 1).peak is None
+    for name in GPUS:  # each has a memory, by its name or by the table
+        assert 16e9 <= find_target(plan_config(gpu=name), 1).memory <= 300e9
+    assert find_target(plan_config(gpu="NVIDIA A100-SXM4-40GB"), 1).memory == 40e9
+    expect_error("NVIDIA H100 80GB HBM3", find_target, plan_config(gpu="H100 80GB"), 1)
+    assert find_target(plan_config(gpu="H100 80GB", gpu_memory=80), 1).peak is None
 
 
 def test_what_is_done_and_how_long_it_takes():
@@ -266,18 +265,20 @@ def test_what_is_done_and_how_long_it_takes():
     assert count(config, 0, 1000, False).evaluations == 0
     spent = seconds(counted, Rate(524_288.0, "", 2.0, 3.0, start=10), 524_288)
     assert spent == {"start": 10, "steps": 1050, "evaluations": 12, "checkpoints": 6, "samples": 0, "end": 0}
-    assert divides(config) == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
     config = plan_config(gpu="H100 80GB HBM3", eval={"tokens": 10**9})
-    machine = find_machine(config, 1)
-    unknown = _rate(config, machine, None, 10**9, 10**6, config.training, Seen(), "no", False)
-    assert unknown is None, "the peak is bf16's"
-    for task, scored in ((None, 10**9), (SimpleNamespace(validation_tokens=300), 300)):
-        rate = _rate(config, machine, None, 10**9, 10**6, config.training, Seen(task=task), "bf16", False)
-        assert rate.tokens_per_second == 0.4 * 989.5e12 / 10**9
-        assert rate.evaluation == scored / (3 * rate.tokens_per_second)
+    machine = find_target(config, 1)
+    unknown = Plan(config, machine, "no", Seen())
+    assert (unknown.rate, unknown.price) == (None, None), "the peak is bf16's"
+    assert list(unknown.splits) == [1, 2, 4, 8, 16, 32, 64]
+    of_data = {"manifest": SimpleNamespace(vocab_size=50_257), "manifests": [], "validates": True}
+    of_data |= {"feed": SimpleNamespace(order=[0] * 9), "total_steps": lambda windows: 100, "config": config.training}
+    for task, scored in ((None, 10**9), (SimpleNamespace(validation_tokens=300, **of_data), 300)):
+        plan = Plan(config, machine, "bf16", Seen(task=task))
+        assert plan.rate.tokens_per_second == 0.4 * 989.5e12 / plan.flops_per_token
+        assert plan.rate.evaluation == scored / (3 * plan.rate.tokens_per_second)
 
 
 def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.training import peaks
 from gpt2_ddp.training.meters import Throughput, peak_of_ranks
-from gpt2_ddp.training.peaks import PEAKS, peak_flops
+from gpt2_ddp.training.peaks import GPUS, peak_flops
 
 CPU = torch.device("cpu")
 
@@ -78,10 +78,10 @@ def unlike_devices() -> tuple[float | None, float | None, list[str]]:
     """On each rank the peaks of two GPUs that differ, and of two of which one is not known."""
     rank, gpu = build_accelerator("cpu").process_index, torch.device("cuda")
     torch.cuda.get_device_name = lambda device: f"GPU {rank}"
-    peaks.PEAKS[f"GPU {rank}"] = peaks.Peak(1.0 + rank, "", "")
+    peaks.GPUS[f"GPU {rank}"] = peaks.Gpu(1.0 + rank, 80, "")
     both, _ = peak_of_ranks(gpu)
     if rank:
-        del peaks.PEAKS["GPU 1"]
+        del peaks.GPUS["GPU 1"]
     return both, *peak_of_ranks(gpu)
 
 
@@ -151,5 +151,5 @@ def test_the_peak_of_a_device_is_its_data_sheets_or_unknown():
         name: pytest.approx(tera * 1e12, rel=1e-3) for name, tera in KNOWN.items()
     }
     assert {name: peak_flops(name) for name in UNKNOWN} == dict.fromkeys(UNKNOWN)
-    assert set(PEAKS) == set(KNOWN)
-    assert all(peak.form and peak.source for peak in PEAKS.values())
+    assert set(GPUS) == set(KNOWN)
+    assert all(gpu.memory and gpu.source for gpu in GPUS.values())

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from gpt2_ddp.cluster.rendezvous import NodeInfo, RankEnv, connect, format_ranks, gather_facts, rendezvous
 from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST, read_manifest
@@ -26,11 +27,10 @@ from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_de
 from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.output import text_table
 
 WARM_UP = 3
 """All-reduces of a size before it is timed: the first opens connections."""
-GPT2_IDS = 50_257
-"""Size of the vocabulary of a training whose data are not prepared yet."""
 BACKWARD = 2 / 3
 """Share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass."""
 SLOW = 4
@@ -218,7 +218,7 @@ def network_notes(
 
 def _report(config: CheckClusterConfig, ranks: list[NodeInfo], results: list[dict], notes: list[str]) -> None:
     shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
-    print(format_table([shown, *([str(getattr(facts, name)) for name in shown] for facts in ranks)]))
+    print(text_table([shown, *([str(getattr(facts, name)) for name in shown] for facts in ranks)]))
     if results:
         backend = "nccl" if ranks[0].device_type == "cuda" else "gloo"
         heads = ("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")
@@ -232,7 +232,7 @@ def _report(config: CheckClusterConfig, ranks: list[NodeInfo], results: list[dic
             )
             for row in results
         ]
-        print(f"\n{format_table([heads, *cells])}")
+        print(f"\n{text_table([heads, *cells])}")
         print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
     for note in notes:
         print(f"note: {note}")
@@ -245,14 +245,6 @@ def _report(config: CheckClusterConfig, ranks: list[NodeInfo], results: list[dic
             "notes": notes,
         }
         Path(config.output).write_text(json.dumps(found, indent=1) + "\n")
-
-
-def format_table(rows: list) -> str:
-    """Rows of strings as aligned columns, the first row being their heads."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def spell_bytes(size: int) -> str:

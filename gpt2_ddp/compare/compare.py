@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2_ddp.compare.run import WARM_UP, RunResult, measure
-from gpt2_ddp.compare.table import Difference, Row, Strategy, as_markdown
+from gpt2_ddp.compare.table import Difference, Row, Strategy, as_markdown, draw
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, LaunchConfig, RegressionConfig, TransformerConfig
@@ -30,9 +30,11 @@ from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
+from gpt2_ddp.output import make_output_folder
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.project import command_for
 
+Job = TrainingConfig | JobConfig
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
     "regression": (RegressionConfig, "configs/regression.yaml"),
     "classifier": (ClassifierConfig, "configs/mlp_clusters.yaml"),
@@ -59,16 +61,13 @@ class Machine:
 
     def ways(self, processes: tuple[int, ...]) -> list[tuple[Strategy, str]]:
         """All rows of a job, the single process first, each with the reason why it cannot be measured here, or ''."""
-        replicas = Strategy("DataParallel", 1, max(self.gpus, 2))
-        reason = "" if self.gpus >= 2 else f"needs 2 GPUs, this machine has {torch.cuda.device_count()}"
-        if self.gpus == 0 and torch.cuda.device_count() >= 2:
-            reason = "needs GPUs, and device is cpu"
-        found = [(Strategy("single", 1, 1), ""), (replicas, reason)]
+        here, lacking = torch.cuda.device_count(), "needs {} GPUs, this machine has {}"
+        reason = "needs GPUs, and device is cpu" if here >= 2 and not self.gpus else lacking.format(2, here)
+        replicas = Strategy("DataParallel", 1, max(self.gpus, 2)), "" if self.gpus >= 2 else reason
+        found = [(Strategy("single", 1, 1), ""), replicas]
         for n in processes:
-            lacking = self.device == "cuda" and n > self.gpus
-            found.append(
-                (Strategy(f"DDP-{n}", n, n), f"needs {n} GPUs, this machine has {self.gpus}" if lacking else "")
-            )
+            reason = lacking.format(n, self.gpus) if self.device == "cuda" and n > self.gpus else ""
+            found.append((Strategy(f"DDP-{n}", n, n), reason))
         return found
 
 
@@ -82,11 +81,7 @@ def compare(config: CompareConfig) -> list[Row]:
         hint = f"the comparison starts its own processes: `{command_for('compare_parallel')}`, without a launcher"
         raise UserError("processes", world_size(), hint)
     machine = find_machine(config.device)
-    output = Path(config.output)
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
+    output = make_output_folder(config.output)
     os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
     rows: list[Row] = []
     with TemporaryDirectory(prefix="compare-") as folder:
@@ -107,10 +102,8 @@ def check_idle(busy_ok: bool) -> float:
     cores = os.cpu_count() or 1
     busy = psutil.cpu_percent(interval=1) / 100 * cores
     if busy > BUSY * cores and not busy_ok:
-        hint = (
-            f"other programs keep {busy:.1f} of {cores} cores busy: end them, or say --busy_ok to measure all the same"
-        )
-        raise UserError("busy_ok", "false", hint)
+        hint = "end them, or say --busy_ok to measure all the same"
+        raise UserError("busy_ok", "false", f"other programs keep {busy:.1f} of {cores} cores busy: {hint}")
     return busy
 
 
@@ -118,8 +111,6 @@ def write(
     output: Path, config: CompareConfig, machine: Machine, rows: list[Row], notes: list[str], busy: float
 ) -> None:
     """What was measured so far, as table, numbers and bars."""
-    from gpt2_ddp.compare.bars import draw  # matplotlib: not before there is something to draw
-
     found = {
         "machine": {"device": machine.device, "gpus": machine.gpus, "cores": machine.cores, "torch": torch.__version__},
         "settings": config.model_dump(mode="json"),
@@ -139,7 +130,7 @@ def find_machine(device: str) -> Machine:
     return Machine(torch.cuda.device_count(), cores, "cuda") if kind == "cuda" else Machine(0, cores, "cpu")
 
 
-def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tuple[str, TrainingConfig | JobConfig]]:
+def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tuple[str, Job]]:
     """Every job's name and configuration (`read_job`), and `data_path` given to the one that reads data.
 
     Raises:
@@ -155,21 +146,17 @@ def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tup
     return [(name, _with_path(job, config.data_path) if name in readers else job) for name, job in jobs]
 
 
-def _reads_data(job: TrainingConfig | JobConfig) -> bool:
+def _reads_data(job: Job) -> bool:
     return isinstance(job, TrainingConfig) or (isinstance(job, ClassifierConfig) and job.data.name != "clusters")
 
 
-def _with_path(job: TrainingConfig | JobConfig, path: str) -> TrainingConfig | JobConfig:
+def _with_path(job: Job, path: str) -> Job:
     assert isinstance(job, TrainingConfig | ClassifierConfig), "others read nothing"
-    own: dict[str, object] = {"path": path}
-    if isinstance(job, TrainingConfig):
-        own["prepare"] = None
+    own = {"path": path} | ({"prepare": None} if isinstance(job, TrainingConfig) else {})
     return job.model_copy(update={"data": job.data.model_copy(update=own)})
 
 
-def read_job(
-    word: str, config: CompareConfig, machine: Machine, folder: Path
-) -> tuple[str, TrainingConfig | JobConfig]:
+def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -> tuple[str, Job]:
     """The name and configuration of a job given as KIND or KIND:FILE, with what a comparison wants otherwise.
 
     Raises:
@@ -197,18 +184,16 @@ def read_job(
     return Path(file or default).stem, job.model_copy(update=changes)
 
 
-def with_data(job: TrainingConfig | JobConfig, folder: Path) -> TrainingConfig | JobConfig:
+def with_data(job: Job, folder: Path) -> Job:
     """The job with tokens to train on: those that are not there yet are prepared in the comparison's own folder."""
     if not isinstance(job, TrainingConfig) or not job.data.prepare or (Path(job.data.paths[0]) / MANIFEST).exists():
         return job
     path = str(folder / "data" / Path(job.data.prepare).stem)
     prepare(load(PrepareConfig, ["--config", job.data.prepare, "--output", path]))
-    return job.model_copy(update={"data": job.data.model_copy(update={"path": path, "prepare": None})})
+    return _with_path(job, path)
 
 
-def compare_job(
-    name: str, job: TrainingConfig | JobConfig, config: CompareConfig, machine: Machine, folder: Path
-) -> Iterator[Row]:
+def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, folder: Path) -> Iterator[Row]:
     """Measures every way of one job, `repeats` times in turn. Raises: UserError, as the job does."""
     job = with_data(job, folder)
     ways = machine.ways(config.processes)
@@ -246,14 +231,11 @@ def difference(file: Path, reference: Path) -> Difference:
 
 def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str]:
     """What a reader of the table has to know, first of all where it is not what it seems."""
-    notes = []
-    if machine.device == "cpu":
-        for n in config.processes:
-            if n * config.threads > machine.cores:
-                wanted = f"{n} processes with {config.threads} thread{'s' * (config.threads > 1)} each"
-                notes.append(
-                    f"DDP-{n}: too few cores: {wanted} share {machine.cores:g}, so it cannot show its speed-up"
-                )
+    notes, threads = [], f"{config.threads} thread{'s' * (config.threads > 1)}"
+    for n in config.processes if machine.device == "cpu" else ():
+        if n * config.threads > machine.cores:
+            wanted = f"{n} processes with {threads} each share {machine.cores:g}"
+            notes.append(f"DDP-{n}: too few cores: {wanted}, so it cannot show its speed-up")
     if busy > BUSY * (os.cpu_count() or 1):
         notes.append(f"other programs kept {busy:.1f} cores busy at the start: measure again on an idle machine")
     if config.mixed_precision != "no":
@@ -261,15 +243,13 @@ def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str
     if config.weak:
         notes.append("weak scaling: the global batch grows with the processes, and so do the parameters' differences")
     where = f"{machine.gpus} GPUs" if machine.gpus else f"CPU, {machine.cores:g} physical cores"
-    notes.append(f"{where}; {config.threads} thread{'s' * (config.threads > 1)} per process, in every row alike")
-    notes.append(
+    return [
+        *notes,
+        f"{where}; {threads} per process, in every row alike",
         f"medians of {config.repeats} interleaved runs, each of fresh processes; start, data, warm-up and evaluation "
-        "are not in the wall time"
-    )
-    notes.append(
-        "communication: what a step gains when gradients are not synchronised, waiting for other ranks included"
-    )
-    return notes
+        "are not in the wall time",
+        "communication: what a step gains when gradients are not synchronised, waiting for other ranks included",
+    ]
 
 
 def _about_jobs(rows: list[Row]) -> Iterator[str]:
@@ -281,9 +261,7 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
             yield f"{row.job}: {run.parameters:,} parameters, {samples}, {run.steps} steps timed, {epochs:.3g} epochs"
 
 
-def run_way(
-    name: str, job: TrainingConfig | JobConfig, config: CompareConfig, way: Strategy, steps: int, weights: Path
-) -> RunResult:
+def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
     """One run of a job, in fresh processes. Raises: UserError, as the job does."""
     train: dict[str, object] = {}
     size = job.train.micro_batch_size
@@ -296,7 +274,7 @@ def run_way(
     return start_processes(measure, way.processes, job, way.data_parallel, config.threads, steps, weights)
 
 
-def steps_for(name: str, job: TrainingConfig | JobConfig, config: CompareConfig, single: Strategy, folder: Path) -> int:
+def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, folder: Path) -> int:
     """How many steps take one process about `seconds`, or end with the last of `epochs`.
 
     A few steps of a small model take as long as chance has it, so trials grow to a tenth of the steps.

@@ -6,20 +6,9 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from gpt2_ddp.compare.run import CommFraction, RunResult
+from gpt2_ddp.output import markdown_table
 
-HEADER = (
-    "job",
-    "way",
-    "wall s (min–max)",
-    "samples/s",
-    "speed-up (min–max)",
-    "efficiency",
-    "peak MB per process",
-    "communication",
-    "final metric",
-    "Δ parameters / norm",
-    "largest Δ",
-)
+WALL = "wall s (min–max)"
 
 
 class Strategy(NamedTuple):
@@ -101,11 +90,7 @@ class Row:
             return about | {"why_missing": self.why_missing}
         first = self.runs[0]
         return about | {
-            "parameters": first.parameters,
-            "threads": first.threads,
-            "steps": first.steps,
-            "samples": first.samples,
-            "steps_per_epoch": first.steps_per_epoch,
+            **{name: getattr(first, name) for name in ("parameters", "threads", "steps", "samples", "steps_per_epoch")},
             "seconds": self.seconds,
             "seconds_of_each_run": [run.seconds for run in self.runs],
             "samples_per_second": first.samples / self.seconds,
@@ -122,27 +107,25 @@ class Row:
             "difference_largest": max(difference.largest for difference in self.differences),
         }
 
-    def cells(self) -> list[str]:
-        """The row of the table, below `HEADER`."""
+    def cells(self) -> dict[str, str]:
+        """The row of the table, by column; a way that is missing has the first three."""
+        place = {"job": self.job, "way": self.way.name}
         if self.why_missing:
-            return [self.job, self.way.name, self.why_missing, *["–"] * (len(HEADER) - 3)]
-        found = self.numbers()
-        times = [run.seconds for run in self.runs]
-        share, metrics, rate = self.communication, found["metrics"], found["samples_per_second"]
+            return place | {WALL: self.why_missing}
+        found, share = self.numbers(), self.communication
+        metrics, rate = found["metrics"], found["samples_per_second"]
         metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
-        return [
-            self.job,
-            self.way.name,
-            _with_extremes(self.seconds, times, "{:.3g}"),
-            f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
-            _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
-            f"{found['efficiency']:.0%}",
-            f"{self.peak_memory / 1e6:,.0f}",
-            "–" if share is None else share_words(share),
-            f"{metric} {metrics[metric]:.4f}" if metric else "–",
-            f"{found['difference_norm']:.1e}",
-            f"{found['difference_largest']:.1e}",
-        ]
+        return place | {
+            WALL: _with_extremes(self.seconds, [run.seconds for run in self.runs], "{:.3g}"),
+            "samples/s": f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
+            "speed-up (min–max)": _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
+            "efficiency": f"{found['efficiency']:.0%}",
+            "peak MB per process": f"{self.peak_memory / 1e6:,.0f}",
+            "communication": "–" if share is None else share_words(share),
+            "final metric": f"{metric} {metrics[metric]:.4f}" if metric else "–",
+            "Δ parameters / norm": f"{found['difference_norm']:.1e}",
+            "largest Δ": f"{found['difference_largest']:.1e}",
+        }
 
 
 def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
@@ -158,11 +141,29 @@ def share_words(share: CommFraction) -> str:
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
-    """The table, which is readable unrendered too, and the notes below it."""
-    lines = [list(HEADER), *[row.cells() for row in rows]]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    lines.insert(1, ["-" * width for width in widths])
-    table = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    return "\n".join([*table, "", *[f"- {note}" for note in notes]])
+    """The table, and the notes below it. The first row is that of one process, which is never missing."""
+    cells = [row.cells() for row in rows]
+    lines = [[line.get(column, "–") for column in cells[0]] for line in cells]
+    return "\n".join([markdown_table(list(cells[0]), lines), "", *[f"- {note}" for note in notes]])
+
+
+def draw(rows: Sequence[Row]) -> bytes:
+    """Bars by job and way, as a PNG. Dots are the single repeats; lines go from the least of them to the most, or over
+    the noise of a communication. What is missing has no bar."""
+    from gpt2_ddp.reports.figure import Bar, draw_bars  # matplotlib: not before there is something to draw
+
+    speed, communication, memory = [], [], []
+    measured = [row for row in rows if not row.why_missing]
+    for row in measured:
+        found, place = row.speed_ups, (row.job, row.way.name)
+        speed.append(Bar(*place, row.speed_up, f"{row.speed_up:.2f}", found, (min(found), max(found))))
+        size = row.peak_memory / 1e6
+        memory.append(Bar(*place, size, f"{size:.0f}", [], (size, size)))
+        if row.communication:  # without height where it is lost in its noise
+            share, noise = 100 * row.communication.share, 100 * row.communication.noise
+            value, label = (share, f"{share:.0f}%") if row.communication.measured else (0.0, f"< {noise:.0f}%")
+            readings = [100 * run.communication.share for run in row.runs if run.communication]
+            communication.append(Bar(*place, value, label, readings, (share - noise, share + noise)))
+    panels = {"Speed-up over one process, measured": speed, "Share of a step in communication (%)": communication}
+    panels |= {"Peak memory per process (MB)": memory}
+    return draw_bars(panels, list(dict.fromkeys(row.way.name for row in measured)))

@@ -9,6 +9,9 @@ from gpt2_ddp.config.training import TrainingConfig
 
 warnings.filterwarnings("ignore", message='Field name "json"')  # pydantic's own of that name is deprecated
 
+GPT2_IDS = 50_257
+"""Of GPT-2's tokenizer, taken for data that are not there and whose recipe does not say."""
+
 
 class PlanConfig(TrainingConfig):
     """plan.py: what a training by train_gpt2.py takes, and what would be refused, without starting it"""

@@ -191,8 +191,8 @@ class ReportConfig(Command):
     output: str | None = None
     """folder for report.html and report.png; null: the first run's folder"""
     axis: Literal["auto", "steps", "tokens", "time"] = "auto"
-    """what the PNG is drawn along, and the page at first: steps, tokens (or samples), or the time in training steps;
-    auto: steps if a step is as many tokens in all runs, else tokens"""
+    """what the picture is drawn along: steps, tokens (or samples), or the time in training steps; auto: steps if a step
+    is as many tokens in all runs, else tokens"""
 
 
 class StatusConfig(Command):
@@ -266,7 +266,7 @@ class LabConfig(Command):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """fixes data and initial weights of the experiments"""
     output: str | None = None
-    """file for the table: .html is a page with the lessons and their code, .json has every number; or else markdown"""
+    """file for the table: .json has every number; or else markdown"""
     explain: str | None = None
     """name of an experiment: print its lesson, and the code of both ways, and measure nothing"""
 

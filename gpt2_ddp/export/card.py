@@ -152,7 +152,7 @@ def _draw(checkpoint: Checkpoint, file: Path) -> bool:
         runs = read_runs([checkpoint.path.parent.parent])
     except UserError:
         return False
-    file.write_bytes(draw(runs, choose_axis(runs, "auto")[1]).png())
+    file.write_bytes(draw(runs, choose_axis(runs, "auto")).png())
     return True
 
 

@@ -1,28 +1,55 @@
 """The DDP lab: what people get wrong, the wrong way and the right one measured side by side on two CPU processes."""
 
+import json
 import multiprocessing
 import os
+import re
+import textwrap
 import traceback
 from collections.abc import Generator, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from gpt2_ddp.config.tools import LabConfig, check_writable
 from gpt2_ddp.distributed.environment import world_size
+from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.spawn import start_ranks
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.lab import data, gradients, loop, ranks, wrapper
 from gpt2_ddp.lab.experiment import Experiment
-from gpt2_ddp.lab.lessons import choose, explain
-from gpt2_ddp.lab.table import Row, as_json, as_markdown, as_page
-from gpt2_ddp.project import command_for
+from gpt2_ddp.output import markdown_table
+from gpt2_ddp.project import PROJECT, command_for
+
+TOPICS = {
+    "Gradients and weights": gradients,
+    "The wrapper": wrapper,
+    "Samples": data,
+    "One rank and all": ranks,
+    "The loop": loop,
+}
+"""The modules of experiments, by the headings of docs/ddp-lab.md."""
+EXPERIMENTS = [value for topic in TOPICS.values() for value in vars(topic).values() if isinstance(value, Experiment)]
+DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 PROCESSES = 2
-
 BOUND = 60.0
 """Seconds that an experiment may take, the start of its processes included; all take a few."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """An experiment's outcome."""
+
+    experiment: Experiment
+    numbers: Mapping[str, float | str]
+    holds: bool
+    measured: str
 
 
 def run_lab(config: LabConfig) -> int:
@@ -42,6 +69,9 @@ def run_lab(config: LabConfig) -> int:
         hint = f"the lab starts its own two processes: `{command_for('ddp_lab')}`, without a launcher"
         raise UserError("processes", world_size(), hint)
     if config.output:
+        if config.output.endswith(".html"):
+            hint = "is not written any more: the page of the lessons is docs/ddp-lab.md; name an .md or .json file"
+            raise UserError("output", config.output, hint)
         check_writable(config.output)
     rows = []
     with closing(run_experiments(choose(config.only), config.seed)) as measured:  # or its ranks outlive a failing print
@@ -50,10 +80,47 @@ def run_lab(config: LabConfig) -> int:
             print(f"{'holds' if row.holds else 'FAILS'}  {row.experiment.claim}\n       {row.measured}", flush=True)
     print(f"\n{as_markdown(rows)}")
     if config.output:
-        forms = {".json": as_json, ".html": lambda rows: as_page(rows, config.seed)}
-        text = forms.get(Path(config.output).suffix, as_markdown)(rows)
+        text = as_json(rows) if Path(config.output).suffix == ".json" else as_markdown(rows)
         Path(config.output).write_text(text + "\n", encoding="utf-8")
     return 0 if all(row.holds for row in rows) else 1
+
+
+def choose(names: tuple[str, ...], field: str = "only") -> list[Experiment]:
+    """The experiments of these names, or all for none. Raises: UserError, for `field`, for an unknown name."""
+    known = {experiment.name: experiment for experiment in EXPERIMENTS}
+    for name in names:
+        if name not in known:
+            raise UserError(field, name, f"is no experiment; there are {', '.join(known)}")
+    return [known[name] for name in names] or EXPERIMENTS
+
+
+def explain(experiment: Experiment) -> str:
+    """For a terminal: the claim, the lesson, both ways, and the code that measures them."""
+    ways = f"wrong: {experiment.wrong}\nright: {experiment.right}"
+    told = textwrap.fill(lesson(experiment), 100, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(part for part in (experiment.claim, told, ways, experiment.code.rstrip()) if part)
+
+
+def lesson(experiment: Experiment) -> str:
+    """Its paragraph of docs/ddp-lab.md, without the name; empty where no docs/ is, as in an image or a wheel."""
+    text = DOCUMENTATION.read_text(encoding="utf-8") if DOCUMENTATION.exists() else ""
+    found = re.search(rf"^\*\*{experiment.name}\.\*\* (.*?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
+
+
+def as_markdown(rows: list[Row]) -> str:
+    """The table that is printed."""
+    cells = [(row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured) for row in rows]
+    lines = [[" ".join(cell.split()) for cell in line] for line in cells]
+    for row, line in zip(rows, lines, strict=True):
+        line[-1] += "" if row.holds else " FAILS"
+    return markdown_table(("claim", "wrong way", "right way", "measured"), lines, align=False)
+
+
+def as_json(rows: list[Row]) -> str:
+    """Every number measured, by experiment."""
+    found = {row.experiment.name: {"holds": row.holds, "measured": row.measured, **row.numbers} for row in rows}
+    return json.dumps(found, indent=1)
 
 
 def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
@@ -111,11 +178,7 @@ def _end_ranks(ranks: list[tuple[BaseProcess, Connection]]) -> None:
 
 
 def _answer(pipe: Connection) -> None:
-    """One rank: measures what it is told to, until its pipe closes."""
-    import torch
-
-    from gpt2_ddp.distributed.launch import build_accelerator
-
+    """One rank: measures each experiment whose name arrives, until its pipe closes."""
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
     accelerator = build_accelerator("cpu", "no")

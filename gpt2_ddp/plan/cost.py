@@ -1,4 +1,4 @@
-"""How long a training takes, what that costs, and what it leaves on disks."""
+"""How long a training takes, and what it leaves on disks."""
 
 import shutil
 from dataclasses import dataclass
@@ -30,15 +30,6 @@ class Rate:
     sample: float = 0.0
     start: float = START
     end: float = 0.0
-
-
-def assumed_rate(
-    tokens_per_second: float, source: str, eval_tokens: int, checkpoint: int, compiles: bool = False
-) -> Rate:
-    """Where only the steps' rate is known: an evaluation has a third of a step's arithmetic per token. `checkpoint`:
-    its bytes."""
-    start = START * (3 if compiles else 1)
-    return Rate(tokens_per_second, source, eval_tokens / (3 * tokens_per_second), checkpoint / DISK, start=start)
 
 
 @dataclass(frozen=True)
@@ -87,13 +78,6 @@ def disk(config: TrainingConfig, size: int, validates: bool) -> Disk:
     place = Path(config.output_dir).absolute()
     while not place.is_dir():
         place = place.parent
-    own = sum(
-        file.stat().st_size for file in Path(config.output_dir, config.run_name).glob("checkpoints/step-*/*")
-    )  # which give way
-    return Disk(size, size * (config.checkpoint.keep_last + validates + 1), shutil.disk_usage(place).free + own)
-
-
-def divides(config: TrainingConfig, most: int = 64) -> list[int]:
-    """Process counts that divide the global batch."""
-    windows = config.global_batch_windows
-    return [processes for processes in range(1, min(windows, most) + 1) if windows % processes == 0]
+    old = Path(config.output_dir, config.run_name).glob("checkpoints/step-*/*")  # new ones take their place
+    free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in old)
+    return Disk(size, size * (config.checkpoint.keep_last + validates + 1), free)

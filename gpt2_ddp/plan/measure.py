@@ -1,13 +1,11 @@
-"""What is measured here rather than reckoned: the memory of a process without its model, and steps of the real loop."""
+"""What is measured here: the memory of a process without its model, and steps of the real loop."""
 
 import gc
-import resource
 import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
 from gpt2_ddp.checkpoint.run_files import METRICS, read_lines
@@ -31,11 +28,15 @@ from gpt2_ddp.training.task import Due
 
 STEPS, READING = 25, 5
 """Steps that are trained; steps of which each row gives the rate, and the first row's are warm-up."""
+REPEATED = {"evaluate": 2, "save": 2, "sample": 1}
+"""How often each is done in the steps that are measured."""
 
 
 def base_memory(config: TrainingConfig) -> float:
-    """Bytes of this process with everything loaded that a step loads, but for the model: a step of a tiny one is
-    taken first, as libraries are loaded and kernels made by the first. Collective."""
+    """Bytes of this process with all that a step loads, but without the model. Collective.
+
+    A step of a tiny model is trained first, since the first step loads libraries and makes kernels.
+    """
     model = GPT(ModelConfig(n_layer=1, n_head=4, n_embd=128, block_size=128, dropout=config.model.dropout), 1024)
     optimizer = build_optimizer(model, config.optim)
     tokens = torch.zeros(4, 128, dtype=torch.int64)
@@ -50,21 +51,19 @@ def base_memory(config: TrainingConfig) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the steps showed: how fast they are, on the main process alone; and the most memory of this process, in
-    bytes."""
+    """The rate of the steps, None on other ranks than the main process; and this process's peak memory in bytes."""
 
     rate: Rate | None
     memory: float
 
 
 class _Timed(Run):
-    """A run that records the duration of its last evaluation, save and sample."""
+    """A run that records the seconds of its last evaluation, save and sample."""
 
     def __init__(self, *args: Any):
-        self.seconds: dict[str, float] = {}
+        self.seconds = dict.fromkeys(REPEATED, 0.0)
         super().__init__(*args)
-
-        for name in ("evaluate", "save", "sample"):
+        for name in REPEATED:
             setattr(self, name, self._timed(name, getattr(self, name)))
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,13 +90,12 @@ class _Short(Pretraining):
 
     def due(self, step: int, last: bool) -> Due:
         """A row every READING steps; a checkpoint at the first of them and at the end, and there all else."""
-        validates = self.validates
         samples = self.config.tracking.sample_every > 0
-        return Due(step % READING == 0, last and validates, last or step == READING, last and samples)
+        return Due(step % READING == 0, last and self.validates, last or step == READING, last and samples)
 
 
 def measure(config: TrainingConfig, loaded: float) -> Measured:
-    """Trains some steps as the training would, in a temporary folder, by the median of their rates. Collective.
+    """Trains some steps as the training would, in a temporary folder; the rate is the median of its rows. Collective.
 
     Args:
         loaded: seconds from this process's beginning until its libraries were loaded.
@@ -105,15 +103,16 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
     Raises:
         UserError: as training does.
     """
+    values: dict[str, Any] = config.model_dump(mode="json")
+    values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}
+    values["tracking"] |= {"log_with": []}
+    values["eval"] |= {"patience": None}
     with TemporaryDirectory(prefix="plan-") as folder, redirect_stdout(sys.stderr):
         if is_main_process():
             print(f"{STEPS} steps are trained for the time that they take", file=sys.stderr)
-        values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "measured"}
-        values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}
-        values["tracking"] |= {"log_with": []}
-        values["eval"] |= {"patience": None}
         begun = time.perf_counter()
-        run = _Timed(TrainingConfig.model_validate(values), _Short)
+        own = TrainingConfig.model_validate(values | {"output_dir": folder, "run_name": "measured"})
+        run = _Timed(own, _Short)
         with run:
             run.build()
             start = loaded + time.perf_counter() - begun
@@ -122,36 +121,21 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
             train_loop(run)
             whole = time.perf_counter() - first
             run.finish("completed")
-            rows = [line.row or {} for line in read_lines(Path(folder) / "measured" / METRICS)] if run.folder else []
-            memory = _peak(run.accelerator)
-        rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second")][1:]
-        end = _report(Path(folder) / "measured") if rows else 0.0
-    if not rates:
-        return Measured(None, memory)
-    seconds, per_second = run.seconds, median(rates)
+            from gpt2_ddp.compare.run import peak_memory  # here, as a training does not load it
+
+            device = run.accelerator.device
+            memory = float(torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device))
+        if run.folder is None:
+            return Measured(None, memory)
+        from gpt2_ddp.reports.report import write_report  # matplotlib and all: after the peak was taken
+
+        rows = [line.row or {} for line in read_lines(run.folder.path / METRICS)]
+        rate = median([row["tokens_per_second"] for row in rows if row.get("tokens_per_second")][1:])
+        begun = time.perf_counter()  # train_gpt2.py ends with a report
+        write_report([run.folder.path], run.folder.path)
+        end = time.perf_counter() - begun
     # what the first steps, the first evaluation and the first save take longer than others belongs to the start
-    usual = STEPS * config.train.global_batch_tokens / per_second
-    usual += sum(seconds.get(what, 0.0) * times for what, times in REPEATED.items())
+    usual = STEPS * config.train.global_batch_tokens / rate
+    usual += sum(seconds * REPEATED[what] for what, seconds in run.seconds.items())
     start += max(whole - usual, 0.0)
-    evaluation, save, sample = (seconds.get(what, 0.0) for what in REPEATED)
-    return Measured(Rate(per_second, "measured here", evaluation, save, sample, start, end), memory)
-
-
-REPEATED = {"evaluate": 2, "save": 2, "sample": 1}
-"""How often each is done in the steps that are measured."""
-
-
-def _report(run: Path) -> float:
-    """Seconds for the report that train_gpt2.py ends with."""
-    from gpt2_ddp.reports.report import write_report  # matplotlib and all
-
-    begun = time.perf_counter()
-    write_report([run], run)
-    return time.perf_counter() - begun
-
-
-def _peak(accelerator: Accelerator) -> float:
-    if accelerator.device.type == "cuda":
-        return float(torch.cuda.max_memory_reserved(accelerator.device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return Measured(Rate(rate, "measured here", *run.seconds.values(), start=start, end=end), memory)

@@ -1,20 +1,26 @@
-"""The lines of several runs along one axis: thinned, every run visible, and where on the picture their points are.
+"""A picture of several runs along one axis: thinned lines, every run visible, and where their points are.
 
 Nothing is smoothed. Long runs are thinned, but every minimum, maximum and non-finite stretch stays visible.
 """
 
+import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 
 from gpt2_ddp.reports.runs import RunRecord, Series
 
+INK = "#1b1f24"
+"""Text, axes and grid; in the SVG, the colour of the text around it."""
 COLORS = ("#3f7fe8", "#e8702a", "#1fa37a", "#b25fd6", "#d9a514", "#e0527a", "#27a5c4", "#8a8f98")
 """One per run, used again after eight; readable on white and on black."""
 MAX_POINTS = 1800
@@ -25,6 +31,21 @@ FOOT = 0.03
 """Height in a panel of the marks where a value is not finite, or something happened."""
 NAME_LENGTH = 32
 NOT_FINITE = "not a finite number"
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "report",  # the same metrics give the same bytes
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib's own; the others would be named with every text of the SVG
+    "text.parse_math": False,  # a run's name is not a formula
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 11,
+    "grid.alpha": 0.12,
+    "legend.frameon": False,
+} | dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK)
 
 
 @dataclass(frozen=True)
@@ -51,13 +72,14 @@ class Trace:
         return np.clip(self.panel.transAxes.inverted().transform(points), (0, FOOT), 1)
 
 
-class Overlay:
-    """Runs along one of AXES, which all of them have, and what has been drawn of them."""
+class Picture:
+    """Runs along one of AXES, which all of them have, and what has been drawn of them in `figure`, with STYLE."""
 
     def __init__(self, runs: Sequence[RunRecord], axis: str):
         self.runs, self.axis = runs, axis
         self.names = short_names([run.name for run in runs])
         self.traces: list[Trace] = []
+        self.figure = Figure()
         self._size = 1.0
         ends = np.array([self.x(run, np.array([run.rows[0]["step"], run.rows[-1]["step"]])) for run in runs])
         label = "step" if axis == "steps" else self.units
@@ -126,6 +148,33 @@ class Overlay:
                     ends = [(x, x + 1 / STRETCHES) for x in edges[turn]]
                     boxes = [Outline([(a, 0), (b, 0), (b, 1), (a, 1), (a, 0)], closed=True) for a, b in ends]
                     trace.line.set_clip_path(Outline.make_compound_path(*boxes), trace.panel.transAxes)
+
+    def svg(self) -> str:
+        """As an `<svg>` element, transparent and in the colour of the text around it."""
+        file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        with matplotlib.rc_context(STYLE):
+            self.figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+        element = re.sub(r'<g id="[^"<>]*">', "<g>", file.getvalue())
+        element = re.sub(r' d="[^"<>]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
+        return element[element.index("<svg") :].replace(INK, "currentColor")
+
+    def panels(self) -> dict[Axes, list[float]]:
+        """Left, top, right and bottom of each panel, in the coordinates of the SVG."""
+        size = np.tile(72 * self.figure.get_size_inches(), 2)
+        boxes = {panel: panel.get_position() for panel in self.figure.axes}
+        return {p: (np.array([b.x0, 1 - b.y1, b.x1, 1 - b.y0]) * size).round(1).tolist() for p, b in boxes.items()}
+
+    def png(self) -> bytes:
+        """On white."""
+        return as_png(self.figure)
+
+
+def as_png(figure: Figure) -> bytes:
+    """On white."""
+    file = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(file, format="png", facecolor="white", dpi=130)
+    return file.getvalue()
 
 
 def thin(series: Series, buckets: int) -> Series:

@@ -6,13 +6,12 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
-from itertools import cycle, groupby
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from gpt2_ddp.reports.figure import Picture
-from gpt2_ddp.reports.lines import COLORS
+from gpt2_ddp.reports.lines import Picture
 from gpt2_ddp.reports.runs import Row, RunRecord, is_finite
 
 UNKNOWN = "–"
@@ -27,25 +26,22 @@ LISTED = 1000
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
-def page(runs: Sequence[RunRecord], pictures: dict[str, Picture], shown: str) -> str:
-    """The document: the picture along the axis `truncate`, the others to choose, and what the runs' files say,
-    escaped."""
+def page(runs: Sequence[RunRecord], picture: Picture) -> str:
+    """The document: the picture, and what the runs' files say, escaped."""
     names = [run.name for run in runs]
-    body = ['<section class="beside">', '<div class="charts">', *_choice(pictures, shown), "</div>", *_samples(runs)]
-    body += ["</section>", "<h2>Summary</h2>", _table(["", *names], _columns([_summary(run) for run in runs]))]
+    body = ['<section class="beside">', f"<figure>{picture.svg()}</figure>", *_samples(runs), "</section>"]
+    body += ["<h2>Summary</h2>", _table(["", *names], _columns([_summary(run) for run in runs]))]
     if len(runs) > 1:
         body += ["<h2>What differs in the configurations</h2>", _differences(runs)]
-    evaluated = [run for run in runs if run.last("val_loss")]
-    if evaluated:
+    if evaluated := [run for run in runs if run.last("val_loss")]:
         table = _table(["", *(run.name for run in evaluated)], _columns([_evaluation(run) for run in evaluated]))
         body += ["<h2>Last evaluation</h2>", table]
     for run in runs:
         body += _classes(run)
-    notes = [f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]
-    if notes:
+    if notes := [f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]:
         body += ["<h2>Not in this report</h2>", "<ul>", *notes, "</ul>"]
     what = ", ".join(names) if len(runs) <= 3 else f"{len(runs)} runs"
-    return _fill(escape(f"Training report: {what}"), "\n".join(body), _points(pictures))
+    return _fill(escape(f"Training report: {what}"), "\n".join(body), _points(picture))
 
 
 def _fill(title: str, body: str, points: str) -> str:
@@ -62,37 +58,20 @@ def _fill(title: str, body: str, points: str) -> str:
     return frame.format(title=title, style=style, body=body, points=points, script=script, digest=digest)
 
 
-def _choice(pictures: dict[str, Picture], shown: str) -> list[str]:
-    """The pictures, of which style sheets show the one that is chosen."""
-    if len(pictures) == 1:
-        return [f'<figure id="along-{shown}">{pictures[shown].svg()}</figure>']
-    labels = {"steps": "steps", "tokens": pictures[shown].overlay.units, "time": "training time"}
-    chosen = "".join(
-        f"<style>#by-{axis}:not(:checked) ~ #along-{axis} {{ display: none }}</style>" for axis in pictures
-    )
-    inputs = [f'<input type="radio" name="axis" class="axis" id="by-{axis}"{" checked" if axis == shown else ""}>'
-              f'<label class="axis" for="by-{axis}">{labels[axis]}</label>' for axis in pictures]  # fmt: skip
-    figures = [f'<figure id="along-{axis}">{picture.svg()}</figure>' for axis, picture in pictures.items()]
-    return [chosen, '<span class="axis">along</span>', *inputs, *figures]
-
-
-def _points(pictures: dict[str, Picture]) -> str:
-    """JSON of where the pointer finds which values: on each axis the panels' boxes and the lines' x, in coordinates of
-    the SVG; of each line its y, steps and values, null for those that are not finite."""
-    axes, lines, named = {}, [], []
-    for axis, picture in pictures.items():
-        boxes, overlay = picture.panels(), picture.overlay
-        axes[axis] = {"panels": list(boxes.values()), "x": []}
-        lines = []  # the same on every axis
-        for trace in overlay.traces:
-            left, top, right, bottom = boxes[trace.panel]
-            x, y = (trace.places() * (right - left, top - bottom) + (left, bottom)).round(1).T.tolist()
-            axes[axis]["x"].append(x)
-            values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in trace.values.tolist()]
-            place = {"run": trace.run, "panel": list(boxes).index(trace.panel), "label": trace.label}
-            lines.append({**place, "step": trace.steps.astype(int).tolist(), "value": values, "y": y})
-        named = [{"name": name, "color": color} for name, color in zip(overlay.names, cycle(COLORS), strict=False)]
-    return json.dumps({"axes": axes, "runs": named, "lines": lines}, separators=(",", ":"))
+def _points(picture: Picture) -> str:
+    """JSON for the script: the panels' boxes; and of each line its x and y, in coordinates of the SVG, its steps, and
+    its values, null for those that are not finite."""
+    boxes, lines = picture.panels(), []
+    for trace in picture.traces:
+        left, top, right, bottom = boxes[trace.panel]
+        x, y = (trace.places() * (right - left, top - bottom) + (left, bottom)).round(1).T.tolist()
+        values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in trace.values.tolist()]
+        place = {"run": trace.run, "panel": list(boxes).index(trace.panel), "label": trace.label, "x": x, "y": y}
+        lines.append({**place, "step": trace.steps.astype(int).tolist(), "value": values})
+    colors = [color for _, color in picture.colored()]
+    named = [{"name": name, "color": color} for name, color in zip(picture.names, colors, strict=True)]
+    found = {"panels": list(boxes.values()), "runs": named, "lines": lines}
+    return json.dumps(found, separators=(",", ":"))
 
 
 def _summary(run: RunRecord) -> dict[str, str]:

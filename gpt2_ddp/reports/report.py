@@ -7,6 +7,7 @@ import numpy as np
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
+from gpt2_ddp.output import make_output_folder
 from gpt2_ddp.reports.figure import draw, share_batch
 from gpt2_ddp.reports.page import page
 from gpt2_ddp.reports.runs import AXES, RunRecord, read_runs
@@ -27,7 +28,7 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
     Each file appears whole or not at all. Rows and files that are missing or torn are left out, and the page says so.
 
     Args:
-        axis: what the PNG is drawn along, as `ReportConfig` has it.
+        axis: what the picture is drawn along, as `ReportConfig` has it.
 
     Returns:
         The path of report.html.
@@ -36,20 +37,16 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
         UserError: a folder has no metrics to show, or none along `axis`, or `output` cannot be written.
     """
     loaded = read_runs(runs)
-    axes, axis = choose_axis(loaded, axis)
-    pictures = {each: draw(loaded, each) for each in axes}
-    html, png = page(loaded, pictures, axis), pictures[axis].png()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        write_atomically(output / "report.png", png)
-        write_atomically(output / "report.html", html.encode(errors="replace"))  # a sample may hold half a character
-    except OSError as error:
-        raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
+    picture = draw(loaded, choose_axis(loaded, axis))
+    html, png = page(loaded, picture), picture.png()
+    make_output_folder(output)
+    write_atomically(output / "report.png", png)
+    write_atomically(output / "report.html", html.encode(errors="replace"))  # a sample may hold half a character
     return output / "report.html"
 
 
-def choose_axis(runs: list[RunRecord], axis: str) -> tuple[list[str], str]:
-    """The axes that all runs have, and the one of them that `axis` means, as `ReportConfig` has it.
+def choose_axis(runs: list[RunRecord], axis: str) -> str:
+    """The axis that `axis` means, as `ReportConfig` has it.
 
     Raises:
         UserError: a run does not have that one.
@@ -60,4 +57,4 @@ def choose_axis(runs: list[RunRecord], axis: str) -> tuple[list[str], str]:
     if lacking[axis]:
         hint = f"the rows of {', '.join(lacking[axis])} do not say it; choose another, or leave that run out"
         raise UserError("axis", axis, hint)
-    return [each for each in AXES if not lacking[each]], axis
+    return axis

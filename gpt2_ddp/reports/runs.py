@@ -154,7 +154,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
     samples = [row for row in _read_standing(folder / "samples.jsonl", notes)[0] if isinstance(row.get("text"), str)]
-    settings, parameters, tokenizer = flat(config), _count_parameters(folder), _tokenizer(folder)
+    settings, (parameters, tokenizer) = flat(config), _read_checkpoint(folder)
     newest = max(folder.glob("evaluations/step-*/classes.json"), default=None)
     classes = _read_mapping(newest, notes) if newest else {}
     if classes and not {"step", "classes", "confusion"} <= classes.keys():
@@ -190,32 +190,24 @@ def _read_picture(file: Path, notes: list[str]) -> bytes:
     """A PNG; empty where there is none, or one that is unreadable, which goes to `notes`."""
     if not file.exists():
         return b""
-    try:
+    with suppress(OSError):
         content = read_small(file, LARGEST_PICTURE)
-    except OSError:
-        content = b""
-    if content.startswith(b"\x89PNG"):
-        return content
+        if content.startswith(b"\x89PNG"):
+            return content
     notes.append(f"{file.name}: unreadable")
     return b""
 
 
-def _count_parameters(folder: Path) -> int | None:
-    try:
-        newest = list_checkpoints(folder / "checkpoints")[-1] / MODEL
-        with safe_open(newest, framework="numpy") as tensors:  # reads the header alone
+def _read_checkpoint(folder: Path) -> tuple[int | None, str | None]:
+    """Parameters (no position embeddings) and the tokenizer's SHA-256, by the newest checkpoint; None if unknown."""
+    parameters, tokenizer = None, None
+    for newest in list_checkpoints(folder / "checkpoints")[-1:]:
+        with suppress(OSError, SafetensorError), safe_open(newest / MODEL, framework="numpy") as tensors:
             names = [name for name in tensors.keys() if name != "wpe.weight"]  # noqa: SIM118, it is not a dict
-            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)
-    except (IndexError, OSError, SafetensorError):
-        return None
-
-
-def _tokenizer(folder: Path) -> str | None:
-    try:
-        state = json.loads((list_checkpoints(folder / "checkpoints")[-1] / STATE).read_bytes())
-        return state.get("tokenizer_sha256")
-    except (IndexError, OSError, ValueError, AttributeError):
-        return None
+            parameters = sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)  # by the header alone
+        with suppress(OSError, ValueError, AttributeError):
+            tokenizer = json.loads((newest / STATE).read_bytes()).get("tokenizer_sha256")
+    return parameters, tokenizer
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -92,15 +92,3 @@ def save(folder: Path, items: ItemSet, result: Result, facts: Mapping[str, Any])
 def as_row(items: ItemSet, answers: Answers) -> dict[str, float]:
     """The metrics by the names that they have in a row of metrics.jsonl, such as `cloze_acc`."""
     return {f"{items.name}_{name}": mean.value for name, mean in judge(items, answers).metrics.items()}
-
-
-def table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
-    """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
-    lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
-    for name, (items, result) in results.items():
-        shown = (
-            "{0.value:.4f} ± {0.error:.4f}".format(result.metrics[m]) if m in result.metrics else "-" for m in METRICS
-        )
-        lines.append((name, f"{len(items.items):,}", *shown, "-" if items.chance is None else f"{items.chance:.4f}"))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -4,7 +4,7 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import add
 from pathlib import Path
@@ -27,8 +27,9 @@ from gpt2_ddp.files import read_small, writing
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.output import text_table
 from gpt2_ddp.scoring.items import ItemSet
-from gpt2_ddp.scoring.result import Result, judge, save, table
+from gpt2_ddp.scoring.result import METRICS, Result, judge, save
 from gpt2_ddp.scoring.score import answer
 from gpt2_ddp.scoring.sources import load_sets
 from gpt2_ddp.tasks.confusion import confusion, format_confusion, with_predictions
@@ -178,7 +179,18 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
         facts = {"checkpoint": str(path), "step": checkpoint.state["step"], "precision": accelerator.mixed_precision}
         on_main(accelerator, partial(save, folder, items, result, facts))
         results[items.name] = items, result
-    return f"items and scores are in {folder}\n{table(results)}"
+    return f"items and scores are in {folder}\n{_task_table(results)}"
+
+
+def _task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
+    """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
+    lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
+    for name, (items, result) in results.items():
+        shown = (
+            "{0.value:.4f} ± {0.error:.4f}".format(result.metrics[m]) if m in result.metrics else "-" for m in METRICS
+        )
+        lines.append((name, f"{len(items.items):,}", *shown, "-" if items.chance is None else f"{items.chance:.4f}"))
+    return text_table(lines)
 
 
 def _evaluations(checkpoint: Checkpoint) -> Path:
