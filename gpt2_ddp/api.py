@@ -235,7 +235,7 @@ def export_hf(
 
     Raises:
         UserError: for whatever the user has to mend, such as a folder that is in use.
-        gpt2_ddp.export.folder.Rejected: transformers computes something else; the folder is left as `.rejected`.
+        gpt2_ddp.export.check.ExportMismatch: transformers computes something else; the folder is left as `.rejected`.
     """
     from gpt2_ddp.export.export import default_output, export, require_transformers
 

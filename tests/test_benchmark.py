@@ -28,7 +28,6 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import TOKENIZER_FILE
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation import building
 
 ROOT = Path(__file__).parents[1]
 TINY = "train: {steps: 10}\nmodel: {n_layer: 1, n_head: 2, n_embd: 32}\noptim: {warmup_steps: 5}\n"
@@ -236,7 +235,7 @@ def test_a_part_for_a_gpu_begins_its_run_anew_but_where_it_goes_on_with_one(monk
 def test_random_tokens_that_a_kill_has_cut_short_are_written_anew(tmp_path):
     folder = tmp_path / "random"
     folder.mkdir()
-    for name in (building.LOCK, TOKENIZER_FILE, ".train_000000.bin.tmp"):
+    for name in (".prepare.lock", TOKENIZER_FILE, ".train_000000.bin.tmp"):
         (folder / name).touch()
     step.random_tokens(folder, 257, 1000)
     assert len(TokenStream(folder, read_manifest(folder), "train")) == 1000

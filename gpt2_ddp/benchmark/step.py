@@ -25,7 +25,7 @@ from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, TOKENIZER_FI
 from gpt2_ddp.distributed.launch import multiplies_bf16, pick_device
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.preparation.building import locked_output
+from gpt2_ddp.output_folder import locked_output, publish
 from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
@@ -181,12 +181,13 @@ def random_tokens(folder: Path, ids: int, count: int = 1_000_000) -> None:
         "normalizer": None,
         "added_tokens": [{"id": ids - 1, "content": END_OF_TEXT}],
     }
-    with locked_output(folder):
-        (folder / TOKENIZER_FILE).write_text(json.dumps(definition))
-        tokenizer, writer = load_tokenizer(str(folder)), ShardWriter(folder, "train", count, ids)
+    with locked_output(folder, waiting=f"waiting for another process that makes {folder}") as aside:
+        (aside / TOKENIZER_FILE).write_text(json.dumps(definition))
+        tokenizer, writer = load_tokenizer(str(aside)), ShardWriter(aside, "train", count, ids)
         writer.add(np.random.default_rng(0).integers(0, ids, count))
         shards = {"train": writer.close()}
-        write_manifest(folder, Manifest(2, TOKENIZER_FILE, tokenizer.sha256, ids, tokenizer.eot, "random", shards))
+        write_manifest(aside, Manifest(2, TOKENIZER_FILE, tokenizer.sha256, ids, tokenizer.eot, "random", shards))
+        publish(aside, folder, last=MANIFEST)
 
 
 def as_cases(

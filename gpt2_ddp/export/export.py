@@ -2,8 +2,11 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors
@@ -11,14 +14,14 @@ from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.card import write_card
-from gpt2_ddp.export.check import Findings, check_export
-from gpt2_ddp.export.folder import ExportMismatch, atomic_directory
+from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
 from gpt2_ddp.export.gguf_file import require_gguf, write_gguf
 from gpt2_ddp.export.hub import Hub
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
-from gpt2_ddp.files import sha256_file, write_hashed, writing
+from gpt2_ddp.files import free_name, sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
+from gpt2_ddp.output_folder import locked_output, publish
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
 
@@ -85,6 +88,28 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
             write_gguf(model, tokenizer, folder / GGUF)
         write_card(checkpoint, sha256, model, tokenizer, findings, TRAINING, folder)
     return findings
+
+
+@contextmanager
+def atomic_directory(output: Path) -> Iterator[Path]:
+    """Yields a hidden folder to fill, which becomes `output` at the end. After an ExportMismatch it becomes
+    `output` with `.rejected`; after other exceptions it is removed.
+
+    Raises:
+        UserError: `output` exists and is not an empty folder, another process makes it, or the disk refuses.
+    """
+    with locked_output(output) as aside:
+        empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
+        if os.path.lexists(output) and not empty:
+            raise UserError("output", output, "is there already, and nothing is overwritten; remove it or name another")
+        try:
+            with writing(output):
+                yield aside
+            publish(aside, output)
+        except ExportMismatch as rejected:
+            rejected.left = free_name(output.with_name(f"{output.name}.rejected"))
+            publish(aside, rejected.left)
+            raise
 
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.folder import ExportMismatch
+from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.tokenizer_files import tokenizer_json
 from gpt2_ddp.files import writing
 from gpt2_ddp.model.gpt import GPT
@@ -115,7 +115,7 @@ def _write(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -
 
 
 def compare(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Raises: Rejected, at the first field or tensor of the file that is not the one given, or is missing."""
+    """Raises: ExportMismatch, at the first field or tensor of the file that is not the one given, or is missing."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
