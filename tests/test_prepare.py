@@ -264,7 +264,7 @@ def test_what_others_put_into_the_folder_stays(tmp_path):
 
 @pytest.mark.parametrize("kind", ["files", "link", "disk"])
 def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, kind):
-    """It has files of others, is behind a link, or is the root of a disk, into which nothing beside it can be renamed."""
+    """It has files of others, is behind a link, or is the root of a disk, where no folder beside it is on that disk."""
     folder = output = tmp_path / "place/out"
     folder.mkdir(parents=True)
     if kind == "link":

@@ -16,7 +16,6 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.card import write_card
 from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
 from gpt2_ddp.export.gguf_file import require_gguf, write_gguf
-from gpt2_ddp.export.hub import Hub
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
 from gpt2_ddp.files import free_name, sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
@@ -124,3 +123,40 @@ def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     file = folder / "model.safetensors"
     with writing(file):
         write_hashed(file, as_safetensors(to_transformers(model.state_dict(), model.vocab_size), {"format": "pt"}))
+
+
+class Hub:
+    """A repository for models on the Hub, by whoever is logged in there.
+
+    Args:
+        repository: OWNER/NAME; it is made when something is uploaded.
+        private: whether it is made for its owner's eyes alone.
+
+    Raises:
+        UserError: nobody is logged in, or the Hub is not reached.
+    """
+
+    def __init__(self, repository: str, private: bool):
+        from huggingface_hub import HfApi
+
+        self.repository, self.private, self._api = repository, private, HfApi()
+        with self._told("log in with `hf auth login`, or leave it away"):
+            self._api.whoami()
+
+    def upload(self, folder: Path) -> str:
+        """Uploads a folder in one commit; returns the repository's address. Raises: UserError where the Hub refuses."""
+        with self._told(f"the export is whole; `hf upload {self.repository} {folder}` uploads it later"):
+            url = self._api.create_repo(self.repository, private=self.private, exist_ok=True)
+            message = "Export of gpt2_ddp"
+            self._api.upload_folder(repo_id=self.repository, folder_path=folder, commit_message=message)
+        return str(url)
+
+    @contextmanager
+    def _told(self, hint: str) -> Iterator[None]:
+        from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+        try:
+            yield
+        except (OSError, HTTPError, HFValidationError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError("push_to_hub", self.repository, f"{reason}; {hint}") from error

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
         splits = write_splits(aside, config, name, seen, pool, workers, fast)
         check_unchanged(aside, config, fingerprint)
         identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-        manifest = Manifest(2, *identity, describe(config), splits, recipe | {ACCOUNT: seen.account.saved()})
+        manifest = Manifest(2, *identity, describe(config), splits, recipe | {ACCOUNT: asdict(seen.account)})
         write_manifest(aside, manifest)
         (aside / MARK).touch()
         publish(aside, folder, last=MANIFEST)

@@ -71,8 +71,14 @@ class StoredImages:
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
-        decoded = torch.from_numpy(np.stack([self._decode(int(item)) for item in items]))
-        return decoded.permute(0, 3, 1, 2).contiguous(), self.targets[torch.from_numpy(items)]
+        decoded = list(_decode(self.split, self.rows[items].tolist(), self.config))
+        (H, W) = self.shape[1:]
+        for item, image in zip(items, decoded, strict=True):
+            if image.shape[:2] != (H, W):
+                hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; have all of them scaled "
+                raise UserError("data.path", self.where(item), f"{hint}to one size, like --data.image_size {min(H, W)}")
+        images = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).contiguous()
+        return images, self.targets[torch.from_numpy(items)]
 
     def sha256(self) -> str:
         assert self.digest is not None, "load_images decodes all images once"
@@ -113,18 +119,12 @@ class StoredImages:
         self.digest = hash_of((torch.uint8, (len(self), *self.shape), batches()), self.targets)
         return self, digests
 
-    def _decode(self, item: int) -> np.ndarray:
-        found = _decode(self.split, int(self.rows[item]), self.config)
-        (height, width), (H, W) = found.shape[:2], self.shape[1:]
-        if (height, width) != (H, W):
-            hint = f"is {width} x {height} pixels, others are {W} x {H}; have all of them scaled to one size"
-            raise UserError("data.path", self.where(item), f"{hint}, like --data.image_size {min(H, W)}")
-        return found
 
-
-def _decode(split: Split, row: int, config: ClassifierDataConfig) -> np.ndarray:
+def _decode(split: Split, rows: list[int], config: ClassifierDataConfig) -> Iterator[np.ndarray]:
+    """uint8 [H, W, 3] of each row."""
     as_stored = config.name in CIFAR_CLASSES and config.image_size is None
-    return decode_image(split.images[row], split.where(row), config.image_size, as_stored)
+    for row, stored in zip(rows, split.read(rows), strict=True):
+        yield decode_image(stored, split.where(row), config.image_size, as_stored)
 
 
 def load_images(
@@ -176,7 +176,7 @@ def read_images(
             raise UserError("data.path" if config.path else "data.name", source, f"split {name} is empty")
     classes, numbers = number_classes(splits, source, facts.get("classes"), CIFAR_CLASSES.get(config.name))
     train = splits["train"]
-    shape = tuple(facts.get("image_shape") or (3, *_decode(train, 0, config).shape[:2]))
+    shape = tuple(facts.get("image_shape") or (3, *next(_decode(train, [0], config)).shape[:2]))
     rows = {name: np.arange(len(split.images)) for name, split in splits.items()}
     if "test" not in splits:
         splits["test"], numbers["test"] = train, numbers["train"]

@@ -42,15 +42,20 @@ class Split:
 
     Args:
         place: the split's name in messages.
+        images: a list, or a column of `datasets`.
         names: of the classes, by number, where the source has them.
         left_out: a line on files of the split that are not used; empty if there are none.
     """
 
     place: str
-    images: Sequence[Stored]
+    images: Any
     labels: list[Any]
     names: list[str] | None = None
     left_out: str = ""
+
+    def read(self, rows: list[int]) -> Sequence[Stored]:
+        """The images of the rows. A column of `datasets` reads many at once several times faster."""
+        return [self.images[row] for row in rows] if isinstance(self.images, list) else self.images[rows]
 
     def where(self, row: int) -> str:
         """The image's name in messages."""
@@ -60,28 +65,6 @@ class Split:
 
 Splits = dict[str, Callable[[], Split]]
 """A function for each split that reads it."""
-
-
-class Cells(Sequence[Stored]):
-    """The images of a dataset's column, as they are stored."""
-
-    def __init__(self, rows: Any, column: str):
-        import datasets
-
-        rows = rows.with_format(None).select_columns([column])
-        is_image = isinstance(rows.features[column], datasets.Image)
-        self.rows = rows.cast_column(column, datasets.Image(decode=False)) if is_image else rows
-        self.column = column
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: Any) -> Any:
-        cell = self.rows[row][self.column]
-        if isinstance(cell, Mapping):
-            content, path = cell.get("bytes"), cell.get("path")
-            cell = Path(path) if content is None and path else content
-        return cell
 
 
 def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[str]]:
@@ -187,10 +170,15 @@ def _read_parquet(config: ClassifierDataConfig, split: str, files: Sequence[Path
 
 
 def _read_rows(config: ClassifierDataConfig, split: str, rows: Any) -> Split:
+    import datasets
+
     image, label = pick_columns(rows.features, config, split)
     labels = rows.select_columns([label]).with_format("arrow")[:][label].to_pylist()
     names = getattr(rows.features[label], "names", None)
-    return Split(f"{config.path or config.name}, split {split}", Cells(rows, image), labels, names)
+    images = rows.with_format(None).select_columns([image])
+    if isinstance(rows.features[image], datasets.Image):
+        images = images.cast_column(image, datasets.Image(decode=False))
+    return Split(f"{config.path or config.name}, split {split}", images[image], labels, names)
 
 
 def pick_columns(features: Mapping[str, Any], config: ClassifierDataConfig, split: str) -> tuple[str, str]:
