@@ -13,7 +13,7 @@ from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safe
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.card import write_card
+from gpt2_ddp.export.card import TRAINING, write_card
 from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
 from gpt2_ddp.export.gguf_file import require_gguf, write_gguf
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
@@ -24,8 +24,6 @@ from gpt2_ddp.output_folder import locked_output, publish
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
 
-TRAINING = "training.yaml"
-"""The configuration that the run was trained with."""
 GGUF = "model.gguf"
 
 
@@ -85,7 +83,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         findings = check_export(folder, model, tokenizer)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
-        write_card(checkpoint, sha256, model, tokenizer, findings, TRAINING, folder)
+        write_card(checkpoint, sha256, model, tokenizer, findings, folder)
     return findings
 
 

@@ -214,19 +214,13 @@ def split_files(folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
     """
     found: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files, key=str):
-        words = [_leading_word(part) for part in reversed(file.relative_to(folder).parts)]
+        words = [re.split("[^a-z]", part.lower())[0] for part in reversed(file.relative_to(folder).parts)]
         found[next((word for word in words if word in ("train", *TEST)), "")].append(file)
-    words = sorted({_leading_word(file.name) for file in files})
+    words = sorted({re.split("[^a-z]", file.name.lower())[0] for file in files})
     if set(found) == {""} and len(words) > 1:
         hint = f"has parquet files {', '.join(words)}, none of which is a split's; name them train and test"
         raise UserError("data.path", folder, hint)
     return {"train": found[""]} if set(found) == {""} else dict(found)
-
-
-def _leading_word(name: str) -> str:
-    """`train` of train-00000-of-00001.parquet."""
-    found = re.match(r"[A-Za-z]+", name)
-    return found[0].lower() if found else ""
 
 
 def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
