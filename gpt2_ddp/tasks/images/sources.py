@@ -163,7 +163,8 @@ def _read_parquet(config: ClassifierDataConfig, split: str, files: Sequence[Path
         features = datasets.Features.from_arrow_schema(schemas[0])
         everywhere = [name for name in features if all(schema.names.count(name) == 1 for schema in schemas)]
     columns = pick_columns({name: features[name] for name in everywhere}, config, split)
-    with _reading("data.path", str(config.path), f"split {split} {UNREADABLE}"):
+    hint = f"split {split} {UNREADABLE}, and room in the cache of datasets (HF_DATASETS_CACHE)"
+    with _reading("data.path", str(config.path), hint):
         names = {split: [glob.escape(str(file.absolute())) for file in files]}
         rows = datasets.load_dataset("parquet", data_files=names, split=split, columns=list(columns))
     return _read_rows(config, split, rows)
