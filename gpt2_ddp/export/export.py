@@ -15,7 +15,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.card import TRAINING, write_card
 from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
-from gpt2_ddp.export.gguf_file import require_gguf, write_gguf
+from gpt2_ddp.export.gguf_file import write_gguf
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
 from gpt2_ddp.files import free_name, sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
@@ -33,9 +33,9 @@ def export_hf(config: ExportConfig) -> int:
     Raises:
         UserError: for whatever the user has to mend, before the weights are read where that can be.
     """
-    require_transformers()
+    require_package("transformers", "the export is checked")
     if config.gguf:
-        require_gguf()
+        require_package("gguf", "--gguf writes")
     hub = Hub(config.push_to_hub, config.private) if config.push_to_hub else None
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
@@ -51,11 +51,10 @@ def export_hf(config: ExportConfig) -> int:
     return 0
 
 
-def require_transformers() -> None:
-    """Raises: UserError where it is not installed, which would be found only after the weights were written."""
-    if importlib.util.find_spec("transformers") is None:
-        hint = "is not installed, and the export is checked with it; `pip install transformers`"
-        raise UserError("package", "transformers", hint)
+def require_package(name: str, purpose: str) -> None:
+    """Raises: UserError for a package that is not installed, before the weights are read."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError("package", name, f"is not installed, and {purpose} with it; `pip install {name}`")
 
 
 def default_output(checkpoint: Checkpoint) -> Path:

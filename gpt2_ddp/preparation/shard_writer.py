@@ -10,7 +10,7 @@ import numpy as np
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.distributed.workers import InlineExecutor
-from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file, write_atomically
+from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
 
 
 class ShardWriter:
@@ -46,9 +46,7 @@ class ShardWriter:
         """Finishes the last shard and returns all of them."""
         if self._file is not None:
             self._finish()
-        shards = [shard.result() for shard in self._shards]
-        fsync_folder(self.folder)
-        return shards
+        return [shard.result() for shard in self._shards]
 
     def _path(self) -> Path:
         return self.folder / f"{self.split}_{len(self._shards):06d}.bin"
