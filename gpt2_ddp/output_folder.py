@@ -62,15 +62,15 @@ def _lock(output: Path, path: Path, made: list[Path], waiting: str) -> IO[str]:
             lock = open(path, "w")  # noqa: SIM115 (the caller closes it)
         except FileNotFoundError:  # another process has removed the folder that it had made
             continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not waiting:
-                hint = "another process makes it at this moment; wait for that one, or name another"
-                raise UserError("output", output, hint) from None
-            print(waiting, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):  # the process that had the lock has removed the file
+        with suppress(OSError):  # the process that had the lock has removed the file, which is ESTALE on NFS
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waiting:
+                    hint = "another process makes it at this moment; wait for that one, or name another"
+                    raise UserError("output", output, hint) from None
+                print(waiting, flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                 return lock
         lock.close()
@@ -95,6 +95,8 @@ def publish(aside: Path, place: Path, last: str = "") -> None:
             aside.rename(place)
         else:
             for path in sorted(aside.iterdir(), key=lambda path: (path.name == last, path.name)):
+                if path.name == last:
+                    fsync_folder(place)
                 path.rename(place / path.name)
             fsync_folder(place)
         fsync_folder(place.parent)
