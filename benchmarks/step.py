@@ -31,7 +31,7 @@ from gpt2_ddp.model.compiled import compiled
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.model.transformers_layout import transformers_config
-from gpt2_ddp.preparation.building import locked_output
+from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
@@ -223,11 +223,12 @@ def random_tokens(folder: Path, tokenizer: str = "gpt2", count: int = 1_000_000)
     if (folder / MANIFEST).exists():
         return
     known = load_tokenizer(tokenizer)
-    with locked_output(folder):
-        writer = ShardWriter(folder, "train", count, known.vocab_size)
+    with locked_output(folder, waiting=f"waiting for another process that makes {folder}") as aside:
+        writer = ShardWriter(aside, "train", count, known.vocab_size)
         writer.add(np.random.default_rng(0).integers(0, known.vocab_size, count))
         shards = {"train": writer.close()}
-        write_manifest(folder, Manifest(2, tokenizer, known.sha256, known.vocab_size, known.eot, "random", shards))
+        write_manifest(aside, Manifest(2, tokenizer, known.sha256, known.vocab_size, known.eot, "random", shards))
+        publish(aside, folder, last=MANIFEST)
 
 
 def step_cases(

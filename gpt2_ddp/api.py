@@ -235,11 +235,11 @@ def export_hf(
 
     Raises:
         UserError: for whatever the user has to mend, such as a folder that is in use.
-        gpt2_ddp.export.folder.Rejected: transformers computes something else; the folder is left as `.rejected`.
+        gpt2_ddp.export.check.ExportMismatch: transformers computes something else; the folder is left as `.rejected`.
     """
-    from gpt2_ddp.export.export import default_output, export, require_transformers
+    from gpt2_ddp.export.export import default_output, export, require_package
 
-    require_transformers()
+    require_package("transformers", "the export is checked")
     found = _find(run, checkpoint)
     folder = Path(output) if output else default_output(found)
     export(found, folder)

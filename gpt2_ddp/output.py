@@ -1,9 +1,18 @@
-"""What commands write for people: tables, and the folder of their files."""
+"""What commands leave: tables, and folders that are there whole or not at all."""
 
-from collections.abc import Iterable, Sequence
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import fsync_file, fsync_folder, writing
+
+ATTEMPTS = 1000
+"""To lock a folder, while other processes end and remove their locks."""
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: bool = True) -> str:
@@ -28,3 +37,90 @@ def make_output_folder(output: str | Path) -> Path:
     except OSError as error:
         raise UserError("output", output, f"cannot be written ({error.strerror}); name another folder") from error
     return folder
+
+
+@contextmanager
+def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
+    """Locks `output`, and yields an empty hidden folder beside it, for `publish`. Removes what is left of both.
+
+    `output` itself is not looked at. The hidden folder is inside `output` if that is a disk's root, or its parent is
+    not writable.
+
+    Args:
+        waiting: line that is printed before waiting for another process; without one, that process is an error.
+
+    Raises:
+        UserError: another process has the lock, or the disk refuses.
+    """
+    output = Path(os.path.realpath(output))
+    is_fixed = os.path.ismount(output) or (output.is_dir() and not os.access(output.parent, os.W_OK))
+    base = output if is_fixed else output.parent
+    aside, path, made = base / f".{output.name}.tmp", base / f".{output.name}.lock", []
+    try:
+        with writing(output):
+            lock = _lock(output, path, made, waiting)
+        with lock:
+            try:
+                with writing(output):
+                    shutil.rmtree(aside, ignore_errors=True)  # of a killed process
+                    aside.mkdir()
+                yield aside
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+                with writing(output):
+                    path.unlink()  # while it is locked
+    finally:
+        for folder in made:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+def _lock(output: Path, path: Path, made: list[Path], waiting: str) -> IO[str]:
+    """The open, locked file `path`. Folders that are made for it are added to `made`, inner ones first."""
+    for _ in range(ATTEMPTS):
+        missing = [parent for parent in path.parents if not parent.exists()]
+        made += missing
+        try:
+            if missing:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(path, "w")  # noqa: SIM115 (the caller closes it)
+        except FileNotFoundError:  # another process has removed the folder that it had made
+            continue
+        with suppress(OSError):  # the process that had the lock has removed the file, which is ESTALE on NFS
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not waiting:
+                    hint = "another process makes it at this moment; wait for that one, or name another"
+                    raise UserError("output", output, hint) from None
+                print(waiting, flush=True)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
+                return lock
+        lock.close()
+    raise UserError("output", output, "cannot be locked; choose another folder")
+
+
+def publish(aside: Path, place: Path, last: str = "") -> None:
+    """Waits until the files of `aside` are on disk, and renames it to `place`.
+
+    If `place` is a folder with files, renames each file into it, the one named `last` at last.
+
+    Raises:
+        UserError: the disk refuses.
+    """
+    place = Path(os.path.realpath(place))
+    with writing(place):
+        for path in aside.rglob("*"):
+            if path.is_file():
+                fsync_file(path)
+        fsync_folder(aside)
+        if not place.is_dir() or not any(place.iterdir()):
+            aside.rename(place)
+        else:
+            for path in sorted(aside.iterdir(), key=lambda path: (path.name == last, path.name)):
+                if path.name == last:
+                    fsync_folder(place)
+                path.rename(place / path.name)
+            fsync_folder(place)
+        fsync_folder(place.parent)

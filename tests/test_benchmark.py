@@ -13,13 +13,13 @@ import torch
 from ranks import forked_ranks, run_ranks
 from test_gpu import TINY_PRESET
 
+import gpt2_ddp
 from benchmarks import checkpoint, harness, prepare, roofline, step
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, interleave, run_benchmarks, step_timer
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation import building
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Run
@@ -99,7 +99,7 @@ def test_user_errors_come_before_any_work(tmp_path, monkeypatch):
 
 
 def test_the_package_does_not_import_the_benchmarks():
-    package = Path(building.__file__).parents[1]
+    package = Path(gpt2_ddp.__file__).parent
     imports = re.compile(r"^\s*(from|import) benchmarks", re.MULTILINE)
     assert [file for file in package.rglob("*.py") if imports.search(file.read_text(encoding="utf-8"))] == []
 
@@ -116,7 +116,7 @@ def test_ours_and_the_pool_count_the_same_tokens(tmp_path):
 def test_random_tokens_that_a_kill_has_cut_short_are_written_anew(tmp_path):
     folder = tmp_path / "random"
     folder.mkdir()
-    for name in (building.LOCK, ".train_000000.bin.tmp"):
+    for name in (".prepare.lock", ".train_000000.bin.tmp"):
         (folder / name).touch()
     step.random_tokens(folder, "bytes", 1000)
     assert len(TokenStream(folder, read_manifest(folder), "train")) == 1000

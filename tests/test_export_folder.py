@@ -8,7 +8,8 @@ from disk import interpose, refuse
 from ranks import run_ranks
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.folder import LOCK, ExportMismatch, atomic_directory
+from gpt2_ddp.export.check import ExportMismatch
+from gpt2_ddp.export.export import atomic_directory
 
 FILES = {"a": "one", "b": "two"}
 
@@ -21,7 +22,7 @@ def make(output: Path) -> None:
 
 
 def content(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.iterdir() if path.name != LOCK}
+    return {path.name: path.read_text() for path in folder.iterdir()}
 
 
 def test_what_is_there_stays(tmp_path, monkeypatch):
@@ -43,7 +44,7 @@ def test_an_empty_folder_is_filled_and_what_a_killed_process_left_is_not_taken(t
     make(tmp_path / "made")
     assert content(tmp_path / "made") == FILES
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
-    assert sorted(os.listdir(tmp_path / "made")) == ["a", "b"]  # the lock is gone
+    assert sorted(os.listdir(tmp_path / "made")) == ["a", "b"]
 
 
 def test_two_at_once(tmp_path):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.export import write_model
-from gpt2_ddp.export.folder import ExportMismatch
 from gpt2_ddp.export.gguf_file import write_gguf
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
 from gpt2_ddp.model.gpt import GPT

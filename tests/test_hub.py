@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.hub import Hub
+from gpt2_ddp.export.export import Hub
 
 
 class Server(ThreadingHTTPServer):

@@ -23,8 +23,7 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.images.decode import decode_image
 from gpt2_ddp.tasks.images.load import StoredImages, read_images
-from gpt2_ddp.tasks.images.sources import image_files
-from gpt2_ddp.tasks.images.tables import ParquetTable, split_files
+from gpt2_ddp.tasks.images.sources import image_files, split_files
 from gpt2_ddp.tasks.samples import Samples
 from gpt2_ddp.tasks.small_models import LeNet
 
@@ -296,12 +295,15 @@ def test_a_column_has_to_be_in_all_files_once(tmp_path, field, second):
     expect_error(f"data.{field}_column = None: split train has no column .*, in all of its files", read, tmp_path)
 
 
-def test_parquet_files_that_go_are_named(tmp_path):
-    write_rows(tmp_path, "train", ("image", [IMAGE]), ("label", [0]))
-    table = ParquetTable([tmp_path / "train.parquet"])
-    (tmp_path / "train.parquet").unlink()
-    for read_one in (lambda: table.cell(0, "image"), lambda: table.column("label")):
-        expect_error(r"data.path = .*train.parquet: cannot be read", read_one)
+def test_parquet_files_in_folders_of_any_name(tmp_path):
+    """`datasets` takes names of files for patterns."""
+    folder = tmp_path / "a [1] {b,c} *"
+    folder.mkdir()
+    write_rows(folder, "train-0", ("image", [IMAGE, IMAGE]), ("label", [0, 1]), ("only here", [0, 0]))
+    write_rows(folder, "train-1", ("image", [IMAGE]), ("label", [1]))
+    write_rows(folder, "test", ("image", [IMAGE]), ("label", [1]))
+    found = read(folder)
+    assert (found.train.targets.tolist(), found.test.targets.tolist()) == ([0, 1, 1], [1])
 
 
 def test_spare_classes_have_names_of_their_own(tmp_path):

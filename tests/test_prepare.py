@@ -27,9 +27,9 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.output import locked_output
 from gpt2_ddp.preparation import documents, encode, find, vocabulary
 from gpt2_ddp.preparation import prepare as prepare_module
-from gpt2_ddp.preparation.building import locked_output
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.vocabulary import suitable_vocab_size
 
@@ -192,15 +192,17 @@ def test_killed_and_run_again(tmp_path):
     arguments = [*SCRIPT, "--source", source, *["--tokenizer", "gpt2", "--shard_tokens", "20000", "--workers", "2"]]
     output = tmp_path / "killed"
     process = subprocess.Popen([*arguments, "--output", str(output)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not list(output.glob("train_*.bin")):
+    while not list(tmp_path.glob(".killed.tmp/train_*.bin")):
         assert process.poll() is None
         time.sleep(0.02)
     children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
     process.send_signal(signal.SIGKILL)
     process.communicate()
+    assert not output.exists()
+    output.mkdir()
+    for name in (".prepare.lock", "train_000999.bin", ".val_000999.bin.tmp"):  # as older releases left them
+        (output / name).touch()
     expect_error("has shards and no manifest", read_manifest, output)
-    (output / "train_000999.bin").touch()  # as a run with smaller shards would leave
-    (output / ".val_000999.bin.tmp").touch()
     subprocess.run([*arguments, "--output", str(output)], check=True)
     alone = PrepareConfig(source=source, output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000)
     whole = prepare(alone.model_copy(update={"workers": 1}))
@@ -260,13 +262,36 @@ def test_what_others_put_into_the_folder_stays(tmp_path):
     assert {path.name for path in (tmp_path / "one").rglob("*")} == {"of", "mine", "notes.txt"}
 
 
+@pytest.mark.parametrize("kind", ["files", "link", "disk"])
+def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, kind):
+    """It has files of others, is behind a link, or is the root of a disk, where no folder beside it is on that disk."""
+    folder = output = tmp_path / "place/out"
+    folder.mkdir(parents=True)
+    if kind == "link":
+        output = tmp_path / "link"
+        output.symlink_to(folder)
+    else:
+        (folder / "notes.txt").write_text("precious")
+    if kind == "disk":
+        (folder / ".train-000000001.tmp").touch()
+        monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == folder)
+    made = prepare(config(texts, output))
+    verify_shards(output, read_manifest(output), record=False)
+    assert prepare(config(texts, output)) == made
+    assert os.listdir(tmp_path / "place") == ["out"]
+    found = {path.name for path in folder.iterdir()} - {shard.file for of in made.splits.values() for shard in of}
+    expected = {".prepare.lock", ".source.jsonl", "manifest.json"}
+    others = {"files": {"notes.txt"}, "link": set(), "disk": {"notes.txt", ".train-000000001.tmp"}}
+    assert found == expected | others[kind]
+
+
 def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
     folder, entered, inside = tmp_path / "new/out", [], threading.Semaphore(0)
 
     def fail(number: int) -> None:
-        with suppress(ZeroDivisionError), locked_output(folder):
-            assert [path.name for path in folder.iterdir()] == [".prepare.lock"]
-            (folder / "train_000000.bin").touch()
+        with suppress(ZeroDivisionError), locked_output(folder, "waiting for it") as aside:
+            assert list(aside.iterdir()) == []
+            (aside / "train_000000.bin").touch()
             inside.release()
             entered.append(number)
             while number == 0 and capfd.readouterr().out.count("waiting for it") < 1:
@@ -287,10 +312,10 @@ def test_many_who_fail_at_once_leave_nothing(tmp_path):
     folder, inside = tmp_path / "out", []
 
     def fail(_: int) -> None:
-        with suppress(ZeroDivisionError), locked_output(folder):
+        with suppress(ZeroDivisionError), locked_output(folder, "waiting") as aside:
             inside.append(1)
             assert inside == [1]
-            assert [path.name for path in folder.iterdir()] == [".prepare.lock"]
+            assert list(aside.iterdir()) == []
             inside.pop()
             raise ZeroDivisionError
 

@@ -1,5 +1,6 @@
 """The model card of an export (README.md), which the Hub shows: what was trained on what, how well, how to use it."""
 
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
 
 CURVE = "loss.png"
+TRAINING = "training.yaml"
+"""The configuration that the run was trained with."""
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -50,20 +53,13 @@ same data, and `python scripts/export_hf.py CHECKPOINT` makes such a folder.
 
 
 def write_card(
-    checkpoint: Checkpoint,
-    sha256: str,
-    model: GPT,
-    tokenizer: Tokenizer,
-    findings: Findings,
-    training: str,
-    folder: Path,
+    checkpoint: Checkpoint, sha256: str, model: GPT, tokenizer: Tokenizer, findings: Findings, folder: Path
 ) -> None:
-    """Writes README.md, and the run's curves beside it where its rows are.
+    """Writes README.md, and the run's curves beside it if its rows are there.
 
     Args:
-        checkpoint: may be gone by now.
+        checkpoint: may be deleted by now.
         sha256: of its manifest.
-        training: the name of the file that holds the configuration.
     """
     rows = {**_model(model, tokenizer), **_data(checkpoint), **_training(checkpoint, sha256), **_scores(checkpoint)}
     has_curve = _draw(checkpoint, folder / CURVE)
@@ -85,7 +81,7 @@ def write_card(
         notes="\n\n".join(notes),
         transformers=version("transformers"),
         findings=findings,
-        training=training,
+        training=TRAINING,
     )
     (folder / "README.md").write_text(text, encoding="utf-8", errors="replace")
 
@@ -110,17 +106,14 @@ def _data(checkpoint: Checkpoint) -> dict[str, Any]:
     for path, digest, weight in zip(paths, mixture.manifests, weights, strict=False):
         which = f" {path}" if len(paths) > 1 else ""
         share = f", weight {weight:g}" if weight is not None else ""
-        said |= {f"data{which}": f"{_text(Path(path), digest)}{share}", f"hash of the data{which}": f"`{digest}`"}
+        text = path
+        with suppress(UserError):
+            manifest = read_manifest(Path(path))
+            if manifest.hash == digest:
+                train, val = manifest.tokens("train"), manifest.tokens("val")
+                text = f"{manifest.source}: {train:,} tokens to train on, {val:,} to validate"
+        said |= {f"data{which}": f"{text}{share}", f"hash of the data{which}": f"`{digest}`"}
     return said
-
-
-def _text(path: Path, digest: str) -> str:
-    try:
-        manifest = read_manifest(path)
-    except UserError:
-        return str(path)
-    counts = f"{manifest.tokens('train'):,} tokens to train on, {manifest.tokens('val'):,} to validate"
-    return f"{manifest.source}: {counts}" if manifest.hash == digest else str(path)
 
 
 def _training(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, Tokenizer
-from gpt2_ddp.export.folder import ExportMismatch
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
 from gpt2_ddp.preparation.find import library_files
@@ -27,6 +26,16 @@ WINDOWS = 2
 GREEDY_TOKENS = 200
 TOLERANCE, RELATIVE = 1e-4, 1e-5
 """Of logits: how far rounding may take two fp32 programs apart, absolutely or relative to the largest logit."""
+
+
+class ExportMismatch(Exception):
+    """An export that differs from the checkpoint; the text says in what.
+
+    Attributes:
+        left: the folder that keeps it.
+    """
+
+    left: Path
 
 
 class Findings(NamedTuple):

@@ -2,28 +2,28 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors
 from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.card import write_card
-from gpt2_ddp.export.check import Findings, check_export
-from gpt2_ddp.export.folder import ExportMismatch, atomic_directory
-from gpt2_ddp.export.gguf_file import require_gguf, write_gguf
-from gpt2_ddp.export.hub import Hub
+from gpt2_ddp.export.card import TRAINING, write_card
+from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
+from gpt2_ddp.export.gguf_file import write_gguf
 from gpt2_ddp.export.tokenizer_files import write_tokenizer
-from gpt2_ddp.files import sha256_file, write_hashed, writing
+from gpt2_ddp.files import free_name, sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
+from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
 
-TRAINING = "training.yaml"
-"""The configuration that the run was trained with."""
 GGUF = "model.gguf"
 
 
@@ -33,9 +33,9 @@ def export_hf(config: ExportConfig) -> int:
     Raises:
         UserError: for whatever the user has to mend, before the weights are read where that can be.
     """
-    require_transformers()
+    require_package("transformers", "the export is checked")
     if config.gguf:
-        require_gguf()
+        require_package("gguf", "--gguf writes")
     hub = Hub(config.push_to_hub, config.private) if config.push_to_hub else None
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
@@ -51,11 +51,10 @@ def export_hf(config: ExportConfig) -> int:
     return 0
 
 
-def require_transformers() -> None:
-    """Raises: UserError where it is not installed, which would be found only after the weights were written."""
-    if importlib.util.find_spec("transformers") is None:
-        hint = "is not installed, and the export is checked with it; `pip install transformers`"
-        raise UserError("package", "transformers", hint)
+def require_package(name: str, purpose: str) -> None:
+    """Raises: UserError for a package that is not installed, before the weights are read."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError("package", name, f"is not installed, and {purpose} with it; `pip install {name}`")
 
 
 def default_output(checkpoint: Checkpoint) -> Path:
@@ -83,8 +82,30 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         findings = check_export(folder, model, tokenizer)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
-        write_card(checkpoint, sha256, model, tokenizer, findings, TRAINING, folder)
+        write_card(checkpoint, sha256, model, tokenizer, findings, folder)
     return findings
+
+
+@contextmanager
+def atomic_directory(output: Path) -> Iterator[Path]:
+    """Yields a hidden folder to fill, which becomes `output` at the end. After an ExportMismatch it becomes
+    `output` with `.rejected`; after other exceptions it is removed.
+
+    Raises:
+        UserError: `output` exists and is not an empty folder, another process makes it, or the disk refuses.
+    """
+    with locked_output(output) as aside:
+        empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
+        if os.path.lexists(output) and not empty:
+            raise UserError("output", output, "is there already, and nothing is overwritten; remove it or name another")
+        try:
+            with writing(output):
+                yield aside
+            publish(aside, output)
+        except ExportMismatch as rejected:
+            rejected.left = free_name(output.with_name(f"{output.name}.rejected"))
+            publish(aside, rejected.left)
+            raise
 
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
@@ -99,3 +120,40 @@ def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     file = folder / "model.safetensors"
     with writing(file):
         write_hashed(file, as_safetensors(to_transformers(model.state_dict(), model.vocab_size), {"format": "pt"}))
+
+
+class Hub:
+    """A repository for models on the Hub, by whoever is logged in there.
+
+    Args:
+        repository: OWNER/NAME; it is made when something is uploaded.
+        private: whether it is made for its owner's eyes alone.
+
+    Raises:
+        UserError: nobody is logged in, or the Hub is not reached.
+    """
+
+    def __init__(self, repository: str, private: bool):
+        from huggingface_hub import HfApi
+
+        self.repository, self.private, self._api = repository, private, HfApi()
+        with self._told("log in with `hf auth login`, or leave it away"):
+            self._api.whoami()
+
+    def upload(self, folder: Path) -> str:
+        """Uploads a folder in one commit; returns the repository's address. Raises: UserError where the Hub refuses."""
+        with self._told(f"the export is whole; `hf upload {self.repository} {folder}` uploads it later"):
+            url = self._api.create_repo(self.repository, private=self.private, exist_ok=True)
+            message = "Export of gpt2_ddp"
+            self._api.upload_folder(repo_id=self.repository, folder_path=folder, commit_message=message)
+        return str(url)
+
+    @contextmanager
+    def _told(self, hint: str) -> Iterator[None]:
+        from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+        try:
+            yield
+        except (OSError, HTTPError, HFValidationError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError("push_to_hub", self.repository, f"{reason}; {hint}") from error

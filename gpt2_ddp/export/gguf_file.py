@@ -4,16 +4,14 @@ Names, types and tables are those that it writes for a GPT2LMHeadModel, by its p
 llama.cpp's `llama-quantize` makes smaller files of it.
 """
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.folder import ExportMismatch
+from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.tokenizer_files import tokenizer_json
 from gpt2_ddp.files import writing
 from gpt2_ddp.model.gpt import GPT
@@ -24,20 +22,13 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
     """Writes the model and its tokenizer, reads the file, and compares every field and tensor with what was meant.
 
     Raises:
-        UserError: the package is missing, the disk refuses, or llama.cpp has no such tokenizer.
+        UserError: the disk refuses, or llama.cpp has no such tokenizer.
         ExportMismatch: something in the file is not the same.
     """
-    require_gguf()
     fields, tensors = {**_shape(model), **_vocabulary(tokenizer)}, _tensors(model)
     with writing(file):
         _write(fields, tensors, file)
     compare(fields, tensors, file)
-
-
-def require_gguf() -> None:
-    """Raises: UserError where the package is not installed."""
-    if find_spec("gguf") is None:
-        raise UserError("package", "gguf", "is not installed, and --gguf writes with it; `pip install gguf`")
 
 
 def _shape(model: GPT) -> dict[str, Any]:
@@ -89,12 +80,9 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
     for name, tensor in to_transformers(model.state_dict(), model.vocab_size).items():
         their_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert their_name, f"gguf has a name for {name}"
-        tensors[their_name] = _as_linear(name, tensor).float().numpy(force=True)
+        is_matrix = ".h." in name and tensor.dim() == 2
+        tensors[their_name] = (tensor.T if is_matrix else tensor).float().numpy(force=True)
     return tensors
-
-
-def _as_linear(name: str, tensor: Tensor) -> Tensor:
-    return tensor.T if ".h." in name and tensor.dim() == 2 else tensor
 
 
 def _write(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -> None:
@@ -115,7 +103,7 @@ def _write(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -
 
 
 def compare(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -> None:
-    """Raises: Rejected, at the first field or tensor of the file that is not the one given, or is missing."""
+    """Raises: ExportMismatch, at the first field or tensor of the file that is not the one given, or is missing."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)

@@ -1,7 +1,7 @@
 """What became of a source: what was read, what was left out, what was replaced. Printed when preparing ends."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -75,13 +75,9 @@ class CorpusStats:
         self.bytes += len(text) if text.isascii() else len(text.encode())
         self.end_of_text += text.count(END_OF_TEXT)
 
-    def saved(self) -> dict[str, Any]:
-        """What `lines` takes back."""
-        return asdict(self)
-
 
 def lines(saved: dict[str, Any], tokens: dict[str, int]) -> Iterator[str]:
-    """An account in words, with the tokens of each split."""
+    """An account, as `dataclasses.asdict` returns it, in words; with the tokens of each split."""
     account = TypeAdapter(CorpusStats).validate_python(saved)
     if account.encodings:
         kinds = ", ".join(f"{count:,} {name}" for name, count in account.encodings.items())

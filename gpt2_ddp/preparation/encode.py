@@ -22,7 +22,6 @@ from gpt2_ddp.data.shards import Shard
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.account import CorpusStats
-from gpt2_ddp.preparation.building import SHARDS, remove
 from gpt2_ddp.preparation.documents import InputSplit, check_column
 from gpt2_ddp.preparation.fast_encoder import EVERY, EncodersDiffer, fast_encoder
 from gpt2_ddp.preparation.shard_writer import ShardWriter
@@ -87,7 +86,8 @@ def write_splits(
             print(f"note: {error}; tiktoken encodes all of it", flush=True)
             for writer in writers.values():
                 writer.close()
-            remove(folder, *SHARDS)
+            for file in (*folder.glob("*.bin"), *folder.glob(".*.tmp")):
+                file.unlink()
     check_column(config.column, seen.account)
     for split, shards in splits.items():
         if not shards:

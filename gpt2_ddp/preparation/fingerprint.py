@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import fsync_file, regular, sha256_file
+from gpt2_ddp.files import regular, sha256_file, write_atomically
 from gpt2_ddp.preparation.find import find_files
 from gpt2_ddp.preparation.sources import describe
 
@@ -43,21 +43,9 @@ def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
     if config.source.startswith("hub:"):
         commit = _commit(config)
         return {"commit": commit} if commit else {}
-    files = size = 0
-    temporary = folder / f"{RECORD}.tmp"
-    with temporary.open("w") as file:
-
-        def written() -> Iterator[Entry]:
-            nonlocal files, size
-            for entry in _entries(config, {}):
-                file.write(f"{json.dumps(entry)}\n")
-                files, size = files + 1, size + entry.bytes
-                yield entry
-
-        digest = _digest(written())
-    fsync_file(temporary)
-    temporary.replace(folder / RECORD)
-    return {"files": files, "bytes": size, "sha256": digest}
+    entries = list(_entries(config, {}))
+    write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
+    return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": _digest(entries)}
 
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], then: str | None = None) -> None:
@@ -110,15 +98,13 @@ def _entries(config: PrepareConfig, known: dict[str, Entry]) -> Iterator[Entry]:
 
 
 def _root(source: str) -> Path:
-    """What names are relative to, so that a source may be copied to another place."""
-    path = Path(os.path.expanduser(source))
+    """The folder that names are relative to, so that a source may be copied to another place."""
     if source == "stdlib":
-        path = Path(sysconfig.get_path("stdlib"))
-    elif os.path.isfile(path):
-        path = path.parent
-    elif not os.path.isdir(path):
-        path = Path(*takewhile(lambda part: not set(part) & set("*?["), path.parts))
-    return path
+        return Path(sysconfig.get_path("stdlib"))
+    path = Path(os.path.expanduser(source))
+    if os.path.exists(path):
+        return path if os.path.isdir(path) else path.parent
+    return Path(*takewhile(lambda part: not set(part) & set("*?["), path.parts))
 
 
 def _digest(entries: Iterable[Entry]) -> str:
@@ -143,12 +129,12 @@ def _difference(then: dict[str, Entry], now: dict[str, Entry]) -> str:
         "edited": [name for name in now if name in then and now[name].sha256 != then[name].sha256],
         "removed": [name for name in then if name not in now],
     }
-    words = []
-    for kind, names in kinds.items():
-        first = ", ".join(truncate(name, 30) for name in names[:EXAMPLES])
-        more = ", ..." * (len(names) > EXAMPLES)
-        words.append(f"{len(names):,} {kind}" + f": {first}{more}" * bool(names))
-    return "; ".join(words)
+    return "; ".join(f"{len(names):,} {kind}{_first(names)}" for kind, names in kinds.items())
+
+
+def _first(names: list[str]) -> str:
+    first = [truncate(name, 30) for name in names[:EXAMPLES]] + ["..."] * (len(names) > EXAMPLES)
+    return f": {', '.join(first)}" if first else ""
 
 
 def _commit(config: PrepareConfig) -> str | None:

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import Executor
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, encoding_names, load_tokeniz
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import InlineExecutor, worker_pool
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import write_atomically
+from gpt2_ddp.files import check_can_make, write_atomically
+from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.account import lines
-from gpt2_ddp.preparation.building import locked_output
 from gpt2_ddp.preparation.encode import write_splits
-from gpt2_ddp.preparation.fingerprint import check_unchanged, record_source
+from gpt2_ddp.preparation.fingerprint import RECORD, check_unchanged, record_source
 from gpt2_ddp.preparation.index_shards import index_shards
 from gpt2_ddp.preparation.shard_writer import write_manifest
 from gpt2_ddp.preparation.sources import Scan, describe, read_pieces, scan
@@ -32,6 +33,10 @@ from gpt2_ddp.preparation.vocabulary import make_tokenizer, suitable_vocab_size
 
 ACCOUNT = "account"
 """What became of the source, in the manifest's recipe, which is no part of the data's identity."""
+MARK = ".prepare.lock"
+"""An empty file that marks the files of a folder as ours. Older releases locked it."""
+LEFT = ("train_*.bin", "val_*.bin", ".train*.tmp", ".val*.tmp", ".*.json*.tmp", TOKENIZER_FILE, RECORD)
+"""What a killed preparation may leave in its folder."""
 
 
 def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
@@ -55,12 +60,17 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
     config = config.model_copy(update={"output": str(folder)})
     manifest = _finished(folder, config)  # first without the lock, since the folder may be read-only
     if manifest is None:
-        with locked_output(folder):
+        try:
+            check_can_make(folder)
+        except OSError as error:
+            raise UserError("output", folder, f"cannot be written ({error.strerror}); choose another folder") from error
+        with locked_output(folder, f"another process prepares {folder}; waiting for it") as aside:
             manifest = _finished(folder, config)
             if manifest is None:
+                _clear(folder)
                 workers = config.workers or usable_cores(hyperthreads=True)
                 with worker_pool(workers) if workers > 1 else nullcontext(InlineExecutor()) as pool:
-                    return _prepare(folder, config, pool, workers, fast)
+                    return _prepare(aside, config, pool, workers, fast)
     else:
         check_unchanged(folder, config, manifest.recipe.get("fingerprint", {}), manifest.source)
     print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it anew")
@@ -95,27 +105,40 @@ def _recipe(config: PrepareConfig) -> dict[str, Any]:
     return recipe
 
 
-def _prepare(folder: Path, config: PrepareConfig, pool: Executor, workers: int, fast: bool) -> Manifest:
-    start = time.perf_counter()
+def _clear(folder: Path) -> None:
+    """Removes what a killed preparation left in the folder. Raises: UserError for files of others."""
+    if (folder / MARK).exists():
+        for file in (file for pattern in LEFT for file in folder.glob(pattern)):
+            file.unlink()
+    elif any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists():
+        hint = "holds files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
+        raise UserError("output", folder, hint)
+
+
+def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, fast: bool) -> Manifest:
+    """Fills the folder `aside`, which then becomes the output."""
+    folder, start = Path(config.folder), time.perf_counter()
     fingerprint: dict[str, Any] = {}
     try:
-        seen, fingerprint = _look(folder, config, pool)
+        seen, fingerprint = _look(aside, config, pool)
         recipe = _recipe(config) | {"fingerprint": fingerprint}
         size = config.vocab_size or suitable_vocab_size(fingerprint.get("bytes"))
         config = config.model_copy(update={"vocab_size": size})
-        name = _place_tokenizer(folder, config, seen)
+        name = _place_tokenizer(aside, config, seen)
         tokenizer = load_tokenizer(name)
         if config.tokenizer == "bpe" and tokenizer.vocab_size < size:
             print(f"the BPE has {tokenizer.vocab_size:,} tokens, not {size:,}: there is no more to merge")
-        splits = write_splits(folder, config, name, seen, pool, workers, fast)
-        check_unchanged(folder, config, fingerprint)
+        splits = write_splits(aside, config, name, seen, pool, workers, fast)
+        check_unchanged(aside, config, fingerprint)
         identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-        manifest = Manifest(2, *identity, describe(config), splits, recipe | {ACCOUNT: seen.account.saved()})
-        write_manifest(folder, manifest)
+        manifest = Manifest(2, *identity, describe(config), splits, recipe | {ACCOUNT: asdict(seen.account)})
+        write_manifest(aside, manifest)
+        (aside / MARK).touch()
+        publish(aside, folder, last=MANIFEST)
     except (OSError, UserError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError("output", folder, f"{error.strerror}; free some, or choose another folder") from error
-        check_unchanged(folder, config, fingerprint)  # that is why, perhaps
+        check_unchanged(aside, config, fingerprint)  # that is why, perhaps
         raise
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
     _print_account(manifest)

@@ -10,13 +10,11 @@ import numpy as np
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.distributed.workers import InlineExecutor
-from gpt2_ddp.files import fsync_file, fsync_folder, sha256_file, write_atomically
+from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
 
 
 class ShardWriter:
     """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter.
-
-    A shard has a temporary name until it is complete and on disk.
 
     Args:
         pool: syncs and hashes shards in the background; None: in this process.
@@ -36,7 +34,7 @@ class ShardWriter:
         tokens = np.ascontiguousarray(tokens, self.dtype)
         while len(tokens):
             if self._file is None:
-                self._file = open(self._temporary(), "wb")  # noqa: SIM115 (open until the shard is full)
+                self._file = open(self._path(), "wb")  # noqa: SIM115 (open until the shard is full)
                 self._file.write(bytes(HEADER_BYTES))
             part, tokens = np.split(tokens, [self.shard_tokens - self._tokens])
             self._file.write(part.data)
@@ -48,15 +46,10 @@ class ShardWriter:
         """Finishes the last shard and returns all of them."""
         if self._file is not None:
             self._finish()
-        shards = [shard.result() for shard in self._shards]
-        fsync_folder(self.folder)
-        return shards
+        return [shard.result() for shard in self._shards]
 
-    def _name(self) -> str:
-        return f"{self.split}_{len(self._shards):06d}.bin"
-
-    def _temporary(self) -> Path:
-        return self.folder / f".{self._name()}.tmp"
+    def _path(self) -> Path:
+        return self.folder / f"{self.split}_{len(self._shards):06d}.bin"
 
     def _finish(self) -> None:
         assert self._file is not None
@@ -66,17 +59,13 @@ class ShardWriter:
             file.seek(0)
             file.write(header.data)
         size = HEADER_BYTES + self._tokens * self.dtype.itemsize
-        path = self.folder / self._name()
-        self._shards.append(self._pool.submit(_publish, self._temporary(), path, self._tokens, size))
+        self._shards.append(self._pool.submit(_sync_and_hash, self._path(), self._tokens, size))
         self._file, self._tokens = None, 0
 
 
-def _publish(temporary: Path, path: Path, tokens: int, size: int) -> Shard:
-    """Renames a shard once it is on disk."""
-    fsync_file(temporary)
-    shard = Shard(path.name, tokens, size, sha256_file(temporary))
-    temporary.replace(path)
-    return shard
+def _sync_and_hash(path: Path, tokens: int, size: int) -> Shard:
+    fsync_file(path)
+    return Shard(path.name, tokens, size, sha256_file(path))
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

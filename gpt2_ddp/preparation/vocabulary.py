@@ -13,7 +13,6 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT
 from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.workers import run_in_worker
-from gpt2_ddp.files import fsync_file
 from gpt2_ddp.preparation.sources import Scan, read_pieces
 
 BPE_CHARACTERS = 10**9
@@ -23,14 +22,13 @@ SAY_SECONDS = 30
 
 
 def make_tokenizer(config: PrepareConfig, seen: Scan, path: Path) -> None:
-    """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`, durably."""
+    """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`."""
     if config.tokenizer == "bpe":
         print(f"training a BPE of {config.vocab_size:,} tokens", flush=True)
         run_in_worker(_train_bpe, config, seen, path)  # where it merges, no signal would come through
     else:
         print("collecting the characters", flush=True)
         write_characters(_told(piece.text for piece in read_pieces(config, seen)), path)
-    fsync_file(path)
 
 
 def _train_bpe(config: PrepareConfig, seen: Scan, path: Path) -> None:

@@ -112,7 +112,7 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
         command = [sys.executable, str(ROOT / "scripts/prepare_data.py"), *flags, "--output", f"{tmp_path}/new/data"]
         pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
-    while not list(tmp_path.glob("new/data/train_*.bin")) and "merging" not in (tmp_path / "said").read_text():
+    while not list(tmp_path.glob("new/.data.tmp/train_*.bin")) and "merging" not in (tmp_path / "said").read_text():
         assert process.poll() is None
         time.sleep(0.05)
     workers = psutil.Process(process.pid).children(recursive=True)

@@ -1,1 +1,1 @@
-"""Images and their classes: where they come from (`sources`, `formats`), as pixels (`decode`), as samples (`load`)."""
+"""Images and their classes: where they come from (`sources`, `archives`), as pixels (`decode`), as samples (`load`)."""

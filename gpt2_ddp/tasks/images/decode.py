@@ -3,6 +3,7 @@
 import io
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -10,8 +11,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
 
-Stored = bytes | Path | np.ndarray
-"""A file's content, a file, or pixels uint8 [H, W] or [H, W, 3]."""
+Stored = bytes | Path | np.ndarray | dict[str, Any]
+"""A file's content, a file, pixels uint8 [H, W] or [H, W, 3], or a row of `datasets` with the keys bytes and path."""
 CIFAR = (32, 32, 3)
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
@@ -56,6 +57,9 @@ def decode_image(
 def _open(stored: Stored) -> Image.Image:
     if isinstance(stored, np.ndarray):
         return Image.fromarray(stored)
+    if isinstance(stored, dict):
+        content, path = stored.get("bytes"), stored.get("path")
+        return _open(Path(path) if content is None and path else content)  # pyright: ignore[reportArgumentType]
     if not isinstance(stored, bytes | Path):  # a table's cell may hold anything
         raise TypeError(f"there is {truncate(stored, 40)} instead")
     return Image.open(io.BytesIO(stored if isinstance(stored, bytes) else regular(stored).read_bytes()))

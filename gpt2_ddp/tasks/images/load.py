@@ -3,6 +3,7 @@
 import hashlib
 import math
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
 from gpt2_ddp.data.feed import ErrorsAsItems, as_read, unwrap
@@ -22,11 +23,10 @@ from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.tasks.images.decode import decode_image
 from gpt2_ddp.tasks.images.sources import Split, join_first, number_classes, read_source
-from gpt2_ddp.tasks.samples import Samples, SampleSet, hash_of
+from gpt2_ddp.tasks.samples import IndexedSamples, Samples, SampleSet, hash_of
 
-Shape = tuple[int, ...]
 NOTE = 600
-"""Characters of a line that tells something."""
+"""Characters of a note."""
 SCANNED = 64
 """Images that are decoded at a time before training."""
 
@@ -38,7 +38,7 @@ class Images:
     train: SampleSet
     test: SampleSet
     classes: list[str]
-    shape: Shape
+    shape: tuple[int, ...]
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -51,15 +51,17 @@ class StoredImages:
 
     Args:
         targets: int64 [N].
-        rows: int64 [N], which of the split's images they are.
+        rows: int64 [N], the rows of the split.
         shape: [3, H, W] of each.
 
     Attributes:
-        digest: of all of it, as `Samples.sha256` has it; None until it is known.
+        digest: hash of all of it, as `Samples.sha256`; None until it is known.
         workers: loader processes that read them.
     """
 
-    def __init__(self, split: Split, targets: Tensor, rows: np.ndarray, config: ClassifierDataConfig, shape: Shape):
+    def __init__(
+        self, split: Split, targets: Tensor, rows: np.ndarray, config: ClassifierDataConfig, shape: tuple[int, ...]
+    ):
         self.split, self.targets, self.rows, self.config, self.shape = split, targets, rows, config, shape
         self.workers = config.workers
         self.digest: str | None = None
@@ -69,49 +71,73 @@ class StoredImages:
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
-        decoded = torch.from_numpy(np.stack([self._decode(int(item)) for item in items]))
-        return decoded.permute(0, 3, 1, 2).contiguous(), self.targets[torch.from_numpy(items)]
+        decoded = list(_decode(self.split, self.rows[items].tolist(), self.config))
+        (H, W) = self.shape[1:]
+        for item, image in zip(items, decoded, strict=True):
+            if image.shape[:2] != (H, W):
+                hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; have all of them scaled "
+                raise UserError("data.path", self.where(item), f"{hint}to one size, like --data.image_size {min(H, W)}")
+        images = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).contiguous()
+        return images, self.targets[torch.from_numpy(items)]
 
     def sha256(self) -> str:
-        assert self.digest is not None, "load_images has all of it read"
+        assert self.digest is not None, "load_images decodes all images once"
         return self.digest
 
     def where(self, item: int) -> str:
-        """What a message calls a sample."""
+        """The sample's name in messages."""
         return self.split.where(int(self.rows[item]))
 
-    def _decode(self, item: int) -> np.ndarray:
-        where = self.where(item)
-        found = decode_image(
-            self.split.images[int(self.rows[item])], where, self.config.image_size, as_stored(self.config)
+    def scan(self, keep: bool) -> tuple[SampleSet, list[bytes]]:
+        """Decodes all images once, in order; returns the samples, and a digest of the pixels of each.
+
+        Args:
+            keep: keep the pixels, and return `Samples`.
+        """
+        digests: list[bytes] = []
+        inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
+        workers = 0 if keep else self.workers
+        loader = DataLoader(
+            ErrorsAsItems(IndexedSamples(self)),
+            SCANNED,
+            num_workers=workers,
+            collate_fn=as_read,
+            multiprocessing_context=worker_context() if workers else None,
+            generator=torch.Generator(),  # the default would draw from the generator of the initial weights
         )
-        if found.shape[:2] != self.shape[1:]:
-            H, W = self.shape[1:]
-            hint = (
-                f"is {found.shape[1]} x {found.shape[0]} pixels, others are {W} x {H}; have all of them scaled to one "
-            )
-            raise UserError("data.path", where, f"{hint}size, like --data.image_size {min(H, W)}")
-        return found
+
+        def batches() -> Iterator[Tensor]:
+            for images, _, items in map(unwrap, loader):
+                digests.extend(hashlib.blake2b(image.numpy().data, digest_size=16).digest() for image in images)
+                if keep:
+                    inputs[items] = images
+                yield images
+
+        if keep:
+            deque(batches(), 0)
+            return Samples(inputs, self.targets), digests
+        self.digest = hash_of((torch.uint8, (len(self), *self.shape), batches()), self.targets)
+        return self, digests
 
 
-def as_stored(config: ClassifierDataConfig) -> bool:
-    """Whether images are taken as CIFAR has them, or not at all."""
-    return config.name in CIFAR_CLASSES and config.image_size is None
+def _decode(split: Split, rows: list[int], config: ClassifierDataConfig) -> Iterator[np.ndarray]:
+    """uint8 [H, W, 3] of each row."""
+    as_stored = config.name in CIFAR_CLASSES and config.image_size is None
+    for row, stored in zip(rows, split.read(rows), strict=True):
+        yield decode_image(stored, split.where(row), config.image_size, as_stored)
 
 
 def load_images(
     accelerator: Accelerator, config: ClassifierDataConfig, seed: int, facts: Mapping[str, Any] | None = None
 ) -> Images:
-    """The images of a configuration, equal on every rank.
-
-    One process per node fetches and looks at them, while the others wait to read what it fetched.
+    """The images of a configuration, equal on every rank. One process per node reads them first, for the caches.
 
     Args:
-        seed: of which images are held out to test on, where there is no test split.
-        facts: of the checkpoint that they are for; None: they are for none.
+        seed: decides which images are held out to test on, where there is no test split.
+        facts: of the checkpoint that uses them; None: of none.
 
     Raises:
-        UserError: on every rank, when they cannot be had, or are not as the configuration says.
+        UserError: on every rank, when they cannot be read, or contradict the configuration.
     """
     found: list[Images] = []
     first = accelerator.is_local_main_process
@@ -124,7 +150,7 @@ def load_images(
         on_every_rank(accelerator, lambda reads=reads: read(reads), patience=PREPARATION)
     for split in (found[0].train, found[0].test):
         if isinstance(split, StoredImages):
-            of_ranks = gather_object([split.digest])  # collective: of those that looked at them
+            of_ranks = gather_object([split.digest])  # collective: only local main processes have it
             split.digest = split.digest or of_ranks[0]
     return found[0]
 
@@ -139,41 +165,38 @@ def read_images(
     """As `load_images`, in one process.
 
     Args:
-        look: whether to decode also those that are not kept, which finds broken ones. tell: whether to print notes.
+        look: decode also images that are not kept, which finds broken ones.
+        tell: print notes.
     """
     facts = facts or {}
     splits, notes = read_source(config)
     source = config.path or config.name
-    for split, of in splits.items():
-        if not len(of.images):
-            raise UserError("data.path" if config.path else "data.name", source, f"split {split} is empty")
+    for name, split in splits.items():
+        if not len(split.images):
+            raise UserError("data.path" if config.path else "data.name", source, f"split {name} is empty")
     classes, numbers = number_classes(splits, source, facts.get("classes"), CIFAR_CLASSES.get(config.name))
-    first = splits["train"]
-    H, W = decode_image(first.images[0], first.where(0), config.image_size, as_stored(config)).shape[:2]
-    shape: Shape = tuple(facts.get("image_shape") or (3, H, W))
-    rows = {split: np.arange(len(of.images)) for split, of in splits.items()}
+    train = splits["train"]
+    shape = tuple(facts.get("image_shape") or (3, *next(_decode(train, [0], config)).shape[:2]))
+    rows = {name: np.arange(len(split.images)) for name, split in splits.items()}
     if "test" not in splits:
-        splits["test"], numbers["test"] = first, numbers["train"]
-        rows, note = _hold_out(len(first.images), source, config, seed)
+        splits["test"], numbers["test"] = train, numbers["train"]
+        rows, note = _hold_out(len(train.images), source, config, seed)
         notes.append(note)
     stored = {
-        split: StoredImages(of, torch.tensor(numbers[split])[rows[split]], rows[split], config, shape)
-        for split, of in splits.items()
+        name: StoredImages(split, torch.tensor(numbers[name])[rows[name]], rows[name], config, shape)
+        for name, split in splits.items()
     }
     fits = sum(map(len, stored.values())) * math.prod(shape) <= config.memory_gb * 1e9
-    found: dict[str, SampleSet] = {}
-    digests: dict[str, list[bytes]] = {}
-    for split, images in stored.items():
-        found[split], digests[split] = _keep(images) if fits else (images, _look_at(images) if look else [])
+    scanned = {name: images.scan(keep=fits) if fits or look else (images, []) for name, images in stored.items()}
     if tell:
-        notes += [*_without_images(source, classes, stored), *_duplicates(stored, digests)]
+        notes += _notes(source, classes, stored, {name: digests for name, (_, digests) in scanned.items()})
         for note in notes:
             print(f"note: {truncate(note, NOTE)}", file=sys.stderr)
-    return Images(found["train"], found["test"], classes, shape)
+    return Images(scanned["train"][0], scanned["test"][0], classes, shape)
 
 
 def _hold_out(n: int, source: str, config: ClassifierDataConfig, seed: int) -> tuple[dict[str, np.ndarray], str]:
-    """Which of n images are to train and to test on, in their order; and a line that says so."""
+    """The rows of n images that are for training and for testing, in order; and a note."""
     held = min(max(round(n * config.test_fraction), 1), n - 1)
     if held < 1:
         raise UserError("data.path", source, "has one image; give some to train on and some to test on")
@@ -183,70 +206,17 @@ def _hold_out(n: int, source: str, config: ClassifierDataConfig, seed: int) -> t
     return rows, f"{source} has no split test, val or validation: {told}"
 
 
-def _keep(images: StoredImages) -> tuple[Samples, list[bytes]]:
-    """All of them in memory, and each one's digest."""
-    inputs = torch.empty(len(images), *images.shape, dtype=torch.uint8)
-    digests: list[bytes] = []
-    for start in range(0, len(images), SCANNED):
-        items = np.arange(start, min(start + SCANNED, len(images)))
-        inputs[start : start + SCANNED] = images.read(items)[0]
-        digests += map(_digest, inputs[start : start + SCANNED])
-    return Samples(inputs, images.targets), digests
-
-
-def _look_at(images: StoredImages) -> list[bytes]:
-    """Decodes all of them once, in order: their digest, and each one's own."""
-    digests: list[bytes] = []
-
-    def batches() -> Iterator[Tensor]:
-        context = worker_context() if images.workers else None
-        scan = DataLoader(
-            ErrorsAsItems(_Scanned(images)),
-            SCANNED,
-            num_workers=images.workers,
-            collate_fn=as_read,
-            multiprocessing_context=context,
-            generator=torch.Generator(),  # or starting it would draw from the one that makes the initial weights
-        )
-        for read in map(unwrap, scan):
-            digests.extend(map(_digest, read))
-            yield read
-
-    images.digest = hash_of((torch.uint8, (len(images), *images.shape), batches()), images.targets)
-    return digests
-
-
-class _Scanned(Dataset):
-    """Map-style: items -> their images."""
-
-    def __init__(self, images: StoredImages):
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitems__(self, items: list[int]) -> Tensor:
-        return self.images.read(np.array(items))[0]
-
-
-def _digest(image: Tensor) -> bytes:
-    return hashlib.blake2b(image.numpy().data, digest_size=16).digest()
-
-
-def _without_images(source: str, classes: list[str], stored: Mapping[str, StoredImages]) -> Iterator[str]:
-    """A line for each split that has no image of some classes: nothing trains, or nothing scores them."""
-    for split, images in stored.items():
+def _notes(
+    source: str, classes: list[str], stored: Mapping[str, StoredImages], digests: Mapping[str, list[bytes]]
+) -> Iterator[str]:
+    """A line for each split without images of some classes, and one for test images with a training image's pixels."""
+    for name, images in stored.items():
         counts = torch.bincount(images.targets, minlength=len(classes)).tolist()
-        if missing := [name for name, count in zip(classes, counts, strict=True) if not count]:
-            names = join_first(missing)
-            yield f"{source}: no {split} image of {len(missing):,} of the {len(classes):,} classes: {names}"
-
-
-def _duplicates(stored: Mapping[str, StoredImages], digests: Mapping[str, list[bytes]]) -> Iterator[str]:
-    """A line, where test images are also training images, by their pixels."""
+        if missing := [of for of, count in zip(classes, counts, strict=True) if not count]:
+            missing_names = join_first(missing)
+            yield f"{source}: no {name} image of {len(missing):,} of the {len(classes):,} classes: {missing_names}"
     trained = {digest: item for item, digest in enumerate(digests["train"])}
     twice = [item for item, digest in enumerate(digests["test"]) if digest in trained]
     if twice:
-        names = {"test": twice[0], "train": trained[digests["test"][twice[0]]]}
-        one, other = (stored[name].where(item) for name, item in names.items())
+        one, other = stored["test"].where(twice[0]), stored["train"].where(trained[digests["test"][twice[0]]])
         yield f"{len(twice):,} of {len(stored['test']):,} test images are training images, too, such as {one} = {other}"
