@@ -19,14 +19,14 @@ from functools import cache
 from itertools import count, product
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
 
-from benchmarks.config import BenchmarkConfig
+from benchmarks.config import Benchmark, BenchmarkConfig
 from benchmarks.harness import environment_info
 from benchmarks.step import random_tokens
 from gpt2_ddp.checkpoint.run_files import is_event
@@ -172,10 +172,12 @@ def call(pytestconfig: pytest.Config) -> Iterator[dict[str, float]]:
 
 
 class Summary:
-    """The table at the end of the call."""
+    """The table at the end of the call, which gpu.json has as well."""
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        found = json.loads((OUT / "gpu.json").read_text())
+        file = OUT / "gpu.json"
+        found = json.loads(file.read_text()) | {"findings": [*findings()]}
+        file.write_text(json.dumps(found, indent=1) + "\n")
         terminalreporter.section(f"{DEVICE}, all calls: {OUT}/gpu.json")
         for name, result in found["parts"].items():
             terminalreporter.write_line(f"{name:24} {result['seconds']:7.1f} s  {result['failure'] or 'ok'}")
@@ -251,12 +253,12 @@ def words(device: str) -> dict[str, str]:
 
 
 def record(part: str, seconds: float, failure: str) -> None:
-    """Writes gpu.json: the parts of all calls in their order, and what can be found in their runs."""
+    """Writes gpu.json, with the parts of all calls in their order."""
     file = OUT / "gpu.json"
     known = json.loads(file.read_text())["parts"] if file.exists() else {}
     known[part] = {"seconds": seconds, "failure": failure}
     parts = {name: known[name] for name in PARTS if name in known}
-    found = {"device": DEVICE, **environment(), "parts": parts, "findings": [*findings()]}
+    found = {"device": DEVICE, **environment(), "parts": parts}
     file.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -273,8 +275,8 @@ def findings() -> Iterator[str]:
     if rows := rows_of("inf"):
         skipped, loss = rows[-1].get("skipped"), rows[-1].get("loss")
         yield f"with an Inf in a gradient: {skipped} steps skipped, loss {loss} at the end"
-    for file in sorted(OUT.glob("*/*.json")):
-        for case in json.loads(file.read_text()).get("cases", []):
+    for file in sorted(file for name in get_args(Benchmark) for file in OUT.glob(f"*/{name}.json")):
+        for case in json.loads(file.read_text())["cases"]:
             figures = ", ".join(f"{name} {median(of):,.4g}" for name, of in case["figures"].items())
             yield f"{file.parent.name}: {case['what']}, {case['unit']}: {figures}"
     for what, runs in RATES.items():  # without the first rows, which compile

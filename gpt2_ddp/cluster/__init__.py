@@ -1,1 +1,1 @@
-"""What one runs first on new machines."""
+"""The check of new machines (scripts/check_cluster.py)."""

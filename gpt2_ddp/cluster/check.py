@@ -1,4 +1,4 @@
-"""The check of new machines: who is there, and whether and how fast they all-reduce."""
+"""The check of new machines: all ranks arrive, agree in versions and all-reduce correctly; and how fast."""
 
 import json
 import os
@@ -39,7 +39,7 @@ share it take some."""
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
-    """Checks this process's world, and prints and saves on rank 0 what was found.
+    """Checks this process's world; rank 0 prints and saves the results.
 
     Raises:
         UserError: for ranks that do not arrive, differ in versions, or sum wrongly; on rank 0, for an `output` that
@@ -60,7 +60,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         facts = gather_facts(place, pick_device(config.device))
         ranks = rendezvous(store, place, facts, config.timeout_seconds)
     except UserError as error:
-        if place.rank:  # a command speaks for its main process alone, which here may be the one that is missing
+        if place.rank:  # run_command prints on rank 0 only, which may be the missing one
             print(*(f"error: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr)
         raise
     results = _measure(config, store, ranks, place.rank)
@@ -72,11 +72,13 @@ def check_cluster(config: CheckClusterConfig) -> None:
 
 
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[NodeInfo], rank: int) -> list[dict]:
-    """All-reduces every size under watch; the rows of the table, the same on all ranks."""
+    """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
     watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
     watchdog.explain, watchdog.exit_code = partial(explain_verdict, ranks), 2
     watchdog.heartbeat("connecting to the other ranks")
-    patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watch is to speak first
+    patience = timedelta(
+        seconds=2 * config.timeout_seconds + 60
+    )  # longer than the watchdog's, whose error names the ranks
     mine = []
     try:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
@@ -90,7 +92,7 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[NodeInfo], ra
         everyone = [json.loads(text) for text in store.multi_get(keys)]
     except RuntimeError as error:  # the only class that lost connections have in common
         watchdog.failed(error)
-        time.sleep(patience.total_seconds())  # the watch ends all processes, so that one of them speaks
+        time.sleep(patience.total_seconds())  # until the watchdog ends all processes, with one error
         raise
     watchdog.close()
     dist.destroy_process_group()
@@ -98,16 +100,15 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[NodeInfo], ra
 
 
 def explain_verdict(ranks: list[NodeInfo], verdict: Verdict) -> str:
-    """What to do about ranks that live, and yet do not come through a collective; where in the code they stand does not
-    matter here."""
-    said = [line for line in verdict.reason.splitlines() if line[:1] != " "]
+    """The hint for ranks that live but do not finish a collective, without their stacks."""
+    lines = [line for line in verdict.reason.splitlines() if line[:1] != " "]
     if not verdict.living:
-        return "\n".join(said)
+        return "\n".join(lines)
     ways = ", ".join(dict.fromkeys(f"{facts.host}: {facts.interface} {facts.ip}" for facts in ranks))
     return (
-        f"ranks = {format_ranks(verdict.living)}: alive like all others, but not connected ({said[0]}); open all ports "
-        f"between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
-        f"(routes to rank 0: {ways})"
+        f"ranks = {format_ranks(verdict.living)}: alive like all others, but not connected ({lines[0]}); open all "
+        "ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME and "
+        f"NCCL_SOCKET_IFNAME (routes to rank 0: {ways})"
     )
 
 
@@ -158,7 +159,7 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
 
 
 def _notes(ranks: list[NodeInfo]) -> Iterator[str]:
-    """What is no mistake, but worth knowing."""
+    """Warnings about devices, host names and routes."""
     hosts = {facts.host for facts in ranks}
     if len({facts.device for facts in ranks}) > 1:
         yield "devices differ: the slowest sets the pace of every step"

@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -87,7 +88,7 @@ def connect(place: RankEnv, timeout: float) -> Store:
 
 
 def _await_answer(place: RankEnv, timeout: float) -> None:
-    """Waits until somebody listens there; raises why not."""
+    """Waits until the address accepts a connection. Raises: UserError with the reason."""
     deadline = time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -155,9 +156,11 @@ class NodeInfo:
 
 
 def gather_facts(place: RankEnv, device: torch.device) -> NodeInfo:
-    """The facts about this process, which is to use `device`."""
+    """The facts about this process, which uses `device`. Raises: UserError if it has no CUDA device."""
     interface, ip, link = _route(place.address, place.port)
-    name, nccl = platform.machine(), "-"
+    name, nccl, host_ip = platform.machine(), "-", "?"
+    with suppress(OSError):
+        host_ip = socket.gethostbyname(socket.gethostname())
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     if device.type == "cuda":
         count = torch.cuda.device_count()
@@ -174,7 +177,7 @@ def gather_facts(place: RankEnv, device: torch.device) -> NodeInfo:
         device_type=device.type,
         interface=interface,
         ip=ip,
-        host_ip=_resolved(socket.gethostname()),
+        host_ip=host_ip,
         link_gb_per_s=link,
         world_size=place.world_size,
         python=".".join(platform.python_version_tuple()[:2]),
@@ -198,13 +201,6 @@ def _route(address: str, port: int) -> tuple[str, str, float]:
     interface = next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?")
     stats = psutil.net_if_stats().get(interface)
     return interface, ip, stats.speed / 8e3 if stats else 0.0  # from Mbit/s
-
-
-def _resolved(host: str) -> str:
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
-        return "?"
 
 
 def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) -> list[NodeInfo]:
