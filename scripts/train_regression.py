@@ -34,4 +34,4 @@ def main(config: RegressionConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(RegressionConfig, main, default="configs/regression.yaml")
+    run_command(RegressionConfig, main, default="configs/jobs/regression.yaml")

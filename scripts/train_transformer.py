@@ -27,4 +27,4 @@ def main(config: TransformerConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_command(TransformerConfig, main, default="configs/transformer.yaml")
+    run_command(TransformerConfig, main, default="configs/jobs/transformer.yaml")

@@ -279,7 +279,7 @@ def test_a_busy_machine_stops_the_comparison(tmp_path, no_machine, monkeypatch):
 
 
 def test_data_path_goes_to_the_one_job_that_reads_data(tmp_path):
-    images = "classifier:configs/cifar100_lenet.yaml"
+    images = "classifier:configs/jobs/cifar100_lenet.yaml"
     given = read_jobs(CompareConfig(jobs=("classifier", images), data_path="x"), CPU, tmp_path)
     assert [job.data.path for _, job in given] == [None, "x"]
     ((_, gpt2),) = read_jobs(CompareConfig(jobs=("gpt2",), data_path="x"), CPU, tmp_path)

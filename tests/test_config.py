@@ -13,7 +13,7 @@ import yaml
 
 from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, classifier_default
+from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
@@ -128,6 +128,8 @@ def test_the_default_file_stands_in_only_when_no_file_is_named(write, tmp_path, 
     monkeypatch.chdir(tmp_path)  # it is found from any folder
     default = "configs/gpt2_stdlib.yaml"
     assert load(TrainingConfig, ["--model.n_layer", "7"], default).model.n_embd == 192
+    assert load(TrainingConfig, ["--config", "gpt2_stdlib.yaml"]).model.n_embd == 192
+    assert load(RegressionConfig, ["--config", "regression.yaml"]).run_name == "regression"  # of configs/jobs
     assert load(TrainingConfig, [*STEPS, "--config", write("model:\n  # n_embd: 3\n")], default).model.n_embd == 768
 
 
@@ -206,7 +208,7 @@ def test_all_mistakes_at_once(write):
 
 
 def test_a_file_for_another_script_is_one_mistake(write):
-    lenet, preset = (str(ROOT / f"configs/{name}.yaml") for name in ("cifar100_lenet", "gpt2_124m"))
+    lenet, preset = (str(ROOT / f"configs/{name}.yaml") for name in ("jobs/cifar100_lenet", "gpt2_124m"))
     assert mistakes("--config", lenet) == [f"--config = {lenet}: is for train_classifier.py: name one for this script"]
     with pytest.raises(UserError, match=r"gpt2_124m.yaml: is for train_gpt2.py") as error:
         load(ClassifierConfig, ["--config", preset])

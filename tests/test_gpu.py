@@ -119,9 +119,9 @@ PARTS: dict[str, list[str]] = {
     ],
     "a run": ["scripts/train_gpt2.py --output_dir {out} --run_name whole --train.device {device}{tiny}{steps}"],
     # small jobs
-    "LeNet": [f"scripts/train_classifier.py --config configs/cifar100_lenet.yaml {JOB} --run_name lenet"],
+    "LeNet": [f"scripts/train_classifier.py --config configs/jobs/cifar100_lenet.yaml {JOB} --run_name lenet"],
     "ResNet": [
-        f"scripts/train_classifier.py --config configs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
+        f"scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml {JOB} --run_name resnet{{sync}}"
         " --train.mixed_precision {fp16}"
     ],
     "compare": [

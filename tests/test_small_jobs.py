@@ -21,7 +21,7 @@ PRESETS = {
 
 @pytest.mark.parametrize(("name", "command"), PRESETS.items())
 def test_presets_load_and_are_taken_back(tmp_path, name, command):
-    config = load(command, ["--data.path", "photos"] if name == "images" else [], f"configs/{name}.yaml")
+    config = load(command, ["--data.path", "photos"] if name == "images" else [], f"configs/jobs/{name}.yaml")
     assert config.run_name == name
     (tmp_path / "config.yaml").write_text(dump(config))
     assert load(command, ["--config", str(tmp_path / "config.yaml")]) == config
@@ -46,7 +46,7 @@ def test_the_transformer_learns_to_repeat(tmp_path):
 def test_lenet_learns_and_repeats_itself(tmp_path):
     """100 classes: 5 times chance is 5 %. Every one of the 1,003 test images is scored."""
     data = write_cifar(tmp_path / "cifar", 4000, 1003)
-    flags = ("--config", "configs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
+    flags = ("--config", "configs/jobs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
     printed = run_script("train_classifier.py", *flags, "--launch.processes", "2")
     last = rows(tmp_path / "cifar100_lenet")[-1]
     assert last["val_samples"] == 1003
@@ -62,7 +62,7 @@ def test_lenet_learns_and_repeats_itself(tmp_path):
 def test_an_epoch_on_two_processes_waits_little_for_data(tmp_path):
     """That of the full CIFAR-100, ten times as many images, takes under a minute."""
     data = write_cifar(tmp_path / "cifar", 5000, 1000)
-    flags = ("--config", "configs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
+    flags = ("--config", "configs/jobs/cifar100_lenet.yaml", "--data.path", str(data), "--output_dir", str(tmp_path))
     run_script(
         "train_classifier.py", *flags, "--launch.processes", "2", "--train.epochs", "1", "--data.augment", "true"
     )

@@ -138,12 +138,12 @@ def test_a_regression_on_two_processes_finds_the_line(tmp_path):
     assert state["processes"] == 2
 
 
-LENET = ("--config", "configs/cifar100_lenet.yaml")
+LENET = ("--config", "configs/jobs/cifar100_lenet.yaml")
 WRONG = [
     ("train_classifier", ["--model.name", "vgg"], "model.name = vgg"),
     pytest.param("train_classifier", [*LENET], "data.name = cifar100", marks=pytest.mark.slow),
     ("train_classifier", [*LENET, "--data.path", "/no/such"], "data.path"),
-    ("train_classifier", ["--config", "configs/cifar100_resnet18.yaml", "--model.sync_batchnorm"], "model.sync"),
+    ("train_classifier", ["--config", "configs/jobs/cifar100_resnet18.yaml", "--model.sync_batchnorm"], "model.sync"),
     ("train_transformer", ["--model.n_embd", "13"], "model.n_embd = 13"),
     ("train_regression", ["--train.global_batch_size", "0"], "train.global_batch_size = 0"),
 ]

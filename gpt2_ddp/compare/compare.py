@@ -36,9 +36,9 @@ from gpt2_ddp.project import command_for
 
 Job = TrainingConfig | JobConfig
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
-    "regression": (RegressionConfig, "configs/regression.yaml"),
-    "classifier": (ClassifierConfig, "configs/mlp_clusters.yaml"),
-    "transformer": (TransformerConfig, "configs/transformer.yaml"),
+    "regression": (RegressionConfig, "configs/jobs/regression.yaml"),
+    "classifier": (ClassifierConfig, "configs/jobs/mlp_clusters.yaml"),
+    "transformer": (TransformerConfig, "configs/jobs/transformer.yaml"),
     "gpt2": (TrainingConfig, "configs/gpt2_30m.yaml"),
 }
 """The jobs: the configuration of each one's script, and the file that stands in when none is named."""

@@ -179,15 +179,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
-    """The sections and keys of a YAML file. A missing file is looked up in the project's folder.
+    """The sections and keys of a YAML file. A missing one is looked up in the project's folder and its configs.
 
     Raises:
         UserError: the file cannot be read, or holds no mapping.
     """
-    path = Path(file)
+    shipped = [PROJECT / folder / file for folder in (".", "configs", "configs/jobs")]
+    path = next((path for path in (Path(file), *shipped) if os.path.exists(path)), Path(file))
     try:
-        if not os.path.exists(path) and os.path.exists(PROJECT / file):  # `configs/...` from any folder
-            path = PROJECT / file
         values = yaml.load(read_small(path, LARGEST).decode(), _Loader)
         str(values)  # raises ValueError for an integer of too many digits
     except (OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:

@@ -13,7 +13,7 @@ class CompareConfig(Command):
 
     jobs: tuple[str, ...] = ("regression", "classifier", "gpt2")
     """what to train: regression, classifier, transformer or gpt2; a configuration of that script may follow a colon,
-    like classifier:configs/cifar100_lenet.yaml"""
+    like classifier:configs/jobs/cifar100_lenet.yaml"""
     processes: tuple[int, ...] = (2,)
     """DDP's process counts, one row of the table each"""
     weak: bool = False

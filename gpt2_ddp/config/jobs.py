@@ -234,7 +234,7 @@ class ClassifierConfig(JobConfig):
         return decoding or super().may_change(name, before, step)
 
 
-CLUSTERS, OWN_IMAGES = "configs/mlp_clusters.yaml", "configs/images.yaml"
+CLUSTERS, OWN_IMAGES = "configs/jobs/mlp_clusters.yaml", "configs/jobs/images.yaml"
 
 
 def classifier_default(flags: Mapping[str, Any]) -> tuple[str, str]:

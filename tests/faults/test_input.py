@@ -34,7 +34,7 @@ WORDS += ["2026-99-99", "<<: ", "- ", "|\n", "'", "%YAML 9.9\n", "\x85", "\ufeff
 
 def write_something(file: Path, rng: random.Random) -> None:
     """A configuration that is there, damaged as text or in its values."""
-    presets = sorted((PROJECT / "configs").glob("*.yaml"))
+    presets = sorted((PROJECT / "configs").rglob("*.yaml"))
     text = rng.choice([preset.read_text() for preset in presets] + [dump(load(GenerateConfig, []))])
     kind = rng.randrange(4)
     if kind == 0:
