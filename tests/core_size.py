@@ -1,9 +1,10 @@
-"""The weight of the core: non-blank lines and modules, held below ceilings. `make check` runs it.
+"""The size of core and product: non-blank lines and modules, held below ceilings. `make check` runs it.
 
     .venv/bin/python tests/core_size.py
 
 `loaded` is what a training on prepared data imports. `reachable` is what scripts/train_gpt2.py can import, imports
-inside functions included. Both count gpt2_ddp only. The exit code is 1 above a ceiling. Ceilings are only lowered.
+inside functions included. Both count gpt2_ddp only. `product` is all that is not a test. The exit code is 1 above a
+ceiling. Ceilings are only lowered.
 """
 
 import ast
@@ -16,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (6000, 40), "reachable": (7900, 61)}
+CEILINGS = {"loaded": (6000, 40), "reachable": (7860, 61), "product": (18200, 154)}
 """Most lines and modules."""
+PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 
 PROBE = """
 import json, runpy, sys
@@ -80,8 +82,9 @@ def size(files: set[Path]) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Prints both sizes; 1 if one is above its ceiling."""
+    """Prints the sizes; 1 if one is above its ceiling."""
     found = {"loaded": size({*loaded_files()}), "reachable": size(reachable_files(ROOT / "scripts/train_gpt2.py"))}
+    found["product"] = size({file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")})
     for name, (lines, modules) in found.items():
         print(f"{name}: {lines:,} lines in {modules} modules (ceiling {CEILINGS[name][0]:,} in {CEILINGS[name][1]})")
     return int(any(a > b for name in found for a, b in zip(found[name], CEILINGS[name], strict=True)))

@@ -130,10 +130,10 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
 def communication_share(run: Run, block: int) -> CommFraction | None:
     """Share of this rank's step that synchronising gradients costs; None for one process.
 
-    Blocks of ordinary steps take turns with blocks under `no_sync`, which do all the same but for DDP's all-reduce. The
-    difference is the exposed communication: what runs hidden behind the backward pass costs nothing, while waiting for
-    a slower rank counts, and so does what the all-reduce takes away from the computation (a core, memory bandwidth).
-    Without synchronisation the ranks' parameters part, so this comes last.
+    Blocks of ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The
+    difference is the exposed communication. What is hidden behind the backward pass costs nothing. Waiting for a slower
+    rank counts, and so do the core and the memory bandwidth that the all-reduce takes. Without synchronisation the
+    replicas diverge, so this comes last.
 
     Args:
         block: steps in each block.

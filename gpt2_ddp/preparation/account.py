@@ -36,9 +36,8 @@ class Tally:
 
 @dataclass
 class CorpusStats:
-    """Of the files: how many are in which encoding, what cannot be decoded, which are left out. Of the text that was
-    read: documents, characters, bytes in UTF-8, rows (and what columns the first one without text has instead), and how
-    often the end-of-text token is spelt out in it; and a separator of documents that divides none."""
+    """Counts of a source. Of its files: by encoding, undecodable, left out. Of its text: documents, characters, UTF-8
+    bytes, rows, texts of the end-of-text token; the columns of the first row without text; an unused separator."""
 
     encodings: dict[str, int] = field(default_factory=dict)
     undecodable: Tally = field(default_factory=Tally)

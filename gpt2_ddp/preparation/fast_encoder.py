@@ -55,8 +55,8 @@ class FastEncoder:
         """Has tiktoken encode the text, too, or, of a long one, about `SAMPLE` characters from its middle.
 
         Args:
-            ids: what `encode` has made of the text. Those of the sample are found there by their bytes, from the end of
-                a word to that of another; where no words end, the sample is encoded both ways by itself.
+            ids: result of `encode`. The sample's ids are found in it by their bytes, between ends of words. Without
+                such ends, both encode the sample alone.
 
         Raises:
             EncodersDiffer: they are not the same.

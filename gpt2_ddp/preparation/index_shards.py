@@ -27,8 +27,8 @@ def index_shards(config: PrepareConfig) -> Manifest:
     A file belongs to the split, `train` or `val`, that its name contains.
 
     Raises:
-        UserError: there are no such files, they lie in several folders, one is not whole or has ids outside the
-            tokenizer's vocabulary, one is in both splits, or the folder has the manifest of other shards.
+        UserError: there are no such files, or they are in several folders. One is not whole, has ids outside the
+            vocabulary, or is in both splits. The folder has the manifest of other shards.
     """
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     if not files:

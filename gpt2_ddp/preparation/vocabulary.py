@@ -42,9 +42,13 @@ def _train_bpe(config: PrepareConfig, seen: Scan, path: Path) -> None:
 
 
 def suitable_vocab_size(size: int | None) -> int:
-    """Ids of a BPE for text of so many bytes; None: of nobody knows how many. The words of a text grow about as the
-    square root of its length (Heaps, 1978), and a token's embedding wants to be seen often: three times that root, as a
-    power of two from 512 to 32,768."""
+    """Number of ids of a BPE: three times the square root of the text's bytes, as a power of two from 512 to 32,768.
+
+    The number of different words grows about as that root (Heaps, 1978).
+
+    Args:
+        size: bytes; None: unknown.
+    """
     wanted = 3 * math.sqrt(size) if size else 2**15
     return 2 ** min(max(round(math.log2(wanted)), 9), 15)
 

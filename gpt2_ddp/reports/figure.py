@@ -174,8 +174,8 @@ def short(value: float) -> str:
 
 
 class Bar(NamedTuple):
-    """A bar of a `group` and a `series`: its height, the label above it, the readings that are drawn as dots, and the
-    ends of a line over it, which may coincide."""
+    """A bar of a `group` and a `series`: height, label above it, and readings, drawn as dots. A line over it has two
+    ends, which may coincide."""
 
     group: str
     series: str

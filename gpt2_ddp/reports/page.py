@@ -59,8 +59,8 @@ def _fill(title: str, body: str, points: str) -> str:
 
 
 def _points(picture: Picture) -> str:
-    """JSON for the script: the panels' boxes; and of each line its x and y, in coordinates of the SVG, its steps, and
-    its values, null for those that are not finite."""
+    """JSON for the script: the panels' boxes, and of each line x and y in the SVG's coordinates, steps and values. A
+    value that is not finite is null."""
     boxes, lines = picture.panels(), []
     for trace in picture.traces:
         left, top, right, bottom = boxes[trace.panel]

@@ -96,9 +96,8 @@ def plan(run: Path, steps: str) -> Span:
 def replay(
     run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
 ) -> Iterator[tuple[str, list[str] | None]]:
-    """Trains the span again, each stretch from one checkpoint to the next on its own: where the run was stopped, it may
-    have gone on with other processes, and a defect stays in its stretch. Rows are compared, and weights and moments
-    where a stretch ends with a checkpoint.
+    """Trains the span again, each stretch between two checkpoints by itself. So a stretch may have its own number of
+    processes, and a defect stays in it. Compares the rows, and weights and moments at the end of each stretch.
 
     Args:
         intact: the run's intact checkpoints.

@@ -36,8 +36,8 @@ class RunRecord:
     """A run folder as far as it could be read.
 
     Args:
-        rows: what they count, tokens or another `unit` (samples), they hold as `tokens` and `tokens_per_second`; the
-            mean loss since the row before as `loss_mean`, or in its place the step's own, in older runs.
+        rows: `tokens` and `tokens_per_second` count the run's unit, which may be samples. `loss_mean` is that since the
+            row before.
         events: what happened between rows: starts, rollbacks.
         config: config.yaml, flat, with dotted keys.
         parameters: as nanoGPT counts them (no position embeddings), in the newest checkpoint; None when there is none.

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """Dense bf16 FLOP/s with fp32 accumulation, in 1e12; memory in GB (1e9 bytes, at least so many); and the source of
-    the first, which often prints twice as much (with sparsity)."""
+    """Dense bf16 FLOP/s with fp32 accumulation, in 1e12, and its source, which often prints twice as much (sparsity).
+    Memory in GB (1e9 bytes, at least so many)."""
 
     tera: float
     memory: int
