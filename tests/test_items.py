@@ -17,7 +17,8 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.scoring import cloze, sources
 from gpt2_ddp.scoring.items import Item, digest, read_items
 from gpt2_ddp.scoring.requests import encode_pair, make_set
-from gpt2_ddp.scoring.result import Answers, as_row, judge, save, table
+from gpt2_ddp.scoring.result import Answers, as_row, judge, save
+from gpt2_ddp.tasks.checkpoints import task_table
 
 GPT2 = load_tokenizer("gpt2")
 
@@ -242,7 +243,7 @@ def test_perplexity_and_what_is_saved(tmp_path):
     ]
     told = json.loads((tmp_path / "t.json").read_text())
     assert (told["acc"], told["acc_stderr"], told["chance"], told["step"]) == (0.5, 0.5, None, 7)
-    assert [line.split() for line in table({"t": (made, result)}).splitlines()] == [
+    assert [line.split() for line in task_table({"t": (made, result)}).splitlines()] == [
         ["task", "items", "acc", "acc_norm", "perplexity", "chance"],
         ["t", "2", "0.5000", "±", "0.5000", "-", "7.3891", "±", "7.3891", "-"],
     ]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted(file.stem for file in (ROOT / "scripts").glob("*.py"))
 TINY = (
     "--train.steps 4 --train.global_batch_tokens 256 --model.n_layer 1 --model.n_head 2 --model.n_embd 32"
     " --model.block_size 32 --optim.warmup_steps 2 --eval.tokens 512 --train.device cpu"
@@ -19,11 +18,6 @@ TINY = (
 def run(*words: str, path: Path = ROOT, folder: Path | None = None) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
     return subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-
-
-def test_each_script_has_its_name():
-    found = run(sys.executable, "-m", "gpt2_ddp")
-    assert found.stdout.split("scripts:")[1].split("--config")[0].split() == SCRIPTS
 
 
 def test_a_script_has_its_own_flags(tmp_path):

@@ -179,10 +179,10 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
         facts = {"checkpoint": str(path), "step": checkpoint.state["step"], "precision": accelerator.mixed_precision}
         on_main(accelerator, partial(save, folder, items, result, facts))
         results[items.name] = items, result
-    return f"items and scores are in {folder}\n{_task_table(results)}"
+    return f"items and scores are in {folder}\n{task_table(results)}"
 
 
-def _task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
+def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
     """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
     lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
     for name, (items, result) in results.items():
