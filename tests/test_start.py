@@ -163,7 +163,8 @@ def test_the_front_door_runs_a_script_and_refuses_other_names(capsys, monkeypatc
         front_door.main()
     assert not end.value.code
     assert "usage: status.py" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["gpt2-ddp", "plna"])
-    with pytest.raises(SystemExit, match="2"):
-        front_door.main()
-    assert capsys.readouterr().err == "error: script = plna: there is none; did you mean plan?\n"
+    for name, hint in (("plna", "did you mean plan?"), ("--x", "--help lists all")):
+        monkeypatch.setattr("sys.argv", ["gpt2-ddp", name])
+        with pytest.raises(SystemExit, match="2"):
+            front_door.main()
+        assert capsys.readouterr().err == f"error: script = {name}: there is none; {hint}\n"

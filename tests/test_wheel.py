@@ -25,12 +25,6 @@ def test_a_script_has_its_own_flags(tmp_path):
     assert "\n  lr: 1.0\n" in found.stdout
 
 
-@pytest.mark.parametrize(("name", "hint"), [("trian_gpt2", "did you mean train_gpt2?"), ("--x", "--help lists all")])
-def test_a_name_that_is_none(name, hint):
-    found = run(sys.executable, "-m", "gpt2_ddp", name)
-    assert (found.returncode, found.stderr) == (2, f"error: script = {name}: there is none; {hint}\n")
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """A folder in which the wheel is installed, without what it depends on."""
