@@ -185,3 +185,10 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str
 
     fill(values, saved, "")
     return values, gone
+
+
+def differences(config: Command, saved: Mapping[str, Any], parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+    """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
+    before, now = flat(complete(type(config), saved)[0]), flat(config.model_dump(mode="json"))
+    names = [name for name in now if any(name == part or name.startswith(f"{part}.") for part in parts)]
+    return [(name, now[name], before[name]) for name in names if now[name] != before[name] and name != "data.path"]

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, find_checkpoint
+from gpt2_ddp.config.base import differences
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.training.resume import differences
 
 BRANCHES = "branches.jsonl"
 """In a run's folder: a line for each run that started from one of its checkpoints."""
@@ -30,7 +30,7 @@ def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
     hints = {"optim.name": "give that back, or take its weights alone along, by train.init_from"}
     mistakes = [
         mistake
-        for name, now, before in differences(config, parent, kept)
+        for name, now, before in differences(config, parent.config, kept)
         for mistake in UserError(
             name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}"
         ).mistakes
@@ -75,5 +75,5 @@ def register_branch(parent: Checkpoint, run: Path, run_id: str) -> None:
 
 def describe_overrides(config: RunConfig, parent: Checkpoint) -> str:
     """The optimizer and schedule settings that differ from the parent's, as text."""
-    found = differences(config, parent, ("optim",))
+    found = differences(config, parent.config, ("optim",))
     return ", ".join(f"{name} {now} ({before} there)" for name, now, before in found) or "the same schedule"

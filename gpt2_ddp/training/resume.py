@@ -1,12 +1,11 @@
 """Resume checks: whether a configuration continues the training of a checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
-from gpt2_ddp.config.base import complete, flat
+from gpt2_ddp.config.base import complete, differences
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError
@@ -48,7 +47,7 @@ def check_resumable(config: RunConfig, saved: Checkpoint) -> list[str]:
         hint = f"is a run of another kind, {saved.kind}; choose another run_name"
         raise UserError("run_name", config.run_name, hint)
     mistakes = []
-    for name, now, before in differences(config, saved, config.kept):
+    for name, now, before in differences(config, saved.config, config.kept):
         if now is not None and not config.may_change(name, before, saved.state.get("step", 0)):
             own = Path(config.output_dir, config.run_name, "config.yaml")
             hint = f"the run was started with {before}; give that back (--config {own}), or choose another run_name"
@@ -59,10 +58,3 @@ def check_resumable(config: RunConfig, saved: Checkpoint) -> list[str]:
     if mistakes:
         raise UserError.join(mistakes)
     return complete(type(config), saved.config)[1]
-
-
-def differences(config: RunConfig, saved: Checkpoint, parts: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
-    """(field, value, saved value) of the fields in `parts` (sections and fields) that differ."""
-    before, now = flat(complete(type(config), saved.config)[0]), flat(config.model_dump(mode="json"))
-    names = [name for name in now if any(name == part or name.startswith(f"{part}.") for part in parts)]
-    return [(name, now[name], before[name]) for name in names if now[name] != before[name] and name != "data.path"]
