@@ -190,7 +190,7 @@ def _best_step(run: Path) -> int:
     return best.step
 
 
-def generate(
+def generate(  # noqa: PLR0913
     model: "GPT",
     tokenizer: "Tokenizer",
     prompts: str | Sequence[str] = "",

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (6000, 40), "reachable": (7860, 61), "product": (18200, 154)}
+CEILINGS = {"loaded": (5998, 40), "reachable": (7860, 61), "product": (18200, 154)}
 """Most lines and modules."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

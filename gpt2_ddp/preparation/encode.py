@@ -52,7 +52,7 @@ class WorkItem(NamedTuple):
     account: CorpusStats
 
 
-def write_splits(
+def write_splits(  # noqa: PLR0913
     folder: Path, config: PrepareConfig, tokenizer: str, seen: Scan, pool: Executor, workers: int, fast: bool
 ) -> dict[str, list[Shard]]:
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
@@ -182,7 +182,7 @@ def _unit_hash(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
 
 
-def _encode(
+def _encode(  # noqa: PLR0913
     folder: Path, tokenizer_name: str, fast: bool, config: PrepareConfig, fraction: float, number: int, chunk: WorkItem
 ) -> tuple[dict[str, Path], int, CorpusStats]:
     """Writes the tokens of a chunk: their files by split, how many there are, and the account of what was read."""

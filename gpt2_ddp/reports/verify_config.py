@@ -125,7 +125,12 @@ def check_end(run: Path, rows: Records, states: Records) -> Iterator[str]:
             yield f"{STATUS}: says {state} at step {step}, metrics.jsonl {said} at step {last['step']}"
     elif state in ("completed", "stopped") and newest not in (None, step):
         yield f"{STATUS}: says {state} at step {step}, and the newest checkpoint is of step {newest}"
-    # a sample may be of a step that a rollback has undone, and that was not reached again
+    yield from _check_samples(run, rows, states)
+
+
+def _check_samples(run: Path, rows: Records, states: Records) -> Iterator[str]:
+    """What is wrong with the steps of samples.jsonl. A rollback may have undone one that was not reached again."""
+    last = list(rows.values())[-1] if rows else {}
     end = max((record["step"] for record in [*rows.values(), *states.values()]), default=0)
     if last.get("event") != "end":  # a killed or running process may have sampled at a step without a row
         end = max([end, *(row["steps"] for row in rows.values() if isinstance(row.get("steps"), int))])
