@@ -31,7 +31,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.reports.verify_order import Records, replay_order
+from gpt2_ddp.reports.verify_rows import Records, replay_order
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch

@@ -21,11 +21,8 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.shard_writer import write_manifest
-from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
-from gpt2_ddp.reports.verify_config import check_end
-from gpt2_ddp.reports.verify_order import OrderReplay, Records, in_parts, replay_order
-from gpt2_ddp.reports.verify_rows import read_metrics
+from gpt2_ddp.reports.verify import Recorded, check_end, read_checkpoints, verify_run
+from gpt2_ddp.reports.verify_rows import OrderReplay, Records, Schedule, in_parts, read_metrics, replay_order
 from gpt2_ddp.tasks.supervised import contiguous
 
 
@@ -36,24 +33,6 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 def at(rows: list[dict], step: int) -> dict:
     return next(row for row in rows if row["step"] == step and "event" not in row)
-
-
-def test_what_a_run_that_goes_on_removes_meanwhile_is_not_missing(run, monkeypatch, capsys):
-    """A checkpoint that was made after the others were read, and removed after the rows were."""
-
-    def as_before(run: Path) -> tuple[dict, list[str]]:
-        checkpoints, defects = read_checkpoints(run)
-        return {place: found for place, found in checkpoints.items() if "step-00000005" not in place}, defects
-
-    def then_removed(file: Path) -> tuple[Records, list[str]]:
-        found = read_metrics(file)
-        shutil.rmtree(run / "checkpoints/step-00000005")
-        edit_rows(run, lambda rows: rows.append({"step": 10, "event": "room", "kept": [10]}))
-        return found
-
-    monkeypatch.setattr("gpt2_ddp.reports.verify.read_checkpoints", as_before)
-    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", then_removed)
-    assert verified(run, capsys)[:2] == (0, [])
 
 
 def test_trained_run_is_intact(run: Path, corpus: Path, capsys: pytest.CaptureFixture) -> None:
@@ -109,15 +88,25 @@ def test_a_line_that_is_no_row(run: Path, capsys: pytest.CaptureFixture) -> None
     )
 
 
-def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """And remove checkpoints that were verified, and of which the rows that were read tell."""
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys, is_known: bool) -> None:
+    """And remove checkpoints that were verified, or made later, and of which the rows that were read tell."""
 
-    def read(file: Path) -> tuple[Records, list[str]]:
+    def as_before(run: Path) -> tuple[dict, list[str]]:
+        checkpoints, defects = read_checkpoints(run)
+        return {
+            place: found for place, found in checkpoints.items() if is_known or "step-00000005" not in place
+        }, defects
+
+    def then_removed(file: Path) -> tuple[Records, list[str]]:
         found = read_metrics(file)
-        shutil.rmtree(run / "checkpoints/step-00000005")
+        if (run / "checkpoints/step-00000005").exists():
+            shutil.rmtree(run / "checkpoints/step-00000005")
+            edit_rows(run, lambda rows: rows.append({"step": 10, "event": "room", "kept": [10]}))
         return found
 
-    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", read)
+    monkeypatch.setattr("gpt2_ddp.reports.verify.read_checkpoints", as_before)
+    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", then_removed)
     assert verified(run, capsys)[:2] == (0, [])
 
 
@@ -514,13 +503,18 @@ def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
     rows: dict[str, Any] = {"line 2": {"step": 12}, "line 3": {"event": "rollback", "step": 6, "from": 12}}
     lines = [{"step": 12, "prompt": "", "text": "x"}, {"event": "rollback", "step": 6}]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert list(check_end(tmp_path, rows, {})) == []
+
+    def files_with_defects() -> list[str]:
+        found = Recorded(tmp_path, {}, job_config("regression", tmp_path), rows, {})
+        return [defect.split(",")[0] for defect in check_end(found)]
+
+    assert files_with_defects() == []
     rows["line 2"]["step"] = rows["line 3"]["from"] = 11
-    assert [defect.split(",")[0] for defect in check_end(tmp_path, rows, {})] == ["samples.jsonl"]
+    assert files_with_defects() == ["samples.jsonl"]
     rows["line 1"] = {"step": 0, "event": "start", "steps": 20}  # killed behind the sample of a step without a row
-    assert list(check_end(tmp_path, rows, {})) == []
+    assert files_with_defects() == []
     rows["line 4"] = {"step": 11, "event": "end"}
-    assert [defect.split(",")[0] for defect in check_end(tmp_path, rows, {})] == ["samples.jsonl"]
+    assert files_with_defects() == ["samples.jsonl"]
 
 
 def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -544,8 +538,6 @@ def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.C
 
 def missed(config: TrainingConfig, *records: dict) -> list[str]:
     """What a schedule finds wrong with these rows of a run of 8 steps without a validation split."""
-    from gpt2_ddp.reports.verify_rows import Schedule
-
     history = OrderReplay(Feed(Order(7, 500), GlobalBatch(10, contiguous(1, 1))), "tokens", 1)
     schedule = Schedule(config, history, validates=False, begun=False)
     return [defect for record in records for defect in schedule.check(record)]

@@ -134,7 +134,13 @@ def _replay_stretch(
     if not begin.state.get("moments", True):  # zero, or those of the steps before: nobody wrote down which
         return f"{what}: its checkpoint has no moments (checkpoint.save_optimizer), and training again takes them", None
     files = [*([maker.path / CONFIG] if maker else []), run / CONFIG]
-    if defects := [f"{file.relative_to(run)}: {mistake}" for file in files for mistake in _changes(begin, file)]:
+    settings = {file: read_yaml(str(file), "run") for file in files}
+    defects = [
+        f"{file.relative_to(run)}: {defect}"
+        for file in files
+        for defect in setting_defects(settings[file], file, begin)
+    ]
+    if defects:
         return what, defects
     with TemporaryDirectory(prefix="replay-") as folder:
         state = (maker or begin).state
@@ -218,10 +224,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return [line.row for line in read_lines(file) if line.row and isinstance(line.row.get("step"), int)]
 
 
-def _changes(begin: Checkpoint, file: Path) -> list[str]:
-    """Which settings in `file` do not go on with the training that the checkpoint is of."""
+def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -> list[str]:
+    """Which settings, those of `file`, do not continue the training of a checkpoint."""
     try:
-        check_resumable(read_config(begin.kind, read_yaml(str(file), "run"), file), begin)
+        check_resumable(read_config(saved.kind, settings, file), saved)
     except UserError as error:
         return error.mistakes
     return []

@@ -3,34 +3,91 @@
 docs/verify.md says what each check finds, and what none can.
 """
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
-from gpt2_ddp.checkpoint.checkpoint import MANIFEST
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_event
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gpt2_ddp.checkpoint.checkpoint import (
+    MANIFEST,
+    MODEL,
+    STATE,
+    Checkpoint,
+    CorruptCheckpoint,
+    list_checkpoints,
+    verify,
+)
+from gpt2_ddp.checkpoint.run_files import (
+    CONFIG,
+    METRICS,
+    SAMPLES,
+    STATUS,
+    is_event,
+    is_rollback,
+    read_lines,
+    valid_rows,
+)
+from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest
+from gpt2_ddp.data.manifest import Manifest, token_dtype
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
-from gpt2_ddp.data.shards import count_windows
+from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.reports.replay import Span, plan, replay
-from gpt2_ddp.reports.verify_checkpoints import check_checkpoints, read_checkpoints, unconfirmed
-from gpt2_ddp.reports.verify_config import check_configuration, check_end, check_shards
-from gpt2_ddp.reports.verify_order import Record, Records, in_parts, replay_order
-from gpt2_ddp.reports.verify_rows import Schedule, read_metrics
+from gpt2_ddp.model.gpt import GPT, without_init
+from gpt2_ddp.reports.replay import Span, plan, replay, setting_defects
+from gpt2_ddp.reports.verify_rows import Record, Records, Schedule, in_parts, read_metrics, replay_order
 
-SPACING = "; rows, evaluations and checkpoints at the steps that they were due"
 SHOWN = 5
 """Defects of one kind that are printed; more of them are counted."""
+SAMPLED = 8
+"""Shards that are hashed where not all are."""
+FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
+FIXED += ("global_batch_size",)
+"""Facts in starts and states that never change in a run."""
+OF_SESSION = ("processes", "device", "versions")
+"""Facts in a start, and in the states of the checkpoints that its process saved."""
+OF_STEP = ("skipped", "val_loss")
+"""Fields of a row and of the state of the same step, besides those of the order of the data."""
 
 Finding = tuple[str, list[str] | None]
 """What was checked, and its defects; or what could not be, and None."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run folder: `settings` of its config.yaml, its rows, and its intact checkpoints by the place of their state."""
+
+    run: Path
+    settings: Record
+    config: RunConfig
+    rows: Records
+    checkpoints: dict[str, Checkpoint]
+
+    @property
+    def states(self) -> Records:
+        """The states of the checkpoints."""
+        return {place: checkpoint.state for place, checkpoint in self.checkpoints.items()}
+
+    @property
+    def end(self) -> int:
+        """The last step of which anything was recorded."""
+        return max((record["step"] for record in (self.rows | self.states).values()), default=0)
+
+    def events(self, *names: str) -> list[Record]:
+        """The rows of these events."""
+        return [row for row in self.rows.values() if row.get("event") in names]
 
 
 def verify_run(command: VerifyConfig) -> int:
@@ -50,24 +107,37 @@ def verify_run(command: VerifyConfig) -> int:
         raise UserError("run", run / CONFIG, "is empty; put the run's own file back, or give it another run folder")
     config = read_config(guess_kind(settings), settings, CONFIG)
     span = plan(run, command.replay) if command.replay else None
-    found = sum(_tell(*finding) for finding in _check(run, settings, config, command, span))
-    print(f"{run} is {f'not intact, defects: {found}' if found else 'intact'}")
-    return 1 if found else 0
+    n_defects = 0
+    for what, defects in _check(run, settings, config, command, span):
+        if not defects:
+            print(f"{'note' if defects is None else 'ok':8}{what}")
+            continue
+        for defect in defects[:SHOWN]:
+            print(f"defect  {defect}")
+        if len(defects) > SHOWN:
+            print(f"defect  ... and {len(defects) - SHOWN} more like these")
+        n_defects += len(defects)
+    print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
+    return 1 if n_defects else 0
 
 
 def _check(
     run: Path, settings: Record, config: RunConfig, command: VerifyConfig, span: Span | None
 ) -> Iterator[Finding]:
-    """Checks one thing after another, each when its turn has come."""
     checkpoints, damaged = read_checkpoints(run)  # before the rows: a run that goes on records first
     rows, defects = read_metrics(run / METRICS)
-    states = {place: checkpoint.state for place, checkpoint in checkpoints.items()}
-    yield from _check_chain(rows, defects)
-    wrong = damaged + list(check_checkpoints(run, config, rows, checkpoints))
-    yield f"checkpoints: {len(states)}, every file as it was written, all that were kept", wrong
-    if loose := unconfirmed(rows, states):
+    found = Recorded(run, settings, config, rows, checkpoints)
+    count = sum(not is_event(row) for row in rows.values())
+    chains = [row["chain"] for row in rows.values() if "chain" in row]
+    chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
+    yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
+    wrong = damaged + list(_check_checkpoints(found))
+    yield f"checkpoints: {len(checkpoints)}, every file as it was written, all that were kept", wrong
+    heads = {state.get("metrics_chain") for state in found.states.values()}
+    newest = takewhile(lambda row: row.get("chain") not in heads, reversed(rows.values()))
+    if loose := sum(not is_event(row) for row in newest):
         yield f"the last {loose} rows come after the newest checkpoint: nothing else confirms their chain yet", None
-    wrong = check_configuration(settings, config, rows, checkpoints) + list(check_end(run, rows, states))
+    wrong = _check_configuration(found) + list(check_end(found))
     yield "configuration: the same in config.yaml, starts and checkpoints, with one run id", wrong
     manifests: list[Manifest] = []
     if isinstance(config, TrainingConfig):
@@ -76,20 +146,198 @@ def _check(
             hint = f"the run was trained on {len(config.data.paths)} folders; name all of them, joined by `:`"
             raise UserError("data", command.data, hint)
         manifests = read_manifests(folders)
-        yield from _check_data(config, folders, manifests, command, rows | states)
-    yield from _check_training(config, manifests, rows, states)
-    yield from _tell_parents(rows)
+        yield from _check_data(config, folders, manifests, command, rows | found.states)
+    yield from _check_training(found, manifests)
+    for branch in found.events("branch"):
+        manifest = Path(str(branch.get("from"))) / MANIFEST
+        same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
+        there = "is still what it was" if same else "is not there as it was"
+        yield f"it began with {manifest.parent}, which {there}: how that was trained, its own run has to prove", None
     if span:
         yield from replay(run, span, checkpoints.values(), command.data)
     else:
         yield "losses, norms and weights: only training again proves them, --replay A:B", None
 
 
-def _check_chain(rows: Records, defects: list[str]) -> Iterator[Finding]:
-    count = sum(not is_event(row) for row in rows.values())
-    chains = [row["chain"] for row in rows.values() if "chain" in row]
-    chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
-    yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
+def read_checkpoints(run: Path) -> tuple[dict[str, Checkpoint], list[str]]:
+    """Every checkpoint whose hashes are right, and the defects of the others."""
+    checkpoints: dict[str, Checkpoint] = {}
+    defects = []
+    for folder in list_checkpoints(run / "checkpoints"):
+        try:
+            checkpoint = verify(folder)
+        except CorruptCheckpoint as damage:
+            if folder.is_dir():  # and not removed meanwhile by a run that goes on
+                defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
+            continue
+        place, step = f"checkpoints/{folder.name}/{STATE}", checkpoint.state["step"]
+        if folder.name != f"step-{step:08d}":
+            defects.append(f"{place}: is the state of step {step}")
+        checkpoints[place] = checkpoint
+    return checkpoints, defects
+
+
+def _check_checkpoints(found: Recorded) -> Iterator[str]:
+    """Defects between the checkpoints and the rows, which hold their hashes and which of them were kept."""
+    run, rows = found.run, found.rows
+    saved, kept = _saved_and_kept(rows)
+    there = list_checkpoints(run / "checkpoints")
+    gone = [step for step in kept if not (run / _folder(step)).is_dir()]
+    gone = [step for step in gone if f"{_folder(step)}/{STATE}" not in found.checkpoints]
+    if gone:  # or removed meanwhile by a run that goes on: that says so in its rows first
+        _, still_kept = _saved_and_kept(read_metrics(run / METRICS)[0])
+        yield from (f"{_folder(step)}: is missing" for step in dict.fromkeys(gone) if step in still_kept)
+    if not there and not kept and saved:
+        yield "checkpoints: none is there, and the run has saved some"
+
+    heads = {row["chain"]: number for number, row in enumerate(rows.values()) if "chain" in row}
+    by_step = {row["step"]: row for row in valid_rows(rows.values())}
+    first = next((row["step"] for row in found.events("start")), None)
+    ended = max((row["step"] for row in found.events("checkpoint", "end")), default=0)
+    for place, checkpoint in found.checkpoints.items():
+        state, folder = checkpoint.state, checkpoint.path
+        try:
+            step, sha256 = int(folder.name[5:]), sha256_file(folder / MANIFEST)
+            misshapen = [*_check_shapes(run, folder, found.config, state)]
+        except FileNotFoundError:  # removed meanwhile by a run that goes on
+            continue
+        name, is_newest, chain = f"checkpoints/{folder.name}", [folder] == there[-1:], state.get("metrics_chain")
+        right, saved_at = saved.get(step, (sha256, 0))
+        # a kill may have come before the row of a step saved again, after pending work
+        is_again = is_newest and heads.get(chain, -1) >= saved_at
+        if sha256 != right and not is_again:
+            yield f"{name}: is not the one that metrics.jsonl recorded, by its manifest's SHA-256"
+        ours = first is not None and step > first
+        if ours and step not in saved and (not is_newest or step <= ended):  # or a kill came before its row
+            yield f"{name}: is none that metrics.jsonl recorded"
+        if chain not in heads and (ours or chain):
+            yield f"{place}: the rows that it follows, by its metrics_chain, are not those of metrics.jsonl"
+        row = by_step.get(state["step"], {})
+        for field in OF_STEP:
+            if None not in (state.get(field), row.get(field)) and state[field] != row[field]:
+                yield f"{place}: {field} is {state[field]}, in the row of step {state['step']} {row[field]}"
+        yield from misshapen
+
+
+def _folder(step: int) -> str:
+    return f"checkpoints/step-{step:08d}"
+
+
+def _saved_and_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int]]:
+    """SHA-256 and row number of the recorded checkpoints, by step; and the steps of those kept last."""
+    saved: dict[int, tuple[str, int]] = {}
+    kept: list[int] = []
+    for number, row in enumerate(rows.values()):
+        reference = row if row.get("event") == "checkpoint" else row.get("checkpoint")
+        if isinstance(reference, dict) and {"step", "sha256"} <= reference.keys():
+            saved[reference["step"]] = reference["sha256"], number
+        kept = [step for step in row.get("kept") or kept if type(step) is int]
+        if is_rollback(row):
+            kept = [step for step in kept if step <= row["step"]]
+    return saved, kept
+
+
+def _check_shapes(run: Path, folder: Path, config: RunConfig, state: Record) -> Iterator[str]:
+    """Whether a GPT's weights are those of the model section."""
+    if not isinstance(config, TrainingConfig) or "vocab_size" not in state:
+        return
+    with torch.device("meta"), without_init():
+        model = GPT(config.model, state["vocab_size"])
+    right = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+    place = (folder / MODEL).relative_to(run)
+    try:
+        with safe_open(folder / MODEL, "pt") as tensors:
+            found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118, it is no dict
+    except SafetensorError as error:
+        yield f"{place}: {error}"
+        return
+    if wrong := [name for name in sorted(right.keys() | found.keys()) if right.get(name) != found.get(name)]:
+        by_model = f"by the model section {right.get(wrong[0])}"
+        yield f"{place}: {wrong[0]} has the shape {found.get(wrong[0])}, {by_model}"
+
+
+def _check_configuration(found: Recorded) -> list[str]:
+    """Contradictions between config.yaml, the starts and the checkpoints."""
+    config, rows = found.config, found.rows
+    starts = {place: row for place, row in rows.items() if isinstance(row.get("config"), dict)}
+    configs = {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in found.checkpoints.items()}
+    documents = {place: row["config"] for place, row in starts.items()} | configs | {CONFIG: found.settings}
+    first = Checkpoint(Path(), {"kind": config.kind}, next(iter(documents.values())))
+    defects = [
+        f"{place}: {defect.partition(';')[0]}"
+        for place, document in documents.items()
+        for defect in setting_defects(document, CONFIG, first)
+    ]
+    for name in FIXED:
+        known = [
+            (place, record[name]) for place, record in (starts | found.states).items() if record.get(name) is not None
+        ]
+        for place, value in known:
+            if value != known[0][1]:
+                defects.append(f"{place}: {name} is {value}, in {known[0][0]} {known[0][1]}")
+
+    def altered(place: str, start: str) -> list[str]:
+        now, right = (flat(complete(type(config), documents[one])[0]) for one in (place, start))
+        return _differing(place, now, start, right, now)
+
+    newest = ""
+    sessions: dict[str, str] = {}  # place of the start that each row's chain comes after
+    for place, row in rows.items():
+        newest = place if place in starts else newest
+        if newest and "chain" in row:
+            sessions[row["chain"]] = newest
+    for place, state in found.states.items():
+        if start := sessions.get(state.get("metrics_chain", "")):
+            defects += _differing(place, state, start, starts[start], OF_SESSION)
+            defects += altered(place.replace(STATE, CONFIG), start)
+    if newest and newest != list(rows)[-1]:  # a start that nothing follows may have been killed before it wrote it
+        defects += altered(CONFIG, newest)
+    return list(dict.fromkeys(defects))
+
+
+def _differing(place: str, found: Record, origin: str, right: Record, names: Iterable[str]) -> list[str]:
+    differing = [name for name in names if found.get(name) != right.get(name)]
+    return [f"{place}: {name} is {found.get(name)}, in {origin} {right.get(name)}" for name in differing]
+
+
+def check_end(found: Recorded) -> Iterator[str]:
+    """Defects of status.json and samples.jsonl, by the rows."""
+    last, status = [{}, *found.rows.values()][-1], None
+    with suppress(OSError, ValueError):
+        status = json.loads((found.run / STATUS).read_bytes())
+    state, step = (status.get("state"), status.get("step")) if isinstance(status, dict) else (None, None)
+    newest = max((saved["step"] for saved in found.states.values()), default=None)
+    if state in ("completed", "stopped", "diverged") and found.events("start"):
+        if last.get("event") == "start":  # the status is the last session's still
+            right = state == "diverged" or step == last["step"]
+        else:
+            right = (state, step) == (last.get("outcome"), last["step"])
+        if last.get("event") not in ("start", "end"):
+            yield f"{STATUS}: says {state}, and metrics.jsonl does not end with an end"
+        elif not right:
+            outcome = last.get("outcome", "a start")
+            yield f"{STATUS}: says {state} at step {step}, metrics.jsonl {outcome} at step {last['step']}"
+    elif state in ("completed", "stopped") and newest not in (None, step):
+        yield f"{STATUS}: says {state} at step {step}, and the newest checkpoint is of step {newest}"
+
+    yield from _check_samples(found, ended=last.get("event") == "end")
+
+
+def _check_samples(found: Recorded, ended: bool) -> Iterator[str]:
+    """Defects of the steps of samples.jsonl."""
+    end, before = found.end, 0
+    if not ended:  # a killed or running process may have sampled at a step without a row
+        end = max([end, *(row["steps"] for row in found.rows.values() if isinstance(row.get("steps"), int))])
+    for line in read_lines(found.run / SAMPLES):
+        place, row = f"{SAMPLES}, line {line.number}", line.row or {}
+        if line.torn:
+            continue
+        if type(row.get("step")) is not int:
+            yield f"{place}: is not a row with a step"
+            continue
+        if not is_rollback(row) and not before <= row["step"] <= end:  # a rollback may have undone it
+            yield f"{place}: is of step {row['step']}, after step {before} of a run of {end} steps"
+        before = row["step"]
 
 
 def _check_data(
@@ -110,11 +358,9 @@ def _check_data(
         except ValueError:
             defects.append(f"{place}: its mixture is none: {record.get('mixture')}")
     others = [place for place, found in known.items() if found.manifests != hashes[: len(found.manifests)]]
+    if others and command.data and len(others) == len(known):
+        raise UserError("data", command.data, "other tokens than the run was trained on; name their folder with --data")
     if others:
-        if command.data and len(others) == len(known):
-            raise UserError(
-                "data", command.data, "other tokens than the run was trained on; name their folder with --data"
-            )
         hint = "--data names a folder that they have moved to"
         defects.append(f"{' '.join(folders)}: holds other tokens than the run was trained on; {hint}")
     several = len(manifests) > 1
@@ -129,21 +375,38 @@ def _check_data(
     if command.shards == "none":
         yield "data: the manifest that was trained on", defects
         yield "no shard was read: whether the tokens are those of the manifest is unknown", None
-    for folder, manifest in zip(folders, manifests, strict=True) if command.shards != "none" else ():
-        checked, wrong = check_shards(Path(folder), manifest, command.shards)
+        return
+    for folder, manifest in zip(folders, manifests, strict=True):
+        checked, wrong = _check_shards(Path(folder), manifest, command.shards)
         yield f"{checked} in {folder}" if several else checked, defects + wrong
         defects = []
 
 
-def _check_training(config: RunConfig, manifests: list[Manifest], rows: Records, states: Records) -> Iterator[Finding]:
-    """The order of the data in rows and states; and what was recorded when, and the learning rates."""
+def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list[str]]:
+    """Hashes all shards (`full`) or a few, drawn anew each time (`sampled`)."""
+    shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
+    chosen = shards if how == "full" else random.sample(shards, min(SAMPLED, len(shards)))
+    defects = []
+    for shard in chosen:
+        try:
+            check_shard(folder, shard, token_dtype(manifest.vocab_size))
+            if sha256_file(folder / shard.file) != shard.sha256:
+                defects.append(f"{folder / shard.file}: its SHA-256 is not the one of {folder / MANIFEST}")
+        except UserError as error:
+            defects += error.mistakes
+    names = "" if how == "full" else f" ({', '.join(shard.file for shard in chosen)})"
+    return f"data: {len(chosen)} of {len(shards)} shards{names} as they were prepared", defects
+
+
+def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Finding]:
+    """The order of the data in rows and states; what was recorded when; and the learning rates."""
+    config, rows, states = found.config, found.rows, found.states
     history = replay_order(config, manifests, rows, states)
     if history is None:
         yield "the order of the data is not known yet: it takes a checkpoint, or the end of an epoch", None
         return
     validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
-    branched = any(row.get("event") == "branch" for row in rows.values())
-    schedule = Schedule(config, history, validates, begun=branched)
+    schedule = Schedule(config, history, validates, begun=bool(found.events("branch")))
     placed, order = in_parts(rows, states)
     missing: list[str] = []
     for place, record in placed:
@@ -151,25 +414,6 @@ def _check_training(config: RunConfig, manifests: list[Manifest], rows: Records,
         order += wrong
         if place in rows and not any("does not go" in defect for defect in wrong):  # or it might have us count to it
             missing += [f"{place}: {defect}" for defect in schedule.check(record)]
-    end = max((record["step"] for record in (rows | states).values()), default=0)
-    yield f"order of the data: every digest up to step {end}, recomputed from seed {config.seed}", order
-    yield "learning rates as scheduled" + SPACING * (schedule.steps is not None), missing
-
-
-def _tell_parents(rows: Records) -> Iterator[Finding]:
-    for branch in (row for row in rows.values() if row.get("event") == "branch"):
-        file = Path(str(branch.get("from"))) / MANIFEST
-        same = file.is_file() and sha256_file(file) == branch.get("checkpoint_sha256")
-        there = "is still what it was" if same else "is not there as it was"
-        yield f"it began with {file.parent}, which {there}: how that was trained, its own run has to prove", None
-
-
-def _tell(what: str, defects: list[str] | None) -> int:
-    """Prints a finding; returns the number of its defects."""
-    if not defects:
-        print(f"{'note' if defects is None else 'ok':8}{what}")
-    for defect in (defects or [])[:SHOWN]:
-        print(f"defect  {defect}")
-    if defects and len(defects) > SHOWN:
-        print(f"defect  ... and {len(defects) - SHOWN} more like these")
-    return len(defects or [])
+    yield f"order of the data: every digest up to step {found.end}, recomputed from seed {config.seed}", order
+    when = "; rows, evaluations and checkpoints at the steps that they were due" if schedule.steps is not None else ""
+    yield f"learning rates as scheduled{when}", missing

@@ -1,23 +1,34 @@
-"""The rows of metrics.jsonl: are they all there, in their order, with the hashes that chain them?
+"""The rows of metrics.jsonl: their chain of hashes, the order of their data, and what was due at which step.
 
-What should be there follows from the start that is in force: each process of a run begins with a row of its own, which
-holds its configuration.
+The items of each step follow from the seed, the step's size and their number. A feed that reads nothing takes them
+again, and its digest is compared with rows and checkpoints. What is due follows from the newest start row: each process
+of a run begins with one, which holds its configuration.
 """
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, is_event, is_rollback, next_chain, read_lines, split_chain
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.feed import Feed, GlobalBatch
+from gpt2_ddp.data.manifest import Manifest
+from gpt2_ddp.data.mixture import MixedOrder, order_of
+from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at
-from gpt2_ddp.reports.verify_order import OrderReplay, Record, Records
 from gpt2_ddp.tasks import pretraining, supervised
 from gpt2_ddp.training.task import Due
+
+Record = dict[str, Any]
+Records = dict[str, Record]
+"""Rows of metrics.jsonl, events among them, or states of checkpoints, by the place where they stand."""
 
 SHAPES: dict[str, type | tuple[type, ...]] = {
     "lr": (int, float),
@@ -31,18 +42,18 @@ SHAPES: dict[str, type | tuple[type, ...]] = {
 
 
 def read_metrics(file: Path) -> tuple[Records, list[str]]:
-    """The rows of metrics.jsonl, events among them, and what is wrong with their steps and their chain. A torn last
-    line is what a kill leaves, and no defect."""
+    """The rows of metrics.jsonl, and defects of their steps and their chain. A torn last line, which a kill leaves, is
+    none."""
     rows: Records = {}
     defects, before, chain = [], -1, FIRST_CHAIN
     for line in read_lines(file):
-        place = f"metrics.jsonl, line {line.number}"
+        place, row, (text, own) = f"metrics.jsonl, line {line.number}", line.row or {}, split_chain(line.text)
         if line.torn:
             continue
-        if line.row is None or type(line.row.get("step")) is not int or not _is_sound(line.row):
+        known = [(row[name], shape) for name, shape in SHAPES.items() if row.get(name) is not None]
+        if type(row.get("step")) is not int or not all(isinstance(value, shape) for value, shape in known):
             defects.append(f"{place}: is not a row with a step")
             continue
-        row, (text, own) = line.row, split_chain(line.text)
         if not is_event(row) and row["step"] <= before:
             defects.append(f"{place}: step {row['step']} after step {before}")
         if not is_event(row) or is_rollback(row):
@@ -58,18 +69,168 @@ def read_metrics(file: Path) -> tuple[Records, list[str]]:
     return rows, defects or ([] if rows else ["metrics.jsonl: has no rows"])
 
 
-def _is_sound(row: Record) -> bool:
-    return all(isinstance(row.get(name), shape) for name, shape in SHAPES.items() if row.get(name) is not None)
+class DataState(NamedTuple):
+    """State of a `data.feed.Feed` after a step."""
+
+    position: int
+    order_digest: str
+    passed: list[tuple[int, int]]
+    ended_epoch: bool
+    epochs: int
+
+
+class OrderReplay:
+    """The state of the data after each step, as `feed` replays it. Rows count `unit`, of which an item has
+    `per_item`."""
+
+    def __init__(self, feed: Feed, unit: str, per_item: int):
+        self.feed, self.unit, self.per_item = feed, unit, per_item
+        self.inherited: list[tuple[int, int]] = []  # positions that the run which this one branched off passed over
+        self.stood = [self._now()]
+        self._left: dict[int, DataState] = {}  # after a step that was gone back to since, as its checkpoint may have it
+
+    def check(self, record: Record) -> Iterator[str]:
+        """Defects of the next row or state. After a rollback, other data are right."""
+        if is_rollback(record):
+            yield from self._go_back(record)
+        elif record.get("event") == "branch":
+            yield from self._begin(record)
+        elif not is_event(record) and record["step"] > 0:
+            yield from self._check(record)
+
+    def at(self, step: int) -> DataState:
+        """The state after `step`, in the part of the run that was checked last."""
+        while len(self.stood) <= step:
+            self._inherit()
+            self.feed.next_step()
+            self.stood.append(self._now())
+        return self.stood[step]
+
+    def _inherit(self) -> None:
+        """Skips the range that the parent run skipped here."""
+        while self.inherited and int(self.feed.positions_from(self.feed.position)[0]) == self.inherited[0][0]:
+            self.feed.skip_range(*self.inherited.pop(0))
+
+    def _check(self, record: Record) -> Iterator[str]:
+        step, digest, position = record["step"], record.get("order_digest"), record.get("position")
+        items, count = consumed_after(self.feed, step), record.get(self.unit)
+        gaps = sum(stop - start for start, stop in self.stood[-1].passed + self.inherited)
+        if count != items * self.per_item or position not in (None, items + gaps):
+            yield f"step {step} does not go with {self.unit} {count}, position {position}"
+            return
+        stood = self.at(step)
+        if digest != stood.order_digest:
+            yield f"order_digest of step {step} is {str(digest)[:12]}, not {stood.order_digest[:12]}"
+        elif "passed" in record and json.dumps(record["passed"]) != json.dumps(stood.passed):
+            yield f"passed over {record['passed']}, not {stood.passed}"
+        elif "chain" in record and record.get("epoch") != (epoch := round(stood.position / len(self.feed.order), 4)):
+            yield f"epoch of step {step} is {record.get('epoch')}, not {epoch}"
+        elif "chain" in record and isinstance(self.feed.order, MixedOrder):
+            right = self.feed.order.by_source(stood.position, stood.passed, self.unit, self.per_item)
+            yield from self._check_sources(record, right)
+
+    def _check_sources(self, record: Record, right: Mapping[str, float]) -> Iterator[str]:
+        """Defects of a row's fields of each source. Sources that came later have none."""
+        found = {name: value for name, value in record.items() if name.startswith((f"{self.unit}/", "epoch/"))}
+        values = list(right.values())  # and not by their names: folders may have moved
+        if [*found.values()] != values[: len(found)] or any(values[max(len(found), 2) :]):
+            yield f"of the sources of step {record['step']} it says {found}, not {right}"
+
+    def _go_back(self, record: Record) -> Iterator[str]:
+        feed, step, digest = self.feed, record["step"], record.get("order_digest")
+        begun, passed = record.get("from"), record.get("passed")
+        ends = passed if isinstance(passed, list) and len(passed) == 2 else [0, 0]
+        # so that nonsense does not have us count to it
+        if not isinstance(begun, int) or not 0 <= step < begun or consumed_after(feed, begun) > ends[1]:
+            yield f"from step {begun} to {step}, over {passed}, does not go together"
+            return
+        end, stood = self.at(begun).position, self.at(step)
+        del self.stood[step + 1 :]
+        for one in (self._left.get(step, stood), stood):  # the checkpoint may be the same again, or a newer one
+            feed.seek(one.position, one.order_digest, one.passed)
+            start = int(feed.positions_from(one.position)[0])
+            if [start, end] == passed:
+                break
+        self._left = {number: left for number, left in self._left.items() if number < step} | {step: one}
+        feed.skip_range(start, end)
+        self.stood[step] = stood._replace(order_digest=feed.order_digest, passed=list(feed.skipped_ranges))
+        if (passed, digest) != ([start, end], feed.order_digest):
+            right = f"{[start, end]}, order_digest {feed.order_digest[:12]}"
+            yield f"passed over {passed}, order_digest {str(digest)[:12]}, not {right}"
+
+    def _begin(self, record: Record) -> Iterator[str]:
+        """A branch continues the order of its parent run, which is replayed from the beginning."""
+        step, position, passed = record["step"], record.get("position"), record.get("passed") or []
+        try:
+            gaps = sum(stop - start for start, stop in passed)
+        except (TypeError, ValueError):
+            gaps = -1
+        if position != consumed_after(self.feed, step) + gaps:
+            yield f"branched off at step {step}, which does not go with position {position}"
+            return
+        self.inherited = [(start, stop) for start, stop in passed]
+        self.at(step)
+        self._inherit()
+        self.stood[step] = self._now()
+        digest, right = record.get("order_digest"), self.feed.order_digest
+        if self.inherited or digest != right:
+            yield f"branched off with order_digest {str(digest)[:12]}, not {right[:12]}"
+
+    def _now(self) -> DataState:
+        feed = self.feed
+        return DataState(feed.position, feed.order_digest, list(feed.skipped_ranges), feed.ended_epoch, feed.epochs)
+
+
+def replay_order(
+    config: RunConfig, manifests: Sequence[Manifest], rows: Records, states: Records
+) -> OrderReplay | None:
+    """The order of a run, of a GPT's `manifests`; None if nothing holds a job's samples and global batch yet."""
+    newest = {name: value for record in [*rows.values(), *states.values()] for name, value in record.items()}
+    items, share = newest.get("epoch_size"), supervised.contiguous(1, 1)
+    if isinstance(config, TrainingConfig):
+        windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
+        order = order_of(config, windows if len(windows) > 1 else [items or windows[0]])
+        return OrderReplay(
+            Feed(order, GlobalBatch(config.global_batch_windows, share)), "tokens", config.model.block_size
+        )
+    if not items or not (batch := newest.get("global_batch_size")):
+        return None
+    return OrderReplay(Feed(Order(config.seed, items), GlobalBatch(batch, share, by_epoch=True)), "samples", 1)
+
+
+def in_parts(rows: Records, states: Records) -> tuple[list[tuple[str, Record]], list[str]]:
+    """Rows and states by their part of the run, of which each rollback begins one, states after the rows; and defects
+    of the states of no part."""
+    parts: list[Records] = [{}]
+    for place, row in rows.items():
+        if is_rollback(row):
+            parts.append({})
+        parts[-1][place] = row
+    defects, count = [], len(parts) - 1
+    for place, state in states.items():
+        if (number := state.get("rollbacks", count)) <= count:
+            parts[number][place] = state
+        else:
+            defects.append(f"{place}: has {number} rollbacks behind it, metrics.jsonl {count}")
+    return [item for part in parts for item in part.items()], defects
+
+
+def consumed_after(feed: Feed, steps: int) -> int:
+    """Items of the first `steps` steps, without skipped ranges."""
+    if not feed.by_epoch:
+        return steps * feed.step_size
+    epochs, rest = divmod(steps, math.ceil(len(feed.order) / feed.step_size))
+    return epochs * len(feed.order) + rest * feed.step_size
 
 
 class Schedule:
-    """What the start in force says should be recorded: rows, evaluations, checkpoints and learning rates.
+    """Rows, evaluations, checkpoints and learning rates that the newest start row makes due.
 
     Args:
-        config: the run's config.yaml, for the rows that have no start before them.
-        history: where the data stood after each step; at the part of the run that is being checked.
-        validates: whether there is something to validate on.
-        begun: whether there may be no row before the first start's step: it goes on from another run's checkpoint.
+        config: the run's config.yaml, for rows without a start before them.
+        history: replay of the part of the run that is checked.
+        validates: whether there are validation data.
+        begun: whether the first start may be at a later step, as a branch's is.
     """
 
     def __init__(self, config: RunConfig, history: OrderReplay, validates: bool, begun: bool):
@@ -81,39 +242,41 @@ class Schedule:
         self.pending: tuple[int, Due | None] = (-1, None)  # a step whose row the next session writes; None: it may
 
     def check(self, row: Record) -> Iterator[str]:
-        """What is wrong with the next row; what is missing before it is told with it."""
+        """Defects of the next row, and what is missing before it."""
         step, event = row["step"], row.get("event")
         if event == "start":
             yield from self._start(row)
         elif event == "branch":
             self.reached = self.saved_to = step
-        elif self.steps is None and not event:
-            yield from self._check_rate(row)
-            self.reached = step
         elif self.steps is not None and not 0 <= step <= self.steps:
             yield f"step {step} of a run of {self.steps} steps"
-        elif self.steps is not None:
-            yield from self._check_part(row, step, event)
-        self.begun = True
-
-    def _check_part(self, row: Record, step: int, event: str | None) -> Iterator[str]:
-        if event == "checkpoint":
-            self.saved.add(step)
-        elif event == "rollback" and isinstance(row.get("from"), int):
-            yield from self._missing(min(row["from"], self.steps or 0))
-            self.reached = self.saved_to = step
-            self.saved = {saved for saved in self.saved if saved <= step}
-        elif event == "end":  # what a stop or a divergence left undone of its step is not missed
-            yield from self._missing(step + (row.get("outcome") == "completed"))
         elif event is None:
-            yield from self._missing(step, one_in_flight=True)
-            due = self._due(step)
-            if due and not due.log:
-                yield f"no row was due at step {step}"
-            elif due and due.evaluate != ("val_loss" in row):
-                yield f"step {step} has {'no' if due.evaluate else 'a'} val_loss, against eval.every"
+            yield from self._check_due(row)
             yield from self._check_rate(row)
             self.reached = step
+        elif self.steps is not None:
+            yield from self._check_event(row, self.steps)
+        self.begun = True
+
+    def _check_due(self, row: Record) -> Iterator[str]:
+        if self.steps is not None:
+            yield from self._missing(row["step"], one_in_flight=True)
+            due = self._due(row["step"])
+            if due and not due.log:
+                yield f"no row was due at step {row['step']}"
+            elif due and due.evaluate != ("val_loss" in row):
+                yield f"step {row['step']} has {'no' if due.evaluate else 'a'} val_loss, against eval.every"
+
+    def _check_event(self, row: Record, steps: int) -> Iterator[str]:
+        step = row["step"]
+        if row["event"] == "checkpoint":
+            self.saved.add(step)
+        elif row["event"] == "rollback" and isinstance(row.get("from"), int):
+            yield from self._missing(min(row["from"], steps))
+            self.reached = self.saved_to = step
+            self.saved = {saved for saved in self.saved if saved <= step}
+        elif row["event"] == "end":  # a stop or a divergence may leave its own step unfinished
+            yield from self._missing(step + (row.get("outcome") == "completed"))
 
     def _start(self, row: Record) -> Iterator[str]:
         step, first = row["step"], self.steps is None
@@ -139,26 +302,19 @@ class Schedule:
         self.saved.add(step)
 
     def _missing(self, end: int, one_in_flight: bool = False) -> Iterator[str]:
-        """Rows and checkpoints that were due before step `end`.
-
-        Args:
-            one_in_flight: the last of the checkpoints may still be written behind the training, and is recorded later.
-        """
+        """Rows and checkpoints that were due before step `end`. With `one_in_flight`, the last checkpoint may still be
+        in the background, and is recorded later."""
         for step in range(self.reached + 1, end):
-            due = self._due(step)
-            if due and due.log:
+            if (due := self._due(step)) and due.log:
                 yield f"the row of step {step} is missing"
-        unsaved = [
-            step
-            for step in range(self.saved_to + 1, end)
-            if (due := self._due(step)) and due.save and step not in self.saved
-        ]
+        saves = [step for step in range(self.saved_to + 1, end) if (due := self._due(step)) and due.save]
+        unsaved = [step for step in saves if step not in self.saved]
         newest = unsaved.pop() if unsaved and one_in_flight else end
         yield from (f"the checkpoint of step {step} was not recorded" for step in unsaved)
         self.reached, self.saved_to = max(self.reached, end - 1), max(self.saved_to, newest - 1)
 
     def _due(self, step: int) -> Due | None:
-        """What was due at a step; None where that is not known."""
+        """The work that was due at a step; None if unknown."""
         if step == self.pending[0]:
             return self.pending[1]
         if step == 0:
@@ -175,7 +331,7 @@ class Schedule:
             yield f"lr of step {row['step']} is {row['lr']}, not {rate}"
 
     def _rate(self, step: int) -> float | None:
-        """The learning rate; None where nothing says its peak or its end."""
+        """The learning rate; None if its peak or its end is unknown."""
         if isinstance(self.config, TrainingConfig):
             optim = self.config.optim
             return lr_at(step, optim) if optim.decay_steps or optim.schedule == "constant" else None
