@@ -365,7 +365,7 @@ def test_rows_say_what_each_source_had(whole, sources):
 
 
 def test_the_report_tells_of_each_source(whole):
-    from gpt2_ddp.reports.page import _evaluation
+    from gpt2_ddp.reports.report import _evaluation
     from gpt2_ddp.reports.runs import read_runs
 
     told, row = _evaluation(read_runs([whole])[0]), rows(whole)[-1]

@@ -17,7 +17,7 @@ from gpt2_ddp.config.jobs import ClassifierConfig
 from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ReportConfig
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.export.export import export_hf
-from gpt2_ddp.reports.lines import Picture
+from gpt2_ddp.reports.picture import Picture
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint, generate_text
 from gpt2_ddp.tasks.confusion import confusion, format_confusion, save

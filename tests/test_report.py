@@ -21,9 +21,8 @@ from safetensors.numpy import save_file
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
-from gpt2_ddp.reports import page as page_module
-from gpt2_ddp.reports.figure import draw, share_tokens
-from gpt2_ddp.reports.lines import COLORS, MAX_POINTS, Picture, short_names, thin
+from gpt2_ddp.reports import report as page_module
+from gpt2_ddp.reports.picture import COLORS, MAX_POINTS, Picture, draw, share_tokens, short_names, thin
 from gpt2_ddp.reports.report import choose_axis, report, write_report
 from gpt2_ddp.reports.runs import read_runs
 

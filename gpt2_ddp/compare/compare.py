@@ -7,18 +7,20 @@ process are the same for every way.
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from math import ceil
 from pathlib import Path
+from statistics import median, stdev
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.compare.run import WARM_UP, RunResult, measure
-from gpt2_ddp.compare.table import Difference, Row, Strategy, as_markdown, draw
+from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, measure
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, LaunchConfig, RegressionConfig, TransformerConfig
@@ -30,9 +32,12 @@ from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import start_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
-from gpt2_ddp.output import make_output_folder
+from gpt2_ddp.output import make_output_folder, markdown_table
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.project import command_for
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Job = TrainingConfig | JobConfig
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
@@ -47,8 +52,130 @@ TRIAL = 5
 """Timed steps of the first run that decides how many steps `seconds` are; the next has a tenth of those at least."""
 STEPS = (5, 5000)
 """The fewest and the most steps that they may decide for."""
+WALL = "wall s (min–max)"
 BUSY = 0.1
 """Share of the machine's cores in use before the first run, above which it is not idle."""
+
+
+class Strategy(NamedTuple):
+    """A way of training on `devices` GPUs or shares of the cores; DataParallel uses several from one process."""
+
+    name: str
+    processes: int
+    devices: int
+
+    @property
+    def data_parallel(self) -> bool:
+        """Whether it is nn.DataParallel."""
+        return self.name == "DataParallel"
+
+
+class Difference(NamedTuple):
+    """Between final parameters: norm of the difference over the norm, and the largest absolute one."""
+
+    norm: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of training one job.
+
+    Args:
+        why_missing: why it could not be measured; empty where it was.
+        runs: its repeats. singles: those of one process, each run right before the same repeat of this way.
+        differences: of each repeat's final parameters from those of the first single run.
+    """
+
+    job: str
+    way: Strategy
+    why_missing: str
+    runs: Sequence[RunResult]
+    singles: Sequence[RunResult]
+    differences: Sequence[Difference]
+
+    @property
+    def seconds(self) -> float:
+        """Median wall time."""
+        return median(run.seconds for run in self.runs)
+
+    @property
+    def growth(self) -> float:
+        """Samples of a run over those of a single run: 1, but for weak scaling."""
+        return self.runs[0].samples / self.singles[0].samples
+
+    @property
+    def speed_up(self) -> float:
+        """Median wall time of one process over this way's, for as many samples."""
+        return self.growth * median(run.seconds for run in self.singles) / self.seconds
+
+    @property
+    def speed_ups(self) -> list[float]:
+        """Of each repeat: its single run's wall time over its own, for as many samples."""
+        return [self.growth * single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
+
+    @property
+    def communication(self) -> CommFraction | None:
+        """Median share of a step; None for one process. The noise is the larger one of the median within a repeat and
+        that between repeats."""
+        found = [run.communication for run in self.runs if run.communication is not None]
+        if not found:
+            return None
+        shares, noises = zip(*found, strict=True)
+        return CommFraction(median(shares), max(median(noises), stdev(shares) if len(shares) > 1 else 0.0))
+
+    @property
+    def peak_memory(self) -> int:
+        """Of the process that took most, in bytes."""
+        return max(max(run.peak_memory) for run in self.runs)
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything measured, as plain values."""
+        about = {"job": self.job, "way": self.way.name, "processes": self.way.processes, "devices": self.way.devices}
+        if self.why_missing:
+            return about | {"why_missing": self.why_missing}
+        first = self.runs[0]
+        return about | {
+            **{name: getattr(first, name) for name in ("parameters", "threads", "steps", "samples", "steps_per_epoch")},
+            "seconds": self.seconds,
+            "seconds_of_each_run": [run.seconds for run in self.runs],
+            "samples_per_second": first.samples / self.seconds,
+            "speed_up": self.speed_up,
+            "speed_up_of_each_repeat": self.speed_ups,
+            "efficiency": self.speed_up / self.way.devices,
+            "peak_memory_bytes": self.peak_memory,
+            "peak_memory_bytes_of_each_process": [list(run.peak_memory) for run in self.runs],
+            "communication": self.communication and self.communication.share,
+            "communication_noise": self.communication and self.communication.noise,
+            "communication_of_each_run": [run.communication and run.communication.share for run in self.runs],
+            "metrics": dict(first.metrics),
+            "difference_norm": max(difference.norm for difference in self.differences),
+            "difference_largest": max(difference.largest for difference in self.differences),
+        }
+
+    def cells(self) -> dict[str, str]:
+        """The row of the table, by column; a way that is missing has the first three."""
+        place = {"job": self.job, "way": self.way.name}
+        if self.why_missing:
+            return place | {WALL: self.why_missing}
+        found, share = self.numbers(), self.communication
+        metrics, rate = found["metrics"], found["samples_per_second"]
+        metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
+        return place | {
+            WALL: _with_extremes(self.seconds, [run.seconds for run in self.runs], "{:.3g}"),
+            "samples/s": f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
+            "speed-up (min–max)": _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
+            "efficiency": f"{found['efficiency']:.0%}",
+            "peak MB per process": f"{self.peak_memory / 1e6:,.0f}",
+            "communication": "–" if share is None else share_words(share),
+            "final metric": f"{metric} {metrics[metric]:.4f}" if metric else "–",
+            "Δ parameters / norm": f"{found['difference_norm']:.1e}",
+            "largest Δ": f"{found['difference_largest']:.1e}",
+        }
+
+
+Bar = tuple[Row, float, str, Sequence[float], float, float]
+"""A row, height, label above it, readings, drawn as dots, and the ends of a line over it, which may coincide."""
 
 
 @dataclass(frozen=True)
@@ -287,3 +414,74 @@ def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, fold
             return max(config.epochs * trial.steps_per_epoch - WARM_UP, 1)
         wanted = min(max(round(config.seconds / trial.seconds * steps), STEPS[0]), STEPS[1])
     return wanted
+
+
+def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
+    """A figure, with the least and the most of its readings if these differ."""
+    least, most = min(readings), max(readings)
+    extremes = f" ({layout.format(least)}–{layout.format(most)})" if least < most else ""
+    return layout.format(value) + extremes
+
+
+def share_words(share: CommFraction) -> str:
+    """A share with its noise, or that it is lost in it."""
+    return f"{share.share:.1%} ± {share.noise:.1%}" if share.measured else f"below the noise of ± {share.noise:.1%}"
+
+
+def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """The table, and the notes below it. The first row is that of one process, which is never missing."""
+    cells = [row.cells() for row in rows]
+    lines = [[line.get(column, "–") for column in cells[0]] for line in cells]
+    return "\n".join([markdown_table(list(cells[0]), lines), "", *[f"- {note}" for note in notes]])
+
+
+def draw(rows: Sequence[Row]) -> bytes:
+    """Bars by job and way, as a PNG. Dots are the single repeats; lines go from the least of them to the most, or over
+    the noise of a communication. What is missing has no bar."""
+    import matplotlib  # not before there is something to draw
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    from gpt2_ddp.reports.picture import COLORS, STYLE, as_png
+
+    speed: list[Bar] = []
+    communication: list[Bar] = []
+    memory: list[Bar] = []
+    measured = [row for row in rows if not row.why_missing]
+    for row in measured:
+        speed.append((row, row.speed_up, f"{row.speed_up:.2f}", row.speed_ups, min(row.speed_ups), max(row.speed_ups)))
+        size = row.peak_memory / 1e6
+        memory.append((row, size, f"{size:.0f}", [], size, size))
+        if row.communication:  # without height where it is lost in its noise
+            share, noise = 100 * row.communication.share, 100 * row.communication.noise
+            value, label = (share, f"{share:.0f}%") if row.communication.measured else (0.0, f"< {noise:.0f}%")
+            readings = [100 * run.communication.share for run in row.runs if run.communication]
+            communication.append((row, value, label, readings, share - noise, share + noise))
+    colors = dict(zip(dict.fromkeys(row.way.name for row in measured), cycle(COLORS), strict=False))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(max(12, 3 * len({row.job for row in measured})), 4.6), layout="constrained")
+        left, middle, right = figure.subplots(1, 3)
+        _draw_bars(left, "Speed-up over one process, measured", speed, colors)
+        _draw_bars(middle, "Share of a step in communication (%)", communication, colors)
+        middle.set_ylim(0, 100)
+        _draw_bars(right, "Peak memory per process (MB)", memory, colors)
+        handles = [Patch(color=color, label=way) for way, color in colors.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(colors))
+    return as_png(figure)
+
+
+def _draw_bars(panel: "Axes", title: str, bars: Sequence[Bar], colors: dict[str, str]) -> None:
+    """Groups of bars, one for each job."""
+    jobs = list(dict.fromkeys(row.job for row, *_ in bars))
+    ways = [way for way in colors if any(row.way.name == way for row, *_ in bars)]
+    width = 0.8 / len(colors)
+    for row, value, label, readings, low, high in bars:
+        x = jobs.index(row.job) + (ways.index(row.way.name) - (len(ways) - 1) / 2) * width
+        panel.bar(x, value, 0.9 * width, color=colors[row.way.name])
+        panel.plot([x] * len(readings), readings, ".", color="black", alpha=0.5, markersize=5)
+        panel.vlines(x, low, high, color="black", linewidth=1.2)
+        panel.annotate(label, (x, max(value, *readings, high)), (0, 4), textcoords="offset points", ha="center")
+    panel.set_title(title)
+    panel.set_xticks(range(len(jobs)), jobs)
+    panel.grid(axis="x", visible=False)
+    panel.margins(y=0.12)

@@ -12,7 +12,7 @@ from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import Findings
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.reports.figure import draw
+from gpt2_ddp.reports.picture import draw
 from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
 

@@ -1,5 +1,15 @@
-"""report.html and report.png: what happened in one or several runs."""
+"""report.html and report.png: what happened in one or several runs.
 
+The page is one HTML document that links to nothing and fetches nothing.
+"""
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +18,19 @@ from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
-from gpt2_ddp.reports.figure import draw, share_batch
-from gpt2_ddp.reports.page import page
-from gpt2_ddp.reports.runs import AXES, RunRecord, read_runs
+from gpt2_ddp.reports.picture import Picture, draw, share_batch
+from gpt2_ddp.reports.runs import AXES, Row, RunRecord, is_finite, read_runs
+
+UNKNOWN = "–"
+NAMES = ("run_name", "output_dir")
+"""Settings that differ between any two runs and say nothing."""
+SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
+"""Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
+MATRIX = 20
+"""Classes whose whole confusion matrix is shown, at most."""
+LISTED = 1000
+"""Classes that are listed, at most: of more, those with the lowest share of right ones."""
+SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
 def report(config: ReportConfig) -> int:
@@ -23,9 +43,9 @@ def report(config: ReportConfig) -> int:
 
 
 def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
-    """Writes report.html, complete in itself, and report.png about run folders into the folder `output`.
+    """Writes report.html and report.png about run folders into the folder `output`, each whole or not at all.
 
-    Each file appears whole or not at all. Rows and files that are missing or torn are left out, and the page says so.
+    Rows and files that are missing or torn are left out, and the page says so.
 
     Args:
         axis: what the picture is drawn along, as `ReportConfig` has it.
@@ -46,11 +66,7 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
 
 
 def choose_axis(runs: list[RunRecord], axis: str) -> str:
-    """The axis that `axis` means, as `ReportConfig` has it.
-
-    Raises:
-        UserError: a run does not have that one.
-    """
+    """The axis that `axis` means, as `ReportConfig` has it. Raises: UserError where a run does not have that one."""
     lacking = {each: [run.name for run in runs if run.along(each, np.zeros(1)) is None] for each in AXES}
     if axis == "auto":
         axis = "tokens" if not lacking["tokens"] and not share_batch(runs) else "steps"
@@ -58,3 +74,190 @@ def choose_axis(runs: list[RunRecord], axis: str) -> str:
         hint = f"the rows of {', '.join(lacking[axis])} do not say it; choose another, or leave that run out"
         raise UserError("axis", axis, hint)
     return axis
+
+
+def page(runs: Sequence[RunRecord], picture: Picture) -> str:
+    """The document, of page.html, page.css and page.js: the picture, and what the runs' files say, escaped. Nothing but
+    our own script runs in it."""
+    names = [run.name for run in runs]
+    body = ['<section class="beside">', f"<figure>{picture.svg()}</figure>", *_samples(runs), "</section>"]
+    body += ["<h2>Summary</h2>", _by_run({run.name: _summary(run) for run in runs})]
+    if len(runs) > 1:
+        settings = {run.name: run.config for run in runs if run.config}
+        body += ["<h2>What differs in the configurations</h2>", _differences(settings)]
+    if evaluated := {run.name: _evaluation(run) for run in runs if run.last("val_loss")}:
+        body += ["<h2>Last evaluation</h2>", _by_run(evaluated)]
+    for run in runs:
+        body += _classes(run)
+    if notes := [f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]:
+        body += ["<h2>Not in this report</h2>", "<ul>", *notes, "</ul>"]
+    title = escape(f"Training report: {', '.join(names) if len(runs) <= 3 else f'{len(runs)} runs'}")
+    files = [Path(__file__).with_name(f"page.{kind}") for kind in ("html", "css", "js")]
+    frame, style, script = (file.read_text(encoding="utf-8") for file in files)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    points = _points(picture).replace("<", "\\u003c")  # no end of the element can stand in it
+    return frame.format(title=title, style=style, body="\n".join(body), points=points, script=script, digest=digest)
+
+
+def _points(picture: Picture) -> str:
+    """JSON for the script, which shows the values under the pointer: the panels' boxes, and of each line x and y in the
+    SVG's coordinates, steps and values. A value that is not finite is null."""
+    boxes, lines = picture.panels(), []
+    for trace in picture.traces:
+        left, top, right, bottom = boxes[trace.panel]
+        x, y = (trace.places() * (right - left, top - bottom) + (left, bottom)).round(1).T.tolist()
+        values = [float(f"{value:.5g}") if np.isfinite(value) else None for value in trace.values.tolist()]
+        place = {"run": trace.run, "panel": list(boxes).index(trace.panel), "label": trace.label, "x": x, "y": y}
+        lines.append({**place, "step": trace.steps.astype(int).tolist(), "value": values})
+    named = zip(picture.names, picture.colored(), strict=True)
+    runs = [{"name": name, "color": color} for name, (_, color) in named]
+    return json.dumps({"panels": list(boxes.values()), "runs": runs, "lines": lines}, separators=(",", ":"))
+
+
+def _summary(run: RunRecord) -> dict[str, str]:
+    state, reason, setting = run.status.get("state"), run.status.get("reason"), run.config.get
+    newest = run.last("val_loss")  # losses over other tokens do not compare
+    alike = [row for row in run.rows if row.get("val_tokens") == newest.get("val_tokens")]
+    best = min((row for row in alike if is_finite(row.get("val_loss"))), key=lambda row: row["val_loss"], default={})
+    digests = [row["order_digest"] for row in run.rows if row.get("order_digest")]
+    gpt = {
+        "MFU (median)": _number(run.median("mfu"), ".1%"),
+        " / ".join(SHAPE): " / ".join(_text(setting(f"model.{name}")) for name in SHAPE),
+        "global batch (tokens)": _number(setting("train.global_batch_tokens")),
+    }
+    job = {"model": _text(setting("model.name")), "global batch (samples)": _number(setting("train.global_batch_size"))}
+    return {
+        "state": f"{state}: {reason}" if reason else _text(state),
+        "steps": _number(run.rows[-1]["step"]),
+        run.unit: _number(run.last("tokens").get("tokens")),
+        "skipped steps": _number(run.last("skipped").get("skipped")),
+        "last train loss": _at_step(run.last("loss"), "loss"),
+        "last validation loss": _validation(run, newest),
+        "best validation loss": _validation(run, best),
+        f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
+        "time in training steps": _training_time(run),
+        "parameters (without positions)": _number(run.parameters),
+        **(gpt if run.unit == "tokens" else job),
+        "learning rate": _text(setting("optim.lr")),
+        "seed": _text(setting("seed")),
+        "order digest": str(digests[-1])[:12] if digests else UNKNOWN,
+    }
+
+
+def _evaluation(run: RunRecord) -> dict[str, str]:
+    row = run.last("val_loss")
+    loss, begin = row["val_loss"], {"step": _number(row["step"]), f"{run.unit} seen": _number(row.get("tokens"))}
+    if run.unit != "tokens":
+        scores = {name.replace("val_", "validation "): row[name] for name in row if "val_" in name}
+        return begin | {k: _number(v, ".4f" if isinstance(v, float) else ",") for k, v in scores.items()}
+    return begin | {
+        "validation loss (nats per token)": _number(loss, ".4f"),
+        "bits per token": _number(loss / math.log(2), ".4f"),
+        "perplexity": _perplexity(loss),
+        "bits per byte": _number(row.get("val_bits_per_byte"), ".4f"),
+        "tokens scored": _number(row.get("val_tokens")),
+        **{f"validation loss of {name[9:]}": _number(row[name], ".4f") for name in row if name.startswith("val_loss/")},
+        **{f"tokens seen of {name[7:]}": _number(row[name]) for name in row if name.startswith("tokens/")},
+    }
+
+
+def _classes(run: RunRecord) -> list[str]:
+    """The confusion of a classifier's classes, if evaluate.py has counted it."""
+    if not run.classes:
+        return []
+    names = run.classes["classes"]
+    counts = [{int(other): count for other, count in row.items()} for row in run.classes["confusion"]]
+    shares = {k: row.get(k, 0) / sum(row.values()) if any(row.values()) else 1.0 for k, row in enumerate(counts)}
+    listed = sorted(sorted(shares, key=lambda k: shares[k])[:LISTED])
+    shown = range(len(names)) if len(names) <= MATRIX else []
+    rows = []
+    for number in listed:
+        name, row = names[number], counts[number]
+        total = sum(row.values())
+        right = f"{shares[number]:.2%}" if total else UNKNOWN
+        others = [(count, names[other]) for other, count in row.items() if other != number and count]
+        most = "{1} ({0:,})".format(*max(others)) if others else UNKNOWN
+        rows.append([name, _number(total), right, most, *(_number(row.get(other, 0)) for other in shown)])
+    head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
+    parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
+    if len(names) > LISTED:
+        parts.append(f"<p>The {LISTED:,} with the lowest share of right ones, of {len(names):,}.</p>")
+    if run.wrong:
+        source = f"data:image/png;base64,{base64.b64encode(run.wrong).decode()}"
+        parts.append(f'<img alt="test images that are taken wrongly" src="{source}">')
+    return parts
+
+
+def _differences(settings: Mapping[str, Row]) -> str:
+    known = dict.fromkeys(name for config in settings.values() for name in config if name not in NAMES)
+    rows = [[name, *(_text(config.get(name)) for config in settings.values())] for name in known]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    return _table(["", *settings], rows) if rows else "<p>Nothing.</p>"
+
+
+def _samples(runs: Sequence[RunRecord]) -> list[str]:
+    """The runs' samples, step by step, the last of each run open."""
+    sampled = [run for run in runs if run.samples]
+    length = min(SAMPLE_LENGTH, ALL_SAMPLES // (max(len(sampled), 1) * SAMPLED_STEPS * SAMPLES))
+    parts = []
+    for run in sampled:
+        parts += [f"<h3>{escape(run.name)}</h3>"] if len(runs) > 1 else []
+        steps = [(step, list(rows)) for step, rows in groupby(run.samples, key=lambda row: row["step"])]
+        kept = sorted(set(np.linspace(len(steps) - 1, 0, SAMPLED_STEPS).round().astype(int)), reverse=True)
+        for number in kept:
+            step, rows = steps[number]
+            parts.append(f"<details{' open' if number == kept[0] else ''}><summary>step {_number(step)}</summary>")
+            for row in rows[:SAMPLES]:
+                text = row["text"] if len(row["text"]) <= length else row["text"][:length] + " […]"
+                prompt = f"<b>{escape(json.dumps(row['prompt'], ensure_ascii=False))}</b>" if row.get("prompt") else ""
+                parts.append(f"{prompt}<pre>{escape(text)}</pre>")
+            parts.append("</details>")
+    return ["<aside><h2>Samples</h2>", *parts, "</aside>"] if parts else []
+
+
+def _by_run(columns: Mapping[str, Mapping[str, str]]) -> str:
+    """A table of a column for each run, of values by label."""
+    labels = dict.fromkeys(label for column in columns.values() for label in column)
+    rows = [[label, *(column.get(label, UNKNOWN) for column in columns.values())] for label in labels]
+    return _table(["", *columns], rows)
+
+
+def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first row and first column are headings; every cell is escaped."""
+    lines = ["<thead><tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr></thead>", "<tbody>"]
+    for label, *cells in rows:
+        lines.append(f"<tr><th>{escape(label)}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    return "\n".join(["<div><table>", *lines, "</tbody></table></div>"])
+
+
+def _validation(run: RunRecord, row: Row) -> str:
+    if not row or run.unit != "tokens":
+        return _at_step(row, "val_loss")
+    bits = f", {_number(bits, '.4f')} bits per byte" if (bits := row.get("val_bits_per_byte")) else ""
+    return f"{_at_step(row, 'val_loss')} (perplexity {_perplexity(row['val_loss'])}{bits})"
+
+
+def _at_step(row: Row, metric: str) -> str:
+    return f"{_number(row[metric], '.4f')} at step {_number(row['step'])}" if row else UNKNOWN
+
+
+def _perplexity(loss: float) -> str:
+    return _number(math.exp(min(loss, 700)), ",.2f" if loss < 20 else ".2e") if math.isfinite(loss) else UNKNOWN
+
+
+def _training_time(run: RunRecord) -> str:
+    seconds = run.clock[1][-1]
+    if not seconds:
+        return UNKNOWN
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
+
+
+def _number(value: object, form: str = ",") -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "not finite"
+    return format(value, form) if isinstance(value, int | float) else _text(value)
+
+
+def _text(value: object) -> str:
+    return UNKNOWN if value is None else str(value)

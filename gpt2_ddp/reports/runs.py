@@ -1,4 +1,4 @@
-"""Run folders as a report reads them back: what is missing or torn is left out, and said."""
+"""Run folders as a report reads them: what is missing or torn is left out, with a note."""
 
 import json
 import math
@@ -137,36 +137,41 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         hint = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
         raise UserError("runs", folder, f"{problem}; {hint}")
     notes: list[str] = []
-    rows, events = _read_standing(folder / "metrics.jsonl", notes)
+    rows, events = _read_rows(folder / "metrics.jsonl", notes)
+    if not rows:
+        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or give another run")
+    rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
+    unit = next(rates, "samples" if any("samples" in row for row in rows) else "tokens")
     for row in rows:  # JSON has no NaN: tracking writes null where a number was not finite
         row |= {metric: math.nan for metric in NEVER_UNKNOWN if metric in row and row[metric] is None}
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
-    rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
-    unit = next(rates, "samples" if any("samples" in row for row in rows) else "tokens")
-    for row in rows:
         row |= {key.replace(unit, "tokens"): row[key] for key in (unit, f"{unit}_per_second") if key in row}
-    if not rows:
-        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or give another run")
     config = _read_mapping(folder / "config.yaml", notes)
     status = _read_mapping(folder / "status.json", notes)
     if status.get("state") == "running":  # it may have been killed since
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
-    samples = [row for row in _read_standing(folder / "samples.jsonl", notes)[0] if isinstance(row.get("text"), str)]
-    settings, (parameters, tokenizer) = flat(config), _read_checkpoint(folder)
+    samples = [row for row in _read_rows(folder / "samples.jsonl", notes)[0] if isinstance(row.get("text"), str)]
     newest = max(folder.glob("evaluations/step-*/classes.json"), default=None)
-    classes = _read_mapping(newest, notes) if newest else {}
+    classes, wrong = _read_mapping(newest, notes) if newest else {}, b""
     if classes and not {"step", "classes", "confusion"} <= classes.keys():
         classes = {}
         notes.append("classes.json: unreadable")
-    wrong = _read_picture(newest.with_name("wrong.png"), notes) if newest and classes else b""
-    return RunRecord(name, rows, events, settings, status, samples, parameters, tokenizer, notes, unit, classes, wrong)
+    if newest and classes and (picture := newest.with_name("wrong.png")).exists():
+        with suppress(OSError):
+            wrong = read_small(picture, LARGEST_PICTURE)
+        if not wrong.startswith(b"\x89PNG"):
+            wrong = b""
+            notes.append("wrong.png: unreadable")
+    parameters, tokenizer = _read_checkpoint(folder)
+    return RunRecord(
+        name, rows, events, flat(config), status, samples, parameters, tokenizer, notes, unit, classes, wrong
+    )
 
 
-def _read_standing(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
-    """The rows of a .jsonl file that no rollback has undone, and its events; lines that hold no object are told to
-    `notes`."""
+def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
+    """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
     lines = [line for line in read_lines(file) if line.text.strip()]
     if unreadable := sum(line.row is None for line in lines):
         notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} left out")
@@ -184,18 +189,6 @@ def _read_mapping(file: Path, notes: list[str]) -> Row:
         return value
     notes.append(f"{file.name}: {'unreadable' if file.is_file() else 'missing'}")
     return {}
-
-
-def _read_picture(file: Path, notes: list[str]) -> bytes:
-    """A PNG; empty where there is none, or one that is unreadable, which goes to `notes`."""
-    if not file.exists():
-        return b""
-    with suppress(OSError):
-        content = read_small(file, LARGEST_PICTURE)
-        if content.startswith(b"\x89PNG"):
-            return content
-    notes.append(f"{file.name}: unreadable")
-    return b""
 
 
 def _read_checkpoint(folder: Path) -> tuple[int | None, str | None]:

@@ -1,0 +1,328 @@
+"""The picture of a report: loss, learning rate, gradient norm and throughput of one or several runs, overlaid.
+
+Nothing is smoothed. Long runs are thinned, but every minimum, maximum and non-finite stretch stays visible.
+"""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from gpt2_ddp.reports.runs import RunRecord, Series
+
+INK = "#1b1f24"
+"""Text, axes and grid; in the SVG, the colour of the text around it."""
+COLORS = ("#3f7fe8", "#e8702a", "#1fa37a", "#b25fd6", "#d9a514", "#e0527a", "#27a5c4", "#8a8f98")
+"""One per run, used again after eight; readable on white and on black."""
+MAX_POINTS = 1800
+"""Points per panel, over all runs: what a page holds of them is less than 1 MB."""
+STRETCHES = 63
+"""Of a panel's width, which lines that coincide share among them in turns."""
+FOOT = 0.03
+"""Height in a panel of the marks where a value is not finite, or something happened."""
+SAME_TEXT = 1.05
+"""Bytes per token differ by less than this between runs of one tokenizer."""
+BEGINNING = 0.02
+"""Part of the steps whose losses may stick out above the panel: they would press the rest of the curve flat."""
+NAME_LENGTH = 32
+NOT_FINITE = "not a finite number"
+EVENTS = {"rollback": ("rolled back to here", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
+"""What is marked below the loss, and how; `not_finite`: of losses since the row before, which a mean leaves out."""
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "report",  # the same metrics give the same bytes
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib's own; the others would be named with every text of the SVG
+    "text.parse_math": False,  # a run's name is not a formula
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 11,
+    "grid.alpha": 0.12,
+    "legend.frameon": False,
+} | dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The line of a run, by its number, in a panel: through `steps` and `values` [n], without values that are not
+    finite. `label` is what it shows, in a panel of several things."""
+
+    run: int
+    panel: Axes
+    label: str
+    line: Line2D
+    steps: np.ndarray
+    values: np.ndarray
+
+    def places(self) -> np.ndarray:
+        """x and y [n, 2] as parts of the panel; what lies above it or is not finite stands at its edge."""
+        values = np.where(np.isfinite(self.values), self.values, self.panel.get_ylim()[0])
+        points = self.panel.transData.transform(np.column_stack([self.line.get_xdata(), values]))
+        return np.clip(self.panel.transAxes.inverted().transform(points), (0, FOOT), 1)
+
+
+class Picture:
+    """Runs along one of AXES, which all of them have, and what has been drawn of them in `figure`, with STYLE."""
+
+    def __init__(self, runs: Sequence[RunRecord], axis: str):
+        self.runs, self.axis = runs, axis
+        self.names = short_names([run.name for run in runs])
+        self.units = " or ".join(dict.fromkeys(run.unit for run in runs))
+        self.traces: list[Trace] = []
+        self.figure = Figure()
+        self._size = 1.0
+        ends = np.array([self.x(run, np.array([run.rows[0]["step"], run.rows[-1]["step"]])) for run in runs])
+        self.label = "step" if axis == "steps" else self.units
+        if axis == "time":
+            unit, self._size = ("h", 3600.0) if ends.max() > 7200 else ("min", 60.0) if ends.max() > 120 else ("s", 1.0)
+            self.label = f"time in training steps ({unit})"
+        begin, end = ends.min() / self._size, ends.max() / self._size
+        self.range = (begin if end / 4 < begin < end else 0.0, end or 1.0)
+
+    def x(self, run: RunRecord, steps: np.ndarray) -> np.ndarray:
+        """Where steps [n] of a run are on the axis."""
+        places = run.along(self.axis, steps)
+        assert places is not None, f"{run.name} has no {self.axis}"
+        return places / self._size
+
+    def colored(self) -> Iterator[tuple[RunRecord, str]]:
+        """The runs, and their colours."""
+        return zip(self.runs, cycle(COLORS), strict=False)
+
+    def plot(self, panel: Axes, metric: str, label: str = "", **style: Any) -> list[Line2D]:
+        """One line per run, the longest at the bottom. Returns crosses at the foot of the panel, where a value is not
+        finite."""
+        crosses = []
+        longest = sorted(enumerate(self.colored()), key=lambda item: -item[1][0].rows[-1]["step"])
+        for number, (run, color) in longest:
+            steps, values = thin(run.series(metric), max(MAX_POINTS // (3 * len(self.runs)), 10))
+            if not len(values):
+                continue
+            finite, x = np.isfinite(values), self.x(run, steps)
+            look = {"color": color, "linewidth": 1, "marker": "." if len(values) < 40 else None} | style
+            if len(values) > 200:
+                look |= {"marker": None, "linewidth": 0.7 * look["linewidth"]}
+            (line,) = panel.plot(x, np.where(finite, values, np.nan), **look)
+            self.traces.append(Trace(number, panel, label, line, steps, values))
+            if not finite.all():
+                crosses += self.mark(panel, x[~finite], color=color, marker="x", label=NOT_FINITE)
+        return crosses
+
+    def mark(self, panel: Axes, x: np.ndarray, **style: Any) -> list[Line2D]:
+        """Marks at the foot of a panel."""
+        return panel.plot(x, np.full(len(x), FOOT), transform=panel.get_xaxis_transform(), linewidth=0, **style)
+
+    def take_turns(self) -> None:
+        """Cuts lines that would hide each other: where some coincide, each shows in its share of the stretches of the
+        panel's width. To be called when all scales are set."""
+        edges = np.arange(STRETCHES) / STRETCHES
+        at = np.linspace(0, 1, 2 * STRETCHES + 1)
+        kinds: dict[tuple[int, str], list[Trace]] = {}
+        for trace in self.traces:
+            kinds.setdefault((id(trace.panel), trace.label), []).append(trace)
+        for traces in kinds.values():
+            heights = [np.interp(at, *trace.places().T, left=np.nan, right=np.nan) for trace in traces]
+            parts = np.stack([np.stack([h[:-2:2], h[1::2], h[2::2]]) for h in heights])  # [lines, 3, stretches]
+            near = abs(parts[:, None] - parts) < 0.004  # a pixel [lines, lines, 3, stretches]
+            absent = np.isnan(parts[:, None]) & np.isnan(parts)
+            same = np.asarray((near | absent).all(2) & near.any(2))  # [lines, lines, stretches]
+            for number, trace in enumerate(traces):
+                turn = np.arange(STRETCHES) % np.maximum(same[number].sum(0), 1) == same[number, :number].sum(0)
+                if not turn.all():
+                    ends = [(x, x + 1 / STRETCHES) for x in edges[turn]]
+                    boxes = [Outline([(a, 0), (b, 0), (b, 1), (a, 1), (a, 0)], closed=True) for a, b in ends]
+                    trace.line.set_clip_path(Outline.make_compound_path(*boxes), trace.panel.transAxes)
+
+    def svg(self) -> str:
+        """As an `<svg>` element, transparent and in the colour of the text around it."""
+        file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        with matplotlib.rc_context(STYLE):
+            self.figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+        element = re.sub(r'<g id="[^"<>]*">', "<g>", file.getvalue())
+        element = re.sub(r' d="[^"<>]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
+        return element[element.index("<svg") :].replace(INK, "currentColor")
+
+    def png(self) -> bytes:
+        """On white."""
+        return as_png(self.figure)
+
+    def panels(self) -> dict[Axes, list[float]]:
+        """Left, top, right and bottom of each panel, in the coordinates of the SVG."""
+        size = np.tile(72 * self.figure.get_size_inches(), 2)
+        boxes = {panel: panel.get_position() for panel in self.figure.axes}
+        return {p: (np.array([b.x0, 1 - b.y1, b.x1, 1 - b.y0]) * size).round(1).tolist() for p, b in boxes.items()}
+
+
+def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
+    """Draws the four panels along one of AXES, which all runs have."""
+    picture = Picture(runs, axis)
+    with matplotlib.rc_context(STYLE):
+        handles, columns = _legend(picture)
+        above = 0.4 + 0.25 * -(-len(handles) // columns)  # inches
+        figure = picture.figure
+        figure.set_size_inches(12, 7.8 + above)
+        inches = {"left": 0.75 / 12, "right": 1 - 0.2 / 12, "bottom": 0.6 / (7.8 + above), "top": 7.8 / (7.8 + above)}
+        (loss, rate), (norm, speed) = figure.subplots(2, 2, gridspec_kw={**inches, "wspace": 0.15, "hspace": 0.28})
+        _loss(loss, picture)
+        rate.set_title("Learning rate")
+        picture.plot(rate, "lr", linewidth=1.6)
+        norm.set_title("Gradient norm (before clipping, log scale)")
+        if crosses := picture.plot(norm, "grad_norm", alpha=0.75):
+            norm.legend(handles=crosses[:1], loc="upper right")
+        _log_scale(norm, picture, "grad_norm")
+        speed.set_title(f"Throughput ({picture.units} per second)")
+        picture.plot(speed, "tokens_per_second", alpha=0.75)
+        if len(runs) == 1 and (median := _speed(runs[0])):
+            speed.legend(handles=[Line2D([], [], color=COLORS[0], label=f"median {median[2:]}")], loc="lower right")
+        for panel, write in ((rate, "{:.3g}".format), (speed, short)):
+            panel.set_ylim(bottom=0)
+            panel.yaxis.set_major_formatter(lambda value, _, write=write: write(value))
+        _x_axes([loss, rate, norm, speed], picture)
+        picture.take_turns()
+        if handles:
+            figure.legend(handles=handles, loc="upper center", ncols=columns, fontsize=10.5)
+    return picture
+
+
+def share_tokens(runs: Sequence[RunRecord]) -> bool:
+    """Whether losses per token can be compared: the tokenizer is the same, or seems to be where one is unknown."""
+    known = {run.tokenizer for run in runs}
+    if None not in known or len(known) > 2:
+        return len(known) == 1
+    lengths = [length for run in runs if (length := run.bytes_per_token)]
+    return not lengths or max(lengths) < SAME_TEXT * min(lengths)
+
+
+def share_batch(runs: Sequence[RunRecord]) -> bool:
+    """Whether a step is as many tokens in all runs."""
+    return len({round(run.tokens_per_step) for run in runs}) == 1
+
+
+def _legend(picture: Picture) -> tuple[list[Line2D], int]:
+    """The runs by name, if there are several, and how many fit into a row."""
+    handles = []
+    for name, (run, color) in zip(picture.names, picture.colored(), strict=True):
+        batch = "" if share_batch(picture.runs) else f", {short(run.tokens_per_step)} {run.unit} a step"
+        handles.append(Line2D([], [], color=color, lw=3, label=f"{name}{batch}{_speed(run)}"))
+    if len(handles) == 1:
+        return [], 1
+    return handles, max(1, min(len(handles), 4, 130 // max(len(str(handle.get_label())) for handle in handles)))
+
+
+def _speed(run: RunRecord) -> str:
+    speed, mfu = run.median("tokens_per_second"), run.median("mfu")
+    return (f", {short(speed)}/s" if speed else "") + (f", MFU {mfu:.1%}" if mfu else "")
+
+
+def _loss(panel: Axes, picture: Picture) -> None:
+    runs, look = picture.runs, {"linewidth": 1.6, "marker": "o", "markersize": 4.5}
+    key = [Line2D([], [], color=INK, label="validation", **look)]
+    metrics = ["loss_mean", "val_loss"] if share_tokens(runs) else ["val_bits_per_byte"]
+    if "loss_mean" in metrics:
+        panel.set_title("Loss (nats per token, log scale)" if picture.units == "tokens" else "Loss (log scale)")
+        means = any("loss_mean" in row and row["loss_mean"] != row["loss"] for run in runs for row in run.rows)
+        label = "train, mean between rows" if means else "train, as logged"
+        key.insert(0, Line2D([], [], color=INK, alpha=0.6, linewidth=1, label=label))
+        key += picture.plot(panel, "loss_mean", "train", alpha=0.6)
+    else:
+        panel.set_title("Validation loss (bits per byte, log scale)")
+        remarks = ["without the training losses: they are per", "token, and the runs' tokenizers differ"]
+        named = zip(runs, picture.names, strict=True)
+        remarks += [f"not evaluated: {name}" for run, name in named if not len(run.series(metrics[0])[1])]
+        key += [Line2D([], [], linewidth=0, label=remark) for remark in remarks]
+    key += picture.plot(panel, metrics[-1], "validation", markeredgecolor=INK, **look)
+    _log_scale(panel, picture, *metrics)
+    series = [run.series(metric) for run in runs for metric in metrics]
+    first = BEGINNING * max(run.rows[-1]["step"] for run in runs)
+    later = np.concatenate([values[(steps >= first) & np.isfinite(values)] for steps, values in series])
+    begin = max((values[0] for _, values in series if len(values) and np.isfinite(values[0])), default=0.0)
+    if len(later) >= 20 and later.max() > 0 and begin > 1.05 * later.max():
+        panel.set_ylim(top=1.05 * later.max())
+        key.append(Line2D([], [], color=INK, linewidth=0, marker="^", label=f"begins at {begin:.4g}, above the frame"))
+    for run, color in picture.colored():
+        happened = [row for row in run.events if row["step"] > run.rows[0]["step"]]
+        happened += [{"event": "not_finite", "step": row["step"]} for row in run.rows if row.get("not_finite")]
+        for event, (label, marker) in EVENTS.items():
+            steps = np.array([row["step"] for row in happened if row["event"] == event])
+            if len(steps):
+                key += picture.mark(panel, picture.x(run, steps), color=color, marker=marker, label=label)
+    panel.legend(handles=list({line.get_label(): line for line in key}.values()), loc="best")
+
+
+def _log_scale(panel: Axes, picture: Picture, *metrics: str) -> None:
+    """A logarithmic y axis with round, plainly written ticks, if all values are positive."""
+    values = np.concatenate([run.series(metric)[1] for run in picture.runs for metric in metrics])
+    values = values[np.isfinite(values)]
+    if len(values) and values.min() > 0:
+        low, high = values.min(), values.max()
+        panel.set_yscale("log")
+        panel.set_ylim(low * (low / high) ** 0.05 / 1.01, high * (high / low) ** 0.05 * 1.01)
+        subs = (1, 2, 5) if high > 50 * low else (1, 1.5, 2, 3, 5, 7)
+        wide = high > 10 * low
+        panel.yaxis.set_major_locator(LogLocator(subs=subs) if wide else MaxNLocator(6, steps=[1, 2, 5, 10]))
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+        panel.yaxis.set_minor_locator(NullLocator())
+
+
+def _x_axes(panels: Sequence[Axes], picture: Picture) -> None:
+    """The same range below every panel."""
+    begin, end = picture.range
+    write = {"steps": "{:,.0f}".format, "tokens": short, "time": "{:g}".format}[picture.axis]
+    for panel in panels:
+        panel.set_xlim(begin - 0.02 * (end - begin), end + 0.02 * (end - begin))
+        panel.xaxis.set_major_locator(MaxNLocator(7, integer=picture.axis != "time"))
+        panel.xaxis.set_major_formatter(lambda value, _: write(value))
+        panel.set_xlabel(picture.label)
+        if not panel.lines:
+            panel.text(0.5, 0.5, "not logged", transform=panel.transAxes, ha="center", alpha=0.6)
+            panel.set_yticks([])
+
+
+def as_png(figure: Figure) -> bytes:
+    """A figure on white."""
+    file = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(file, format="png", facecolor="white", dpi=130)
+    return file.getvalue()
+
+
+def thin(series: Series, buckets: int) -> Series:
+    """At most three points of each of `buckets` stretches of a series: its minimum, its maximum, a non-finite one."""
+    steps, values = series
+    if len(values) <= 3 * buckets:
+        return series
+    finite = np.isfinite(values)
+    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+    kept = {0, len(values) - 1}
+    for part in np.array_split(np.arange(len(values)), buckets):
+        kept |= {part[low[part].argmin()], part[high[part].argmax()], part[finite[part].argmin()]}
+    keep = sorted(kept)
+    return steps[keep], values[keep]
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Names that fit into a legend, cut in their middle; those that become equal get their number."""
+    head, tail = NAME_LENGTH // 2 - 1, NAME_LENGTH // 2
+    cut = [name if len(name) <= NAME_LENGTH else f"{name[:head]}…{name[-tail:]}" for name in names]
+    return [f"{name} ({number})" if cut.count(name) > 1 else name for number, name in enumerate(cut, 1)]
+
+
+def short(value: float) -> str:
+    """12300 -> 12.3k; also M, B and T."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
