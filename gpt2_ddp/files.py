@@ -36,14 +36,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Replaces `path` with `content`. Readers, and a crash, see either the whole old or the whole new file.
-
-    Args:
-        durable: wait until the content is on disk; otherwise a crash of the machine may leave anything.
-
-    Raises:
-        UserError: as `writing`; the old file remains.
-    """
+    """Replaces `path` with `content`. Readers, and a crash, see either the whole old or the whole new file. If not
+    `durable`, a crash of the machine may leave anything. Raises: UserError as `writing`; the old file remains."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
@@ -62,14 +56,8 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
 
 
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:
-    """Writes buffers of bytes to a file, hashes them on the way, and waits until they are on disk.
-
-    Returns:
-        Number of bytes, and their SHA-256 in hex, computed from memory: comparing it with the file finds disk errors.
-
-    Raises:
-        OSError: the disk cannot be written.
-    """
+    """Writes buffers of bytes to a file, and waits until they are on disk. Returns their number, and their SHA-256 in
+    hex, computed from memory: comparing it with the file finds disk errors. Raises: OSError."""
     sha256, size = hashlib.sha256(), 0
     is_main = threading.current_thread() is threading.main_thread()  # training waits, so another core may hash
     with path.open("wb") as file, ThreadPoolExecutor(1) as helper:
@@ -146,11 +134,8 @@ def free_name(path: Path) -> Path:
 
 
 def regular(path: Path) -> Path:
-    """`path`, if it is a regular file: opening a pipe would block, and reading a device may never end.
-
-    Raises:
-        OSError: the file is missing or of another type, or its name is invalid.
-    """
+    """`path`, if it is a regular file: opening a pipe would block, and reading a device may never end. Raises: OSError
+    for others."""
     try:
         mode = path.stat().st_mode
     except ValueError as error:  # a NUL, or half of a surrogate pair

@@ -43,8 +43,7 @@ def make_output_folder(output: str | Path) -> Path:
 def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
     """Locks `output`, and yields an empty hidden folder beside it, for `publish`. Removes what is left of both.
 
-    `output` itself is not looked at. The hidden folder is inside `output` if that is a disk's root, or its parent is
-    not writable.
+    The hidden folder is inside `output` if that is a disk's root, or its parent is not writable.
 
     Args:
         waiting: line that is printed before waiting for another process; without one, that process is an error.
@@ -61,8 +60,8 @@ def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
             lock = _lock(output, path, made, waiting)
         with lock:
             try:
+                shutil.rmtree(aside, ignore_errors=True)  # of a killed process
                 with writing(output):
-                    shutil.rmtree(aside, ignore_errors=True)  # of a killed process
                     aside.mkdir()
                 yield aside
             finally:
@@ -102,13 +101,8 @@ def _lock(output: Path, path: Path, made: list[Path], waiting: str) -> IO[str]:
 
 
 def publish(aside: Path, place: Path, last: str = "") -> None:
-    """Waits until the files of `aside` are on disk, and renames it to `place`.
-
-    If `place` is a folder with files, renames each file into it, the one named `last` at last.
-
-    Raises:
-        UserError: the disk refuses.
-    """
+    """Waits until the files of `aside` are on disk, and renames it to `place` or, if that is a folder with files, each
+    file into it, the one named `last` at last. Raises: UserError if the disk refuses."""
     place = Path(os.path.realpath(place))
     with writing(place):
         for path in aside.rglob("*"):

@@ -1,4 +1,4 @@
-"""The same training by one process, nn.DataParallel and DDP: runs them in turn, and says what was measured.
+"""The same training by one process, nn.DataParallel and DDP, measured in turn. Ratios are of medians.
 
 Every run is a set of fresh processes. Global batch, samples, seed, steps, micro-batch per device and threads per
 process are the same for every way.
@@ -48,10 +48,8 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
 }
 """The jobs: the configuration of each one's script, and the file that stands in when none is named."""
 
-TRIAL = 5
-"""Timed steps of the first run that decides how many steps `seconds` are; the next has a tenth of those at least."""
-STEPS = (5, 5000)
-"""The fewest and the most steps that they may decide for."""
+TRIAL, STEPS = 5, (5, 5000)
+"""Timed steps of the first run that decides how many steps `seconds` are; and the fewest and the most of these."""
 WALL = "wall s (min–max)"
 BUSY = 0.1
 """Share of the machine's cores in use before the first run, above which it is not idle."""
@@ -79,20 +77,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One way of training one job.
-
-    Args:
-        why_missing: why it could not be measured; empty where it was.
-        runs: its repeats. singles: those of one process, each run right before the same repeat of this way.
-        differences: of each repeat's final parameters from those of the first single run.
-    """
+    """One way of training one job."""
 
     job: str
     way: Strategy
-    why_missing: str
-    runs: Sequence[RunResult]
-    singles: Sequence[RunResult]
-    differences: Sequence[Difference]
+    why_missing: str  # why it could not be measured; or empty
+    runs: Sequence[RunResult]  # its repeats
+    singles: Sequence[RunResult]  # those of one process, each run right before the same repeat of this way
+    differences: Sequence[Difference]  # of each repeat's final parameters from those of the first single run
 
     @property
     def seconds(self) -> float:
@@ -161,13 +153,17 @@ class Row:
         found, share = self.numbers(), self.communication
         metrics, rate = found["metrics"], found["samples_per_second"]
         metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
+        communication = "–"
+        if share:
+            noise = f"± {share.noise:.1%}"
+            communication = f"{share.share:.1%} {noise}" if share.measured else f"below the noise of {noise}"
         return place | {
             WALL: _with_extremes(self.seconds, [run.seconds for run in self.runs], "{:.3g}"),
             "samples/s": f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
             "speed-up (min–max)": _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
             "efficiency": f"{found['efficiency']:.0%}",
             "peak MB per process": f"{self.peak_memory / 1e6:,.0f}",
-            "communication": "–" if share is None else share_words(share),
+            "communication": communication,
             "final metric": f"{metric} {metrics[metric]:.4f}" if metric else "–",
             "Δ parameters / norm": f"{found['difference_norm']:.1e}",
             "largest Δ": f"{found['difference_largest']:.1e}",
@@ -199,11 +195,7 @@ class Machine:
 
 
 def compare(config: CompareConfig) -> list[Row]:
-    """The command: measures, prints the table and writes it, its numbers and its bars to `output`, after each job anew.
-
-    Raises:
-        UserError: for whatever the user has to mend.
-    """
+    """The command: measures, and prints the table. After each job, writes table, numbers and bars to `output`."""
     if world_size() > 1:
         hint = f"the comparison starts its own processes: `{command_for('compare_parallel')}`, without a launcher"
         raise UserError("processes", world_size(), hint)
@@ -252,9 +244,8 @@ def write(
 
 def find_machine(device: str) -> Machine:
     """What there is to run on. Raises: UserError when the device is not there."""
-    kind = pick_device(device).type
-    cores = usable_cores()
-    return Machine(torch.cuda.device_count(), cores, "cuda") if kind == "cuda" else Machine(0, cores, "cpu")
+    on_gpus = pick_device(device).type == "cuda"
+    return Machine(torch.cuda.device_count() if on_gpus else 0, usable_cores(), "cuda" if on_gpus else "cpu")
 
 
 def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tuple[str, Job]]:
@@ -266,15 +257,12 @@ def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tup
     jobs = [read_job(word, config, machine, folder) for word in config.jobs]
     if config.data_path is None:
         return jobs
-    readers = [name for name, job in jobs if _reads_data(job)]
+    with_data = [(name, job) for name, job in jobs if isinstance(job, TrainingConfig | ClassifierConfig)]
+    readers = [name for name, job in with_data if getattr(job.data, "name", "") != "clusters"]
     if len(readers) != 1:
         hint = f"is for one job that reads images or tokens, and of those named do: {', '.join(readers) or 'none'}"
         raise UserError("data_path", config.data_path, hint)
     return [(name, _with_path(job, config.data_path) if name in readers else job) for name, job in jobs]
-
-
-def _reads_data(job: Job) -> bool:
-    return isinstance(job, TrainingConfig) or (isinstance(job, ClassifierConfig) and job.data.name != "clusters")
 
 
 def _with_path(job: Job, path: str) -> Job:
@@ -294,10 +282,10 @@ def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -
         raise UserError("jobs", word, f"is no job; name {', '.join(KINDS)}, with a configuration after a colon")
     command, default = KINDS[kind]
     job = load(command, ["--config", file or default])
-    train: dict[str, object] = {"mixed_precision": config.mixed_precision, "device": machine.device}
-    train["compile"] = "off"  # nn.DataParallel cannot
+    train = {"mixed_precision": config.mixed_precision, "device": machine.device, "compile": "off"}
     changes: dict[str, object] = {"output_dir": str(folder / "runs"), "fresh": False}
     changes["tracking"] = job.tracking.model_copy(update={"log_with": ()})
+    changes["train"] = job.train.model_copy(update=train)  # nn.DataParallel cannot compile
     if isinstance(job, TrainingConfig):
         size, field = job.global_batch_windows, "train.global_batch_tokens / model.block_size"
     else:
@@ -307,12 +295,11 @@ def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -
         if size % n and not config.weak:
             hint = f"does not divide the global batch of {word}, {size} ({field}); name processes that do"
             raise UserError("processes", n, hint)
-    changes["train"] = job.train.model_copy(update=train)
     return Path(file or default).stem, job.model_copy(update=changes)
 
 
 def with_data(job: Job, folder: Path) -> Job:
-    """The job with tokens to train on: those that are not there yet are prepared in the comparison's own folder."""
+    """The job with tokens: missing ones are prepared in the comparison's own folder."""
     if not isinstance(job, TrainingConfig) or not job.data.prepare or (Path(job.data.paths[0]) / MANIFEST).exists():
         return job
     path = str(folder / "data" / Path(job.data.prepare).stem)
@@ -321,7 +308,7 @@ def with_data(job: Job, folder: Path) -> Job:
 
 
 def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, folder: Path) -> Iterator[Row]:
-    """Measures every way of one job, `repeats` times in turn. Raises: UserError, as the job does."""
+    """Measures every way of one job, `repeats` times in turn."""
     job = with_data(job, folder)
     ways = machine.ways(config.processes)
     able = [way for way, reason in ways if not reason]
@@ -357,7 +344,7 @@ def difference(file: Path, reference: Path) -> Difference:
 
 
 def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str]:
-    """What a reader of the table has to know, first of all where it is not what it seems."""
+    """The notes below the table, its limits first."""
     notes, threads = [], f"{config.threads} thread{'s' * (config.threads > 1)}"
     for n in config.processes if machine.device == "cpu" else ():
         if n * config.threads > machine.cores:
@@ -389,7 +376,7 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
 
 
 def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
-    """One run of a job, in fresh processes. Raises: UserError, as the job does."""
+    """One run of a job, in fresh processes."""
     train: dict[str, object] = {}
     size = job.train.micro_batch_size
     if way.data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
@@ -402,10 +389,8 @@ def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: in
 
 
 def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, folder: Path) -> int:
-    """How many steps take one process about `seconds`, or end with the last of `epochs`.
-
-    A few steps of a small model take as long as chance has it, so trials grow to a tenth of the steps.
-    """
+    """Steps that take one process about `seconds`, or `epochs`. The time of a few steps of a small model is chance, so
+    trials grow to a tenth of the steps."""
     steps, wanted = 0, 10 * TRIAL
     while 10 * steps < wanted:
         steps = max(ceil(wanted / 10), 4 * steps)
@@ -421,11 +406,6 @@ def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
     least, most = min(readings), max(readings)
     extremes = f" ({layout.format(least)}–{layout.format(most)})" if least < most else ""
     return layout.format(value) + extremes
-
-
-def share_words(share: CommFraction) -> str:
-    """A share with its noise, or that it is lost in it."""
-    return f"{share.share:.1%} ± {share.noise:.1%}" if share.measured else f"below the noise of ± {share.noise:.1%}"
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:

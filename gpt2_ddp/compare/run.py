@@ -33,8 +33,8 @@ BLOCK = 500
 
 
 class CommFraction(NamedTuple):
-    """What synchronising gradients costs of a step, 0 to 1 and, by chance, less; and what of it chance may be: the
-    standard deviation of `ROUNDS` readings."""
+    """Share of a step that synchronising gradients costs, 0 to 1 and, by chance, less; and the standard deviation of
+    its `ROUNDS` readings."""
 
     share: float
     noise: float
@@ -47,44 +47,28 @@ class CommFraction(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run came to; plain values, so that it travels between processes.
+    """Measurements of a run; plain values, which travel between processes."""
 
-    Args:
-        steps: timed steps.
-        samples: that the timed steps trained on, over all ranks.
-        seconds: wall time of the timed steps on the slowest rank.
-        peak_memory: of each rank until then, in bytes (`peak_memory`).
-        communication: share of a step that synchronising gradients costs (`communication_share`), mean over the ranks;
-            None for one process.
-        metrics: val_loss and others of the final parameters.
-        parameters: how many the model has.
-        threads: of each process.
-        steps_per_epoch: that one pass over the training samples takes.
-    """
-
-    steps: int
-    samples: int
-    seconds: float
-    peak_memory: tuple[int, ...]
-    communication: CommFraction | None
-    metrics: dict[str, float | int]
+    steps: int  # timed
+    samples: int  # of the timed steps, over all ranks
+    seconds: float  # wall time of the timed steps on the slowest rank
+    peak_memory: tuple[int, ...]  # bytes of each rank until then
+    communication: CommFraction | None  # mean over the ranks; None for one process
+    metrics: dict[str, float | int]  # val_loss and others of the final parameters
     parameters: int
-    threads: int
+    threads: int  # of each process
     steps_per_epoch: int
 
 
 def measure(
     config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path
 ) -> RunResult:
-    """Trains `WARM_UP` and then `steps` steps, timed, on every rank alike.
+    """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint.
 
     Args:
-        config: the job's; its number of steps does not matter. No checkpoint is kept.
+        config: the job's, whose number of steps does not matter.
         data_parallel: one process splits each micro-batch among the machine's GPUs.
         weights: safetensors file for the final parameters.
-
-    Raises:
-        UserError: for whatever the user has to mend.
     """
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
@@ -101,15 +85,14 @@ def measure(
         if accelerator.is_main_process:
             save_file(parameters, weights)
         share = communication_share(run, min(max(steps // (2 * ROUNDS), 1), BLOCK))
-        ranks = gather_object([(seconds, memory, share)])
+        seconds_of_ranks, peaks, shares = zip(*gather_object([(seconds, memory, share)]), strict=True)
         accelerator.end_training()
     return RunResult(
         steps=steps,
         samples=n_samples,
-        seconds=max(seconds for seconds, _, _ in ranks),
-        peak_memory=tuple(memory for _, memory, _ in ranks),
-        communication=share
-        and CommFraction(*(mean(part) for part in zip(*(share for _, _, share in ranks), strict=True))),
+        seconds=max(seconds_of_ranks),
+        peak_memory=peaks,
+        communication=share and CommFraction(*(mean(part) for part in zip(*shares, strict=True))),
         metrics=metrics,
         parameters=sum(value.numel() for value in parameters.values()),
         threads=torch.get_num_threads(),
@@ -130,37 +113,27 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
 def communication_share(run: Run, block: int) -> CommFraction | None:
     """Share of this rank's step that synchronising gradients costs; None for one process.
 
-    Blocks of ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The
-    difference is the exposed communication. What is hidden behind the backward pass costs nothing. Waiting for a slower
-    rank counts, and so do the core and the memory bandwidth that the all-reduce takes. Without synchronisation the
-    replicas diverge, so this comes last.
-
-    Args:
-        block: steps in each block.
+    Blocks of `block` ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The
+    difference is the exposed communication: not what the backward pass hides, but waiting for a slower rank, and the
+    core and the memory bandwidth that the all-reduce takes. Without synchronisation the replicas diverge, so this comes
+    last.
     """
     if run.accelerator.num_processes == 1:
         return None
     together, apart = [], []
     for _ in range(ROUNDS):
-        together.append(_seconds_per_sample(run, block))
+        seconds, n_samples = time_steps(run, block)  # an epoch's last step may be a short one
+        together.append(seconds / n_samples)
         with run.accelerator.no_sync(run.model):
-            apart.append(_seconds_per_sample(run, block))
-    pairs = zip(apart, together, strict=True)
-    return CommFraction(
-        1 - median(apart) / median(together), stdev(1 - without / with_all for without, with_all in pairs)
-    )
-
-
-def _seconds_per_sample(run: Run, steps: int) -> float:
-    seconds, n_samples = time_steps(run, steps)  # an epoch's last step may be a short one
-    return seconds / n_samples
+            seconds, n_samples = time_steps(run, block)
+        apart.append(seconds / n_samples)
+    shares = [1 - without / with_all for without, with_all in zip(apart, together, strict=True)]
+    return CommFraction(1 - median(apart) / median(together), stdev(shares))
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the most that tensors took (the fullest GPU's, of several), on the CPU the largest resident set.
-
-    The latter holds PyTorch's own libraries as well.
-    """
+    """Bytes: on a GPU the most that tensors took (the fullest GPU's, of several), on the CPU the largest resident set,
+    PyTorch's own libraries included."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
     if sys.platform == "linux":  # ru_maxrss would be that of the parent, where it was larger when it started this one

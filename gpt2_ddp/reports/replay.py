@@ -1,17 +1,16 @@
-"""A part of a run, trained again from one of its checkpoints: is what the run recorded what its training gives?
+"""A part of a run, trained again from one of its checkpoints, and compared with what the run recorded.
 
-The training happens in a temporary folder, where the checkpoint's files are linked to; the run folder is only read. The
-same number of processes gives the same bits, another one sums in another order.
+It trains in a temporary folder, which links to the checkpoint's files; the run folder is only read. The same number of
+processes gives the same bits, another one sums in another order.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -39,55 +38,37 @@ from gpt2_ddp.training.resume import check_resumable
 from gpt2_ddp.training.task import Due, Task
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
-"""What is a sum over ranks, in some order."""
-
+"""Sums over ranks, in some order."""
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
-
 NEARLY = 5e-6
 """Relative difference of sums that another order explains."""
-
 Rows = dict[int, dict[str, Any]]
 """Rows of metrics.jsonl by step."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """The steps to train again: those after `start`, a checkpoint's, up to `stop`; and the rows that the run has of
-    them."""
+class Span(NamedTuple):
+    """Steps to train again, and the rows that the run has of them."""
 
-    start: int
+    start: int  # a checkpoint's, whose step is not trained again
     stop: int
     rows: Rows
-    passed: tuple[int, int] | None = None
-    """positions that the run passed over when it went back to `start`, which its checkpoint does not know"""
-
-
-def rows_by_step(file: Path) -> Rows:
-    """The row of each step that still holds."""
-    return {row["step"]: row for row in valid_rows(_rows(file))}
+    passed: tuple[int, int] | None = None  # positions that a rollback to `start` skipped: its checkpoint lacks them
 
 
 def plan(run: Path, steps: str) -> Span:
-    """What `--replay 1000:1100` asks for, by small files alone.
-
-    Raises:
-        UserError: naming the checkpoints that there are.
-    """
+    """The span of `--replay 1000:1100`, by small files alone. Raises: UserError, naming the checkpoints."""
     start, stop = map(int, steps.split(":"))
-    rows = rows_by_step(run / METRICS)
+    rows = {row["step"]: row for row in valid_rows(_rows(run))}
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
     end = max([*rows, *checkpoints], default=0)
     own = {step: row for step, row in rows.items() if start < step <= stop}
-    wrong = ""
-    if start not in checkpoints:
-        wrong = f"there is no checkpoint of step {start}"
-    elif stop <= start:
-        wrong = "should end after the step that it begins with"
-    elif stop > end:
-        wrong = f"the run has got to step {end}"
-    elif not own and stop not in checkpoints:
-        wrong = "the run recorded nothing there that could be compared"
-    if wrong:
+    problems = [
+        (start not in checkpoints, f"there is no checkpoint of step {start}"),
+        (stop <= start, "should end after the step that it begins with"),
+        (stop > end, f"the run has got to step {end}"),
+        (not own and stop not in checkpoints, "the run recorded nothing there that could be compared"),
+    ]
+    if wrong := next((problem for is_so, problem in problems if is_so), ""):
         there = f"there are {', '.join(map(str, checkpoints))}" if checkpoints else "there are none"
         raise UserError("replay", steps, f"{wrong}; begin at a checkpoint ({there}) and end at a step up to {end}")
     return Span(start, stop, own)
@@ -96,15 +77,15 @@ def plan(run: Path, steps: str) -> Span:
 def replay(
     run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
 ) -> Iterator[tuple[str, list[str] | None]]:
-    """Trains the span again, each stretch between two checkpoints by itself. So a stretch may have its own number of
-    processes, and a defect stays in it. Compares the rows, and weights and moments at the end of each stretch.
+    """Trains the span again, and compares rows, and weights and moments at the end of each stretch between two
+    checkpoints. So a stretch may have its own number of processes, and a defect stays in it.
 
     Args:
         intact: the run's intact checkpoints.
         data: folder of shards in place of the configured one.
 
     Yields:
-        Of each stretch, what was compared, and what is wrong; None where it cannot be trained again.
+        Of each stretch, what was compared, and its defects; None if it cannot be trained again.
 
     Raises:
         UserError: the data are not those of the run, or this machine cannot train it.
@@ -115,13 +96,14 @@ def replay(
         what = f"replay from step {span.start}"
         yield what, [f"{what}: its checkpoint is not intact, and nothing can be trained from it"]
         return
+    rollbacks = [row for row in _rows(run) if is_rollback(row)]
     saved = sorted(checkpoints)
     ends = [step for step in saved if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
         # who saved the next checkpoint trained the stretch, and its settings may be others than before a stop
         maker = next((checkpoints[step] for step in saved if step >= stop), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
-        back = [row for row in _rows(run / METRICS) if is_rollback(row) and row["step"] <= start][-1:]
+        back = [row for row in rollbacks if row["step"] <= start][-1:]
         passed = next((tuple(row["passed"]) for row in back if row["step"] == start), None)
         yield _replay_stretch(run, Span(start, stop, rows, passed), checkpoints, maker, data)
 
@@ -133,15 +115,12 @@ def _replay_stretch(
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
     if not begin.state.get("moments", True):  # zero, or those of the steps before: nobody wrote down which
         return f"{what}: its checkpoint has no moments (checkpoint.save_optimizer), and training again takes them", None
-    files = [*([maker.path / CONFIG] if maker else []), run / CONFIG]
-    settings = {file: read_yaml(str(file), "run") for file in files}
-    defects = [
-        f"{file.relative_to(run)}: {defect}"
-        for file in files
-        for defect in setting_defects(settings[file], file, begin)
-    ]
-    if defects:
-        return what, defects
+    files, wrong = [*([maker.path / CONFIG] if maker else []), run / CONFIG], []
+    for file in files:
+        defects = setting_defects(read_yaml(str(file), "run"), file, begin)
+        wrong += [f"{file.relative_to(run)}: {defect}" for defect in defects]
+    if wrong:
+        return what, wrong
     with TemporaryDirectory(prefix="replay-") as folder:
         state = (maker or begin).state
         config = _config(begin.kind, files[0], folder, data, state)
@@ -154,7 +133,8 @@ def _replay_stretch(
         bits = end is not None and not reasons
         if run_processes(_train_again, processes, config, span, bits, state.get("threads")) == "stopped":
             raise SystemExit(STOPPED)
-        defects = compare_rows(span.rows, rows_by_step(again / METRICS), exact=not reasons)
+        rows = {row["step"]: row for row in valid_rows(_rows(again))}
+        defects = compare_rows(span.rows, rows, exact=not reasons)
         if end and bits:
             ours = again / "checkpoints" / f"step-{span.stop:08d}"
             defects += [defect for name in (MODEL, OPTIMIZER) for defect in _tensors(run, end.path / name, ours / name)]
@@ -166,11 +146,8 @@ def _replay_stretch(
 
 
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
-    """What differs between a run's rows and those of the same steps when they were trained again.
-
-    Args:
-        exact: bit for bit; otherwise, what is summed over ranks may differ by `NEARLY`.
-    """
+    """What differs between a run's rows and those that were trained again: bit for bit or, if not `exact`, sums over
+    ranks by more than NEARLY."""
     defects = []
     for step, row in sorted(rows.items()):
         other = again.get(step, {})
@@ -220,8 +197,8 @@ def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None)
     return train(config, make_task).outcome
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return [line.row for line in read_lines(file) if line.row and isinstance(line.row.get("step"), int)]
+def _rows(run: Path) -> list[dict[str, Any]]:
+    return [line.row for line in read_lines(run / METRICS) if line.row and isinstance(line.row.get("step"), int)]
 
 
 def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -> list[str]:
@@ -234,9 +211,8 @@ def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -
 
 
 def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[str, Any]) -> RunConfig:
-    """The settings in `file` for a run in another folder, which prepares, tracks and profiles nothing, and scores no
-    tasks, whose items may be gone. What `auto` came to is what `state` says, on such a device: from the span's few
-    steps it could come to something else."""
+    """The settings in `file` for a run in another folder, without preparation, trackers, profile and tasks, whose items
+    may be gone. `auto` becomes the choice in `state`, on such a device: the span's few steps could give another one."""
     config = read_config(kind, read_yaml(str(file), "run"), file)
     values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "replay"}
     values["train"] |= {"max_minutes": None, "profile_steps": 0}
@@ -245,19 +221,17 @@ def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[st
         values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     values["tracking"] |= {"log_with": "none"}
     if isinstance(config, TrainingConfig):
-        values["data"] |= {"prepare": None}
+        values["data"] |= {"prepare": None, "path": config.data.moved(data)}
         values["eval"] |= {"patience": None, "tasks": ()}
     if isinstance(config, JobConfig):
         values["launch"] |= {"processes": None}
-    if data and isinstance(config, TrainingConfig):
-        values["data"]["path"] = config.data.moved(data)
-    elif data and "path" in values.get("data", {}):
-        values["data"]["path"] = data
+        if data and "path" in values.get("data", {}):
+            values["data"]["path"] = data
     return type(config).model_validate(values)
 
 
 def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[str]]:
-    """How many processes train again what those trained who saved `state`, and why the last digits may be others."""
+    """How many processes train again what the processes that saved `state` trained; and why last digits may differ."""
     trained = processes = state.get("processes", 1)
     version = state.get("versions", {}).get("torch", torch.__version__)
     reasons = [] if version == torch.__version__ else [f"the run had torch {version}"]
@@ -275,24 +249,19 @@ def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[st
     if processes != trained or (there != here and "cpu" in (there, here)):
         values = config.model_dump()
         if values["model"].get("dropout") or values["data"].get("augment"):
-            hint = (
-                f"what is random in it depends on its {trained} processes and on {there}; replay it on as many of those"
-            )
-            raise UserError("replay", config.kind, hint)
+            hint = f"what is random in it depends on its {trained} processes and on {there}"
+            raise UserError("replay", config.kind, f"{hint}; replay it on as many of those")
     return processes, reasons
 
 
 def _tensors(run: Path, file: Path, again: Path) -> list[str]:
     """Whether two files of tensors hold the same bits."""
     with safe_open(file, "pt") as old, safe_open(again, "pt") as new:
-        names = sorted({*old.keys()} | {*new.keys()})
-        known = {*old.keys()} & {*new.keys()}
-        wrong = [n for n in names if n not in known or not _same_bits(old.get_tensor(n), new.get_tensor(n))]
-    if not wrong:
-        return []
-    return [
-        f"{file.relative_to(run)}: {len(wrong)} of {len(names)} tensors, {wrong[0]} first, differ when trained again"
-    ]
+        names, known = {*old.keys()} | {*new.keys()}, {*old.keys()} & {*new.keys()}
+        pairs = ((name, old.get_tensor(name), new.get_tensor(name)) for name in known)
+        wrong = sorted((names - known) | {name for name, one, other in pairs if not _same_bits(one, other)})
+    how_many = f"{len(wrong)} of {len(names)} tensors"
+    return [f"{file.relative_to(run)}: {how_many}, {wrong[0]} first, differ when trained again"] if wrong else []
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -33,32 +33,20 @@ AXES = ("steps", "tokens", "time")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder as far as it could be read.
-
-    Args:
-        rows: `tokens` and `tokens_per_second` count the run's unit, which may be samples. `loss_mean` is that since the
-            row before.
-        events: what happened between rows: starts, rollbacks.
-        config: config.yaml, flat, with dotted keys.
-        parameters: as nanoGPT counts them (no position embeddings), in the newest checkpoint; None when there is none.
-        tokenizer: its SHA-256, by that checkpoint.
-        notes: what was left out, in words.
-        classes: what evaluate.py has found out of a classifier of images: `step`, `classes` by name, their `confusion`.
-        wrong: a PNG of test images that are taken wrongly, from there; empty where there is none.
-    """
+    """A run folder as far as it could be read."""
 
     name: str
-    rows: list[Row]
-    events: list[Row]
-    config: Row
+    rows: list[Row]  # `tokens` and `tokens_per_second` count the unit; `loss_mean` is that since the row before
+    events: list[Row]  # starts, rollbacks ...
+    config: Row  # config.yaml, flat, with dotted keys
     status: Row
     samples: list[Row]
-    parameters: int | None
-    tokenizer: str | None
-    notes: list[str]
-    unit: str = "tokens"
-    classes: Row = field(default_factory=dict)
-    wrong: bytes = b""
+    parameters: int | None  # without position embeddings, in the newest checkpoint; None without one
+    tokenizer: str | None  # its SHA-256, by that checkpoint
+    notes: list[str]  # what was left out
+    unit: str  # tokens or samples
+    classes: Row  # of a classifier, from evaluate.py: `step`, `classes` by name, their `confusion`
+    wrong: bytes  # PNG of test images that it takes wrongly; or empty
     _series: dict[str, Series] = field(default_factory=dict, init=False, repr=False)
 
     def last(self, metric: str) -> Row:
@@ -88,8 +76,8 @@ class RunRecord:
 
     @cached_property
     def clock(self) -> Series:
-        """Steps, and the seconds of training until then: tokens of the logged intervals over their tokens per second,
-        so without evaluations, saves and pauses. Of a branch, its own."""
+        """Steps, and the seconds of training until then, a branch's own: tokens of the logged intervals over their
+        tokens per second, so without evaluations, saves and pauses."""
         begun = next((event for event in self.events if event["event"] == "branch"), {"step": 0})
         seconds, before = 0.0, begun.get(self.unit, begun["step"] * self.tokens_per_step)
         found = [(begun["step"], seconds)]
@@ -116,11 +104,8 @@ class RunRecord:
 
 
 def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
-    """Reads run folders, each once, named by as little of their paths as tells them apart.
-
-    Raises:
-        UserError: a folder is missing, or its metrics.jsonl is or has no complete row.
-    """
+    """Reads run folders, each once, named by the shortest ends of their paths that differ. Raises: UserError for a
+    folder without a complete row."""
     paths = list(dict.fromkeys(Path(os.path.realpath(folder)) for folder in folders))
     names = [path.name for path in paths]
     if len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""How runs are doing, by what their folders say: running, stalled, dead, or how they ended."""
+"""How runs are doing: running, stalled, dead, or how they ended."""
 
 import json
 import time
@@ -16,18 +16,12 @@ SILENT = 90.0
 
 
 class Health(NamedTuple):
-    """What status.json comes to.
+    """How a run is doing, by its status.json."""
 
-    Args:
-        state: starting, running, stalled, dead, unknown; or as the run has ended.
-        age: seconds since its last progress, or since it ended.
-        detail: where it is, or why it ended.
-    """
-
-    state: str
+    state: str  # starting, running, stalled, dead, unknown; or how the run has ended
     step: int
-    age: float
-    detail: str
+    age: float  # seconds since its last progress, or since it ended
+    detail: str  # where it is, or why it ended
 
 
 def show_status(config: StatusConfig) -> int:
@@ -51,12 +45,8 @@ def show_status(config: StatusConfig) -> int:
 
 
 def health(folder: Path, now: float | None = None) -> Health:
-    """How the run of a folder that holds status.json is doing. For others than its trainer, whose lock a look at it
-    would give up.
-
-    Args:
-        now: seconds since 1970; None: the clock's.
-    """
+    """How the run of a folder that holds status.json is doing, at `now`, in seconds since 1970. For other processes: in
+    the trainer, it would unlock the folder."""
     now = time.time() if now is None else now
     written = (folder / STATUS).stat().st_mtime
     try:
