@@ -46,7 +46,7 @@ from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.reports.replay import Span, plan, replay, setting_defects
+from gpt2_ddp.reports.replay import plan, replay, setting_defects
 from gpt2_ddp.reports.verify_rows import Record, Records, Schedule, in_parts, read_metrics, replay_order
 
 SHOWN = 5
@@ -99,16 +99,8 @@ def verify_run(command: VerifyConfig) -> int:
     Raises:
         UserError: there is no such run, no such steps to replay, or `--data` is not what it was trained on.
     """
-    run = Path(command.run)
-    if not os.path.isfile(run / CONFIG):
-        raise UserError("run", run, "holds no config.yaml; name a run folder, as the training scripts write it")
-    settings = read_yaml(str(run / CONFIG), "run")
-    if not settings:
-        raise UserError("run", run / CONFIG, "is empty; put the run's own file back, or give it another run folder")
-    config = read_config(guess_kind(settings), settings, CONFIG)
-    span = plan(run, command.replay) if command.replay else None
     n_defects = 0
-    for what, defects in _check(run, settings, config, command, span):
+    for what, defects in _check(Path(command.run), command):
         if not defects:
             print(f"{'note' if defects is None else 'ok':8}{what}")
             continue
@@ -117,13 +109,18 @@ def verify_run(command: VerifyConfig) -> int:
         if len(defects) > SHOWN:
             print(f"defect  ... and {len(defects) - SHOWN} more like these")
         n_defects += len(defects)
-    print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
+    print(f"{Path(command.run)} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
     return 1 if n_defects else 0
 
 
-def _check(
-    run: Path, settings: Record, config: RunConfig, command: VerifyConfig, span: Span | None
-) -> Iterator[Finding]:
+def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
+    if not os.path.isfile(run / CONFIG):
+        raise UserError("run", run, "holds no config.yaml; name a run folder, as the training scripts write it")
+    settings = read_yaml(str(run / CONFIG), "run")
+    if not settings:
+        raise UserError("run", run / CONFIG, "is empty; put the run's own file back, or give it another run folder")
+    config = read_config(guess_kind(settings), settings, CONFIG)
+    span = plan(run, command.replay) if command.replay else None
     checkpoints, damaged = read_checkpoints(run)  # before the rows: a run that goes on records first
     rows, defects = read_metrics(run / METRICS)
     found = Recorded(run, settings, config, rows, checkpoints)
@@ -343,12 +340,8 @@ def _check_samples(found: Recorded, ended: bool) -> Iterator[str]:
 def _check_data(
     config: TrainingConfig, folders: Sequence[str], manifests: list[Manifest], command: VerifyConfig, records: Records
 ) -> Iterator[Finding]:
-    """Whether the folders' manifests are those that were trained on, with the weights of config.yaml, and their shards
-    those of the manifests.
-
-    Raises:
-        UserError: they are others, and were named on the command line.
-    """
+    """Whether the run was trained on these manifests, with the weights of config.yaml, and whether the shards are those
+    of the manifests. Raises: UserError for other manifests, if the command line named their folders."""
     hashes = [manifest.hash for manifest in manifests]
     known: dict[str, Identity] = {}
     defects: list[str] = []

@@ -106,8 +106,7 @@ class OrderReplay:
             self.stood.append(self._now())
         return self.stood[step]
 
-    def _inherit(self) -> None:
-        """Skips the range that the parent run skipped here."""
+    def _inherit(self) -> None:  # the ranges that the parent run skipped here
         while self.inherited and int(self.feed.positions_from(self.feed.position)[0]) == self.inherited[0][0]:
             self.feed.skip_range(*self.inherited.pop(0))
 
@@ -190,9 +189,8 @@ def replay_order(
     if isinstance(config, TrainingConfig):
         windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
         order = order_of(config, windows if len(windows) > 1 else [items or windows[0]])
-        return OrderReplay(
-            Feed(order, GlobalBatch(config.global_batch_windows, share)), "tokens", config.model.block_size
-        )
+        feed = Feed(order, GlobalBatch(config.global_batch_windows, share))
+        return OrderReplay(feed, "tokens", config.model.block_size)
     if not items or not (batch := newest.get("global_batch_size")):
         return None
     return OrderReplay(Feed(Order(config.seed, items), GlobalBatch(batch, share, by_epoch=True)), "samples", 1)
@@ -228,7 +226,6 @@ class Schedule:
 
     Args:
         config: the run's config.yaml, for rows without a start before them.
-        history: replay of the part of the run that is checked.
         validates: whether there are validation data.
         begun: whether the first start may be at a later step, as a branch's is.
     """
@@ -326,15 +323,12 @@ class Schedule:
         return supervised.due(self.config, step, last, stood.ended_epoch, stood.epochs)
 
     def _check_rate(self, row: Record) -> Iterator[str]:
-        rate = self._rate(row["step"])
-        if rate is not None and "lr" in row and not math.isclose(row["lr"] or 0.0, rate, rel_tol=1e-12):
-            yield f"lr of step {row['step']} is {row['lr']}, not {rate}"
-
-    def _rate(self, step: int) -> float | None:
-        """The learning rate; None if its peak or its end is unknown."""
+        step, rate = row["step"], None  # None: its peak or its end is unknown
         if isinstance(self.config, TrainingConfig):
-            optim = self.config.optim
-            return lr_at(step, optim) if optim.decay_steps or optim.schedule == "constant" else None
-        assert isinstance(self.config, JobConfig), "the other kinds"
-        epoch_steps = math.ceil(len(self.history.feed.order) / self.history.feed.step_size)
-        return supervised.job_schedule(self.config, self.peak, epoch_steps)(step) if self.peak else None
+            if self.config.optim.decay_steps or self.config.optim.schedule == "constant":
+                rate = lr_at(step, self.config.optim)
+        elif isinstance(self.config, JobConfig) and self.peak:
+            epoch_steps = math.ceil(len(self.history.feed.order) / self.history.feed.step_size)
+            rate = supervised.job_schedule(self.config, self.peak, epoch_steps)(step)
+        if rate is not None and "lr" in row and not math.isclose(row["lr"] or 0.0, rate, rel_tol=1e-12):
+            yield f"lr of step {step} is {row['lr']}, not {rate}"
