@@ -15,20 +15,7 @@ from ranks import run_ranks
 from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
-from gpt2_ddp.compare.compare import (
-    KINDS,
-    Difference,
-    Machine,
-    Row,
-    Strategy,
-    as_markdown,
-    compare,
-    difference,
-    draw,
-    find_notes,
-    read_job,
-    read_jobs,
-)
+from gpt2_ddp.compare.compare import Difference, Machine, Row, Strategy, as_markdown, compare, difference, read_job
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
 from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -197,7 +184,7 @@ def test_the_table(rows):
     right = "gpt2 | DDP-2 | 1.25 (1–1.3) | 256 | 1.76 (1.69–2.40) | 88% | 300 | 20.0% ± 1.0% | val_loss 1.5000"
     assert cells[4] == [*right.split(" | "), "3.0e-07", "2.0e-08"]
     assert lines[-1] == "- a note"
-    assert draw(rows)[:4] == draw(rows[:2])[:4] == b"\x89PNG"
+    assert module.draw(rows)[:4] == module.draw(rows[:2])[:4] == b"\x89PNG"
 
 
 def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
@@ -231,7 +218,7 @@ def test_weak_scaling_multiplies_the_batch_and_compares_samples_per_second(tmp_p
     twice = [replace(run, samples=2 * run.samples) for run in double.runs]
     assert replace(double, runs=twice).speed_up == 2 * double.speed_up
     assert replace(double, runs=twice).numbers()["efficiency"] == 2 * double.numbers()["efficiency"]
-    assert find_notes(weak, CPU, 0.0)[1].startswith("weak scaling: the global batch grows")
+    assert module.find_notes(weak, CPU, 0.0)[1].startswith("weak scaling: the global batch grows")
 
 
 @pytest.fixture
@@ -292,13 +279,13 @@ def test_a_busy_machine_stops_the_comparison(tmp_path, no_machine, monkeypatch):
 
 def test_data_path_goes_to_the_one_job_that_reads_data(tmp_path):
     images = "classifier:configs/jobs/cifar100_lenet.yaml"
-    given = read_jobs(CompareConfig(jobs=("classifier", images), data_path="x"), CPU, tmp_path)
+    given = module.read_jobs(CompareConfig(jobs=("classifier", images), data_path="x"), CPU, tmp_path)
     assert [job.data.path for _, job in given] == [None, "x"]
-    ((_, gpt2),) = read_jobs(CompareConfig(jobs=("gpt2",), data_path="x"), CPU, tmp_path)
+    ((_, gpt2),) = module.read_jobs(CompareConfig(jobs=("gpt2",), data_path="x"), CPU, tmp_path)
     assert (gpt2.data.path, gpt2.data.prepare) == ("x", None)
     for jobs, readers in ((("regression",), "none"), ((images, "gpt2"), "cifar100_lenet, gpt2_30m")):
         with pytest.raises(UserError, match=f"data_path = x: is for one job .* {readers}"):
-            read_jobs(CompareConfig(jobs=jobs, data_path="x"), CPU, tmp_path)
+            module.read_jobs(CompareConfig(jobs=jobs, data_path="x"), CPU, tmp_path)
 
 
 def test_ways_say_why_they_are_missing(monkeypatch):
@@ -315,19 +302,21 @@ def test_ways_say_why_they_are_missing(monkeypatch):
 
 def test_too_few_cores_are_said():
     assert 0 < module.find_machine("cpu").cores <= len(os.sched_getaffinity(0)), "those that may be used"
-    notes = find_notes(CompareConfig(processes=(2, 4)), CPU, busy=0.1)
+    notes = module.find_notes(CompareConfig(processes=(2, 4)), CPU, busy=0.1)
     (note,) = (note for note in notes if "too few cores" in note)
     assert note == "DDP-4: too few cores: 4 processes with 1 thread each share 2, so it cannot show its speed-up"
-    assert any("DDP-2: too few cores" in note for note in find_notes(CompareConfig(threads=2), CPU, 0.1))
-    assert not any("too few" in note for note in find_notes(CompareConfig(processes=(4,)), Machine(4, 2, "cuda"), 0.1))
+    assert any("DDP-2: too few cores" in note for note in module.find_notes(CompareConfig(threads=2), CPU, 0.1))
+    assert not any(
+        "too few" in note for note in module.find_notes(CompareConfig(processes=(4,)), Machine(4, 2, "cuda"), 0.1)
+    )
     assert not any("other programs" in note for note in notes)
-    assert any("kept 3.0 cores busy" in note for note in find_notes(CompareConfig(), CPU, 3.0))
+    assert any("kept 3.0 cores busy" in note for note in module.find_notes(CompareConfig(), CPU, 3.0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", module.KINDS)
 def test_every_job_is_the_same_for_every_way(tmp_path, kind):
     name, job = read_job(kind, CompareConfig(), CPU, tmp_path)
-    assert name == Path(KINDS[kind][1]).stem
+    assert name == Path(module.KINDS[kind][1]).stem
     assert (job.train.mixed_precision, job.train.device) == ("no", "cpu")
     assert job.output_dir == str(tmp_path / "runs")
     if kind == "gpt2":

@@ -168,20 +168,15 @@ def test_a_small_job_is_intact_from_its_first_row_on(
 STEP = "checkpoints/step-00000010"
 
 
-def of_another_run(run: Path) -> None:
-    change(run / STEP / STATE, '"run_id": "', '"run_id": "f')
-    change(run / STEP / CONFIG, "lr: 0.003\n", "lr: 0.004\n")
-    reseal(run / STEP / STATE)
-    reseal(run / STEP / CONFIG)
+def in_checkpoint(*changes: tuple[str, str, str]) -> Callable[[Path], None]:
+    """Changes text of files of the newest checkpoint, whose hashes fit again."""
 
+    def edit(run: Path) -> None:
+        for name, old, new in changes:
+            change(run / STEP / name, old, new)
+            reseal(run / STEP / name)
 
-def all_deleted(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints")
-
-
-def older_weights(run: Path) -> None:
-    shutil.copy(run / "checkpoints/step-00000005" / MODEL, run / STEP / MODEL)
-    reseal(run / STEP / MODEL)
+    return edit
 
 
 def nonsense(name: str, content: str) -> Callable[[Path], None]:
@@ -192,9 +187,9 @@ def nonsense(name: str, content: str) -> Callable[[Path], None]:
     return write
 
 
-def passed_nonsense(run: Path) -> None:
-    change(run / STEP / STATE, '"passed": []', '"passed": 5')
-    reseal(run / STEP / STATE)
+def older_weights(run: Path) -> None:
+    shutil.copy(run / "checkpoints/step-00000005" / MODEL, run / STEP / MODEL)
+    reseal(run / STEP / MODEL)
 
 
 def older_checkpoint(run: Path) -> None:
@@ -206,13 +201,6 @@ def flipped_bit(run: Path) -> None:
     content = bytearray((run / STEP / MODEL).read_bytes())
     content[len(content) // 2] ^= 1
     (run / STEP / MODEL).write_bytes(content)
-
-
-def another_digest(run: Path) -> None:
-    state = json.loads((run / STEP / STATE).read_text())
-    change(run / STEP / STATE, state["order_digest"], "f" * 64)
-    change(run / STEP / STATE, '"processes": 2', '"processes": 1')
-    reseal(run / STEP / STATE)
 
 
 def layers_everywhere(run: Path) -> None:
@@ -250,14 +238,17 @@ OTHER_ROWS = f"{STEP}/state.json: the rows that it follows, by its metrics_chain
 NO_END = "status.json: says completed, and metrics.jsonl does not end with an end"
 TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a checkpoint of another run": (
-        of_another_run,
+        in_checkpoint((STATE, '"run_id": "', '"run_id": "f'), (CONFIG, "lr: 0.003\n", "lr: 0.004\n")),
         (
             f"{STEP}/state.json: run_id is f",
             f"{STEP}/config.yaml: optim.lr = 0.004: the run was started with 0.003",
             f"{STEP}: is not the one that metrics.jsonl recorded",
         ),
     ),
-    "all checkpoints deleted": (all_deleted, ("checkpoints/step-00000005: is missing", f"{STEP}: is missing")),
+    "all checkpoints deleted": (
+        lambda run: shutil.rmtree(run / "checkpoints"),
+        ("checkpoints/step-00000005: is missing", f"{STEP}: is missing"),
+    ),
     "n_layer": (
         in_config("n_layer: 2", "n_layer: 3"),
         (
@@ -312,7 +303,10 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: does not say its step",)),
     "a configuration without YAML": (nonsense(CONFIG, "a: ]"), (f"{STEP}/config.yaml: cannot be read (",)),
     "weights that are none": (nonsense(MODEL, "no"), (f"{STEP}/model.safetensors: Error while deserializing header",)),
-    "positions that are none": (passed_nonsense, (f"{STEP}/state.json: passed over 5, not []",)),
+    "positions that are none": (
+        in_checkpoint((STATE, '"passed": []', '"passed": 5')),
+        (f"{STEP}/state.json: passed over 5, not []",),
+    ),
     "an older checkpoint": (
         older_checkpoint,
         (f"{STEP}/state.json: is the state of step 5", f"{STEP}: is not the one that metrics.jsonl recorded"),
@@ -320,7 +314,9 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a flipped bit": (flipped_bit, (f"{STEP}/model.safetensors: its SHA-256 is not the one",)),
     "a file of a checkpoint missing": (lambda run: (run / STEP / STATE).unlink(), (f"{STEP}/state.json: is missing",)),
     "digest and processes of a checkpoint": (
-        another_digest,
+        in_checkpoint(
+            (STATE, '"order_digest": "', '"order_digest": "ffff'), (STATE, '"processes": 2', '"processes": 1')
+        ),
         (f"{STEP}/state.json: order_digest of step 10 is ffff", f"{STEP}/state.json: processes is 1, in metrics.jsonl"),
     ),
     "an early loss, chained": (in_rows(lambda rows: at(rows, 1).update(loss=1.0)), (OTHER_ROWS,)),
@@ -410,33 +406,36 @@ def order_defects(config: TrainingConfig, corpus: Path, records: dict[str, dict]
     return defects + [f"{place}: {defect}" for place, record in placed for defect in history.check(record)]
 
 
-def went_back(corpus: Path) -> dict[str, dict]:
-    """Records of a run that went from step 6 back to step 4, and from step 7 back to step 3; and two checkpoints."""
+def went_back(corpus: Path, steps: tuple[int, ...], anew: bool = False) -> tuple[dict[str, dict], dict[int, dict]]:
+    """Rows of a run of these steps, -4 being a rollback to step 4, and its states by step.
+
+    Args:
+        anew: each rollback saves the checkpoint that it went back to once more.
+    """
     order = Order(1337, (read_manifest(corpus).tokens("train") - 1) // 32)
     feed = Feed(order, GlobalBatch(24, contiguous(1, 1)))
-    records, stood, rollbacks = {}, {}, 0
-    for step in (1, 2, 3, 4, 5, 6, -4, 5, 6, 7, -3, 4, 5, 6, 7, 8):
-        place = f"line {len(records) + 1}"
+    records, states, begun, rollbacks = {}, {}, 0, 0
+    for step in steps:
         if step > 0:
             feed.next_step()
-            records[place] = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest}
-            stood[step] = {"position": feed.position, "passed": list(feed.skipped_ranges), "rollbacks": rollbacks}
-            newest = records[place] | stood[step]
-            if step == 3:
-                records["state of step 3"] = newest
+            row, begun = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest}, step
+            states[step] = row | feed.state_dict() | {"rollbacks": rollbacks}
         else:
-            end, rollbacks, begun = feed.position, rollbacks + 1, newest["step"]
-            position, passed = stood[-step]["position"], stood[-step]["passed"]
-            digest = next(r["order_digest"] for r in records.values() if r["step"] == -step)
-            feed.seek(position, digest, passed)
-            feed.skip_range(position, end)
-            event = {"event": "rollback", "step": -step, "from": begun, "passed": [position, end]}
-            records[place] = event | {"order_digest": feed.order_digest}
-    return records | {"state of step 3": records.pop("state of step 3"), "state of step 8": newest}
+            end, rollbacks = feed.position, rollbacks + 1
+            feed.load_state_dict(states[-step])
+            start = int(feed.positions_from(feed.position)[0])
+            feed.skip_range(start, end)
+            row = {"event": "rollback", "step": -step, "from": begun, "passed": [start, end]}
+            row |= {"order_digest": feed.order_digest}
+            states[-step] |= feed.state_dict() if anew else {}
+        records[f"line {len(records) + 1}"] = row
+    return records, states
 
 
 def test_a_run_that_went_back_is_replayed(corpus: Path, tmp_path: Path) -> None:
-    records, config = went_back(corpus), of_24_windows(corpus, tmp_path)
+    config = of_24_windows(corpus, tmp_path)
+    records, states = went_back(corpus, (1, 2, 3, 4, 5, 6, -4, 5, 6, 7, -3, 4, 5, 6, 7, 8))
+    records |= {f"state of step {step}": states[step] for step in (3, 8)}
     assert order_defects(config, corpus, records) == []
     first = next(place for place, record in records.items() if "event" in record)
     for place, altered in (
@@ -462,40 +461,16 @@ def test_an_order_that_nothing_tells_yet_is_no_defect(tmp_path: Path) -> None:
     assert replay_order(config, [], rows, {}) is None
 
 
-def test_a_run_may_go_back_to_the_same_checkpoint_twice():
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_run_may_go_back_to_the_same_checkpoint_twice(corpus: Path, tmp_path: Path, anew: bool) -> None:
     """The checkpoint on the disk knows nothing of what was passed over since; one that was saved there anew does."""
-    for anew in (False, True):
-        feed = Feed(Order(7, 500), GlobalBatch(10, contiguous(1, 1)))
-        records: Records = {}
-
-        def train(steps, feed=feed, records=records):
-            for step in steps:
-                feed.next_step()
-                records[f"row {len(records)}"] = {"step": step, "tokens": step * 10, "order_digest": feed.order_digest}
-
-        train((1, 2))
-        saved = feed.position, feed.order_digest, list(feed.skipped_ranges)
-        for begun in (5, 4):
-            train(range(3, begun + 1))
-            end = feed.position
-            feed.seek(*saved)
-            start = int(feed.positions_from(feed.position)[0])
-            feed.skip_range(start, end)
-            went_back = {"event": "rollback", "step": 2, "from": begun, "passed": [start, end]}
-            records[f"row {len(records)}"] = went_back | {"order_digest": feed.order_digest}
-            if anew:
-                saved = feed.position, feed.order_digest, list(feed.skipped_ranges)
-        train((3, 4, 5))
-
-        def defects(records):
-            history = OrderReplay(Feed(Order(7, 500), GlobalBatch(10, contiguous(1, 1))), "tokens", 1)
-            return [defect for record in records.values() for defect in history.check(record)]
-
-        assert defects(records) == []
-        second = [place for place, record in records.items() if "event" in record][1]
-        start, end = records[second]["passed"]
-        for passed in ([start, end + 1], [start + 1, end], [end, start]):
-            assert defects(records | {second: records[second] | {"passed": passed}})
+    config = of_24_windows(corpus, tmp_path)
+    records, _ = went_back(corpus, (1, 2, 3, 4, 5, -2, 3, 4, -2, 3, 4, 5), anew)
+    assert order_defects(config, corpus, records) == []
+    second = [place for place, record in records.items() if "event" in record][1]
+    start, end = records[second]["passed"]
+    for passed in ([start, end + 1], [start + 1, end], [end, start]):
+        assert order_defects(config, corpus, records | {second: records[second] | {"passed": passed}})
 
 
 def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
