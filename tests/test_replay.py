@@ -108,33 +108,17 @@ def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path) ->
     assert settled(compile="model", micro_batch=2) == ["off", 4], "it says so itself"
 
 
-def alter_tensor(file: Path, name: str, factor: float) -> None:
+def alter_tensor(place: Path, step: int, file_name: str, name: str, factor: float) -> None:
+    file = checkpoint(place / "run", step) / file_name
     tensors = load_file(file)
     tensors[name].view(-1)[5] *= factor
     save_file(tensors, file)
     reseal(file)
 
 
-def alter_first_weights(place: Path) -> None:
-    alter_tensor(checkpoint(place / "run", 4) / MODEL, "h.1.mlp.c_fc.weight", 2)
-
-
-def alter_last_moments(place: Path) -> None:
-    alter_tensor(checkpoint(place / "run", 8) / OPTIMIZER, "exp_avg.ln_f.weight", 1.00001)
-
-
-def alter_row(place: Path) -> None:
-    loss = rows(place / "run")[6]["loss"]
-    change(place / "run" / "metrics.jsonl", f'"loss": {loss}', f'"loss": {np.nextafter(loss, 9)}')
-
-
-def alter_validation(place: Path) -> None:
-    loss = rows(place / "run")[6]["val_loss"]
-    change(place / "run" / "metrics.jsonl", f'"val_loss": {loss}', f'"val_loss": {loss - 0.25}')
-
-
-def alter_rate(place: Path) -> None:
-    change(place / "run" / "config.yaml", "lr: 0.003\n", "lr: 0.004\n")
+def alter_row(place: Path, name: str, times: float) -> None:
+    value = rows(place / "run")[6][name]
+    change(place / "run" / "metrics.jsonl", f'"{name}": {value}', f'"{name}": {value * times}')
 
 
 def alter_shard(place: Path) -> None:
@@ -154,18 +138,26 @@ def alter_shard(place: Path) -> None:
         reseal(state)
 
 
-def remove_weights(place: Path) -> None:
-    (checkpoint(place / "run", 4) / MODEL).write_bytes(b"")
-
-
 ALTERED = [
-    (alter_first_weights, "metrics.jsonl: ", None),
-    (alter_last_moments, f"checkpoints/step-00000008/{OPTIMIZER}: 1 of ", None),
-    (alter_row, "metrics.jsonl: loss of step 6 is ", 1),
-    (alter_validation, "metrics.jsonl: val_loss of step 6 is ", 1),
-    (alter_rate, "config.yaml: optim.lr = 0.004: the run was started with 0.003", 1),
+    (lambda place: alter_tensor(place, 4, MODEL, "h.1.mlp.c_fc.weight", 2), "metrics.jsonl: ", None),
+    (
+        lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
+        f"checkpoints/step-00000008/{OPTIMIZER}: 1 of ",
+        None,
+    ),
+    (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
+    (lambda place: alter_row(place, "val_loss", 0.9), "metrics.jsonl: val_loss of step 6 is ", 1),
+    (
+        lambda place: change(place / "run/config.yaml", "lr: 0.003\n", "lr: 0.004\n"),
+        "config.yaml: optim.lr = 0.004: the run was started with 0.003",
+        1,
+    ),
     (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
-    (remove_weights, "replay from step 4: its checkpoint is not intact, and nothing can be trained from it", 1),
+    (
+        lambda place: (checkpoint(place / "run", 4) / MODEL).write_bytes(b""),
+        "replay from step 4: its checkpoint is not intact, and nothing can be trained from it",
+        1,
+    ),
 ]
 
 
@@ -192,8 +184,7 @@ def test_another_torch_is_compared_to_a_tolerance(place: Path) -> None:
     version = json.loads(state.read_text())["versions"]["torch"]
     change(state, version, "2.0.0")
     reseal(state)
-    row = rows(place / "run")[6]
-    change(place / "run" / "metrics.jsonl", f'"loss": {row["loss"]}', f'"loss": {row["loss"] * (1 + 1e-6)}')
+    alter_row(place, "loss", 1 + 1e-6)
     lines = verify(place / "run", "4:8", place / "data")[1]
     what = "replay from step 4 to 8 by 1 process: 4 rows, to 5e-06 (the run had torch 2.0.0), weights not compared"
     assert lines[1] == f"ok      {what}"

@@ -6,10 +6,11 @@ process are the same for every way.
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, replace
+from itertools import cycle, product
 from math import ceil
 from pathlib import Path
 from statistics import median, stdev
@@ -82,9 +83,9 @@ class Row:
     job: str
     way: Strategy
     why_missing: str  # why it could not be measured; or empty
-    runs: Sequence[RunResult]  # its repeats
-    singles: Sequence[RunResult]  # those of one process, each run right before the same repeat of this way
-    differences: Sequence[Difference]  # of each repeat's final parameters from those of the first single run
+    runs: list[RunResult]  # its repeats
+    singles: list[RunResult]  # those of one process, each run right before the same repeat of this way
+    differences: list[Difference]  # of each repeat's final parameters from those of the first single run
 
     @property
     def seconds(self) -> float:
@@ -307,33 +308,26 @@ def with_data(job: Job, folder: Path) -> Job:
     return _with_path(job, path)
 
 
-def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, folder: Path) -> Iterator[Row]:
+def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, folder: Path) -> list[Row]:
     """Measures every way of one job, `repeats` times in turn."""
-    job = with_data(job, folder)
-    ways = machine.ways(config.processes)
-    able = [way for way, reason in ways if not reason]
-    reference = folder / "reference.safetensors"
-    steps = config.steps or steps_for(name, job, config, able[0], folder)
-    runs: dict[Strategy, list[RunResult]] = {way: [] for way in able}
-    differences: dict[Strategy, list[Difference]] = {way: [] for way in able}
-    for repeat in range(config.repeats):
-        for way in able:
-            weights = folder / "weights.safetensors"
-            run = run_way(f"{name}-{way.name}-{repeat}", job, config, way, steps, weights)
-            if not reference.exists():
-                weights.replace(reference)
-                weights = reference
-            runs[way].append(run)
-            differences[way].append(difference(weights, reference))
-            progress = f"{name}  {way.name}  {repeat + 1}/{config.repeats}: {run.seconds:.3g} s for {steps} steps"
-            print(progress, file=sys.stderr, flush=True)
-    reference.unlink()
-    for way, reason in ways:
-        yield Row(name, way, reason, runs.get(way, []), runs[able[0]], differences.get(way, []))
+    job, singles = with_data(job, folder), []
+    rows = [Row(name, way, reason, [], singles, []) for way, reason in machine.ways(config.processes)]
+    rows[0] = replace(rows[0], runs=singles)
+    steps = config.steps or steps_for(name, job, config, rows[0].way, folder)
+    reference, weights = folder / "reference.safetensors", folder / "weights.safetensors"
+    for repeat, row in product(range(config.repeats), [row for row in rows if not row.why_missing]):
+        run = run_way(f"{name}-{row.way.name}-{repeat}", job, config, row.way, steps, weights)
+        if not singles:
+            shutil.copyfile(weights, reference)
+        row.runs.append(run)
+        row.differences.append(difference(weights, reference))
+        progress = f"{name}  {row.way.name}  {repeat + 1}/{config.repeats}: {run.seconds:.3g} s for {steps} steps"
+        print(progress, file=sys.stderr, flush=True)
+    return rows
 
 
 def difference(file: Path, reference: Path) -> Difference:
-    """How far the parameters in one safetensors file are from those in another."""
+    """Between the parameters of two safetensors files."""
     one, other = load_file(file), load_file(reference)
     assert one.keys() == other.keys(), "both are of the same model"
     apart = [(one[name] - other[name]).flatten() for name in other]
