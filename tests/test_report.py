@@ -54,9 +54,11 @@ def make_run(folder: Path, rows: list[dict], torn: str = "", seed: int = 7, lr: 
     return folder
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made and not drawn: `svg` is the text in them."""
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not drawn, but in tests that use `drawn`: `svg` is the text in them."""
+    if "drawn" in request.fixturenames:
+        return
     words = lambda picture: " ".join(text.get_text() for text in picture.figure.findobj(Text))  # noqa: E731
     monkeypatch.setattr(Picture, "svg", lambda picture: escape(words(picture)))
     monkeypatch.setattr(Picture, "png", lambda picture: b"png")
@@ -118,7 +120,6 @@ def points(file: Path) -> dict:
     return json.loads(re.findall(r'id="points">(.*?)</script>', file.read_text(encoding="utf-8"))[0])
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_values_are_the_files_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", metrics(30))
     weights = {"wte.weight": np.zeros((128, 32)), "wpe.weight": np.zeros((64, 32)), "ln_f.bias": np.zeros(32)}
@@ -161,7 +162,6 @@ def test_page_needs_nothing_from_outside(drawn: Path) -> None:
     assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'\"" in text
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_user_text_is_escaped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a<b>&$x$ $\\foo$", metrics(3))
     (run / "samples.jsonl").write_text(json.dumps({"step": 9, "text": HOSTILE + "\ud800"}) + "\n")
@@ -178,7 +178,6 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
     assert page.tables[0][""] == ["a<b>&$x$ $\\foo$", "other"]
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_several_runs_and_what_differs(tmp_path: Path) -> None:
     changes = {"a": (1, 1e-3), "b": (1, 3e-4), "c": (2, 1e-3)}
     runs = [make_run(tmp_path / name / "run", metrics(20), "", *change) for name, change in changes.items()]
@@ -189,7 +188,6 @@ def test_several_runs_and_what_differs(tmp_path: Path) -> None:
     assert all(f"{name}, 256/s, MFU 25.0%" in page.text for name in summary[""])
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", metrics(3), torn='{"step": 40, "loss": 1.2')
     (run / "config.yaml").write_text("model: [")
@@ -201,7 +199,6 @@ def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
         assert f"run: {note}" in page.text
 
 
-@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("bad", [None, math.inf])
 def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
     rows = metrics(30)
@@ -215,20 +212,22 @@ def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
     assert "MFU " not in page.text.replace("MFU (median)", "")
 
 
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize("n_rows", [0, 1])
-def test_runs_that_have_just_begun(tmp_path: Path, n_rows: int) -> None:
-    page = Page(write_report([make_run(tmp_path / "run", metrics(n_rows))], tmp_path))
-    assert page.tables[0]["last train loss"] == (["9.0000 at step 10"] if n_rows else ["–"])
-    assert ("not logged" in page.text) == (n_rows == 0)
+@pytest.mark.parametrize(
+    ("rows", "loss", "not_logged"),
+    [
+        (metrics(0), "–", True),
+        (metrics(1), "9.0000 at step 10", False),
+        # of another trainer; it ends at 0, which has no logarithm
+        ([{"step": i, "loss": 1.0 - i / 10} for i in range(11)], "0.0000 at step 10", True),
+    ],
+)
+def test_rows_that_hold_little(tmp_path: Path, rows: list[dict], loss: str, not_logged: bool) -> None:
+    page = Page(write_report([make_run(tmp_path / "run", rows)], tmp_path))
+    assert page.tables[0]["last train loss"] == [loss]
+    assert ("not logged" in page.text) == not_logged
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_rows_of_another_trainer(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", [{"step": i, "loss": 1.0 - i / 10} for i in range(11)])  # ends at 0: no logarithm
-    assert Page(write_report([run], tmp_path)).tables[0]["last train loss"] == ["0.0000 at step 10"]
-
-
+@pytest.mark.usefixtures("drawn")
 def test_long_runs_make_small_pages(tmp_path: Path) -> None:
     rows = metrics(20_000, every=1)
     noise = np.random.default_rng(0).lognormal(size=(20_000, 3)).tolist()
@@ -250,13 +249,13 @@ def test_thinning_keeps_the_extremes() -> None:
                for part in parts[:50])  # fmt: skip
 
 
+@pytest.mark.usefixtures("drawn")
 def test_same_metrics_same_bytes(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / "run", metrics(5))])
     one, other = draw(runs, "steps"), draw(runs, "steps")
     assert (one.svg(), one.png()) == (other.svg(), other.png())
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = make_run(tmp_path / "runs" / "good", metrics(3))
     like = "; .*like .*/runs/good"
@@ -271,7 +270,6 @@ def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_small_job_counts_samples(tmp_path: Path) -> None:
     job = make_run(tmp_path / "job", [])
     rows = [{"step": step, "samples": 12 * step, "samples_per_second": 500.0, "loss": 2.0 / step} for step in (1, 2, 3)]
@@ -286,6 +284,7 @@ def test_a_small_job_counts_samples(tmp_path: Path) -> None:
     assert (both.tables[0]["samples"], both.tables[0]["tokens"][0]) == (["36", "–"], "–")
 
 
+@pytest.mark.usefixtures("drawn")
 def test_runs_that_coincide_are_all_visible(tmp_path: Path) -> None:
     lengths = [30, 60, 30, 30, 10, 30, 30]
     picture = draw(read_runs([make_run(tmp_path / f"run{i}", metrics(n)) for i, n in enumerate(lengths)]), "steps")
@@ -357,7 +356,6 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
     assert not share_tokens(read_runs([*runs, make_run(tmp_path / "bytes", rows)]))
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
     run, other = make_run(tmp_path / "run", metrics(3)), make_run(tmp_path / "other", metrics(3))
     twice = make_run(tmp_path / "twice", [row | {"tokens": 2 * row["tokens"]} for row in metrics(3)])
@@ -384,7 +382,6 @@ def test_events_are_no_rows(tmp_path: Path) -> None:
     assert {"resumed", "rolled back to here", "not a finite number"} < {text.get_text() for text in legend.texts}
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_samples_step_by_step(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", metrics(3))
     rows = [{"step": step, "prompt": prompt, "text": f"{prompt}{step} {'x' * 9000}"}

@@ -393,11 +393,8 @@ def test_shards_that_are_others(run: Path, trained: Path, tmp_path: Path, capsys
 # The order of the data
 
 
-def of_24_windows(corpus: Path, folder: Path) -> TrainingConfig:
-    return training_config(corpus, folder, {"train.global_batch_tokens": 24 * 32})
-
-
-def order_defects(config: TrainingConfig, corpus: Path, records: dict[str, dict]) -> list[str]:
+def order_defects(corpus: Path, records: dict[str, dict]) -> list[str]:
+    config = training_config(corpus, corpus, {"train.global_batch_tokens": 24 * 32})
     rows = {place: record for place, record in records.items() if place.startswith("line")}
     states = {place: record for place, record in records.items() if place not in rows}
     history = replay_order(config, [read_manifest(corpus)], rows, states)
@@ -432,11 +429,10 @@ def went_back(corpus: Path, steps: tuple[int, ...], anew: bool = False) -> tuple
     return records, states
 
 
-def test_a_run_that_went_back_is_replayed(corpus: Path, tmp_path: Path) -> None:
-    config = of_24_windows(corpus, tmp_path)
+def test_a_run_that_went_back_is_replayed(corpus: Path) -> None:
     records, states = went_back(corpus, (1, 2, 3, 4, 5, 6, -4, 5, 6, 7, -3, 4, 5, 6, 7, 8))
     records |= {f"state of step {step}": states[step] for step in (3, 8)}
-    assert order_defects(config, corpus, records) == []
+    assert order_defects(corpus, records) == []
     first = next(place for place, record in records.items() if "event" in record)
     for place, altered in (
         (first, {"passed": [96, 145]}),
@@ -449,7 +445,7 @@ def test_a_run_that_went_back_is_replayed(corpus: Path, tmp_path: Path) -> None:
         ("state of step 8", {"rollbacks": 1}),
         ("line 9", {"tokens": 6 * 24 * 32 + 1}),
     ):
-        found = order_defects(config, corpus, records | {place: records[place] | altered})
+        found = order_defects(corpus, records | {place: records[place] | altered})
         assert found, (place, altered)
         assert found[0].startswith(place), found
 
@@ -462,15 +458,14 @@ def test_an_order_that_nothing_tells_yet_is_no_defect(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_a_run_may_go_back_to_the_same_checkpoint_twice(corpus: Path, tmp_path: Path, anew: bool) -> None:
+def test_a_run_may_go_back_to_the_same_checkpoint_twice(corpus: Path, anew: bool) -> None:
     """The checkpoint on the disk knows nothing of what was passed over since; one that was saved there anew does."""
-    config = of_24_windows(corpus, tmp_path)
     records, _ = went_back(corpus, (1, 2, 3, 4, 5, -2, 3, 4, -2, 3, 4, 5), anew)
-    assert order_defects(config, corpus, records) == []
+    assert order_defects(corpus, records) == []
     second = [place for place, record in records.items() if "event" in record][1]
     start, end = records[second]["passed"]
     for passed in ([start, end + 1], [start + 1, end], [end, start]):
-        assert order_defects(config, corpus, records | {second: records[second] | {"passed": passed}})
+        assert order_defects(corpus, records | {second: records[second] | {"passed": passed}})
 
 
 def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
