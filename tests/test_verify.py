@@ -79,15 +79,6 @@ def test_a_complete_run_says_what_its_killed_session_did_not(
     assert (run / "metrics.jsonl").read_bytes() == whole
 
 
-def test_a_line_that_is_no_row(run: Path, capsys: pytest.CaptureFixture) -> None:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines[4] = lines[4][:-5]
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    expect_defect(
-        run, capsys, "metrics.jsonl, line 5: is not a row", "metrics.jsonl, line 6: its chain does not follow"
-    )
-
-
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys, is_known: bool) -> None:
     """And remove checkpoints that were verified, or made later, and of which the rows that were read tell."""
@@ -108,19 +99,6 @@ def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys, is_known: boo
     monkeypatch.setattr("gpt2_ddp.reports.verify.read_checkpoints", as_before)
     monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", then_removed)
     assert verified(run, capsys)[:2] == (0, [])
-
-
-def test_step_that_nobody_could_reach_costs_nothing(run: Path, capsys: pytest.CaptureFixture) -> None:
-    change(run / "metrics.jsonl", '"step": 10,', '"step": 10000000000000,')
-    expect_defect(run, capsys, "metrics.jsonl, line 14: step 10000000000000 does not go with tokens")
-
-
-def test_run_without_metrics_or_checkpoints(run: Path, capsys: pytest.CaptureFixture) -> None:
-    edit_rows(run, lambda rows: [row.update(kept=[]) for row in rows if "kept" in row])
-    shutil.rmtree(run / "checkpoints")
-    expect_defect(run, capsys, "checkpoints: none is there, and the run has saved some")
-    (run / "metrics.jsonl").unlink()
-    expect_defect(run, capsys, "metrics.jsonl: has no rows")
 
 
 def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path) -> None:
@@ -272,6 +250,22 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
             "metrics.jsonl, line 4: its chain does not follow",
             "metrics.jsonl, line 4: lr of step 1 is 0.0016, not 0.0015",
         ),
+    ),
+    "a line that is no row": (
+        lambda run: change(run / "metrics.jsonl", '{"step": 2,', '{"step" 2,'),
+        ("metrics.jsonl, line 5: is not a row", "metrics.jsonl, line 6: its chain does not follow"),
+    ),
+    "a step that nobody could reach, which costs nothing": (
+        lambda run: change(run / "metrics.jsonl", '"step": 10,', '"step": 10000000000000,'),
+        ("metrics.jsonl, line 14: step 10000000000000 does not go with tokens",),
+    ),
+    "no rows": (lambda run: (run / "metrics.jsonl").unlink(), ("metrics.jsonl: has no rows",)),
+    "no checkpoints, and none kept": (
+        lambda run: (
+            edit_rows(run, lambda rows: [row.update(kept=[]) for row in rows if "kept" in row]),
+            shutil.rmtree(run / "checkpoints"),
+        ),
+        ("checkpoints: none is there, and the run has saved some",),
     ),
     "lr of a row, chained": (
         in_rows(lambda rows: at(rows, 7).update(lr=0.003)),

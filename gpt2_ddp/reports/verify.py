@@ -138,9 +138,9 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     yield "configuration: the same in config.yaml, starts and checkpoints, with one run id", wrong
     manifests: list[Manifest] = []
     if isinstance(config, TrainingConfig):
-        folders = config.data.moved(command.data)
-        if len(folders) != len(config.data.paths):
-            hint = f"the run was trained on {len(config.data.paths)} folders; name all of them, joined by `:`"
+        folders, n_folders = config.data.moved(command.data), len(config.data.paths)
+        if len(folders) != n_folders:
+            hint = f"the run was trained on {n_folders} folders; name all of them, joined by `:`"
             raise UserError("data", command.data, hint)
         manifests = read_manifests(folders)
         yield from _check_data(config, folders, manifests, command, rows | found.states)
@@ -209,10 +209,9 @@ def _check_checkpoints(found: Recorded) -> Iterator[str]:
             yield f"{name}: is none that metrics.jsonl recorded"
         if chain not in heads and (ours or chain):
             yield f"{place}: the rows that it follows, by its metrics_chain, are not those of metrics.jsonl"
-        row = by_step.get(state["step"], {})
-        for field in OF_STEP:
-            if None not in (state.get(field), row.get(field)) and state[field] != row[field]:
-                yield f"{place}: {field} is {state[field]}, in the row of step {state['step']} {row[field]}"
+        row, origin = by_step.get(state["step"], {}), f"the row of step {state['step']}"
+        both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
+        yield from _differing(place, state, origin, row, both)
         yield from misshapen
 
 
@@ -260,18 +259,14 @@ def _check_configuration(found: Recorded) -> list[str]:
     configs = {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in found.checkpoints.items()}
     documents = {place: row["config"] for place, row in starts.items()} | configs | {CONFIG: found.settings}
     first = Checkpoint(Path(), {"kind": config.kind}, next(iter(documents.values())))
-    defects = [
-        f"{place}: {defect.partition(';')[0]}"
-        for place, document in documents.items()
-        for defect in setting_defects(document, CONFIG, first)
-    ]
+    defects: list[str] = []
+    for place, document in documents.items():
+        defects += [f"{place}: {defect.partition(';')[0]}" for defect in setting_defects(document, CONFIG, first)]
+    records = starts | found.states
     for name in FIXED:
-        known = [
-            (place, record[name]) for place, record in (starts | found.states).items() if record.get(name) is not None
-        ]
-        for place, value in known:
-            if value != known[0][1]:
-                defects.append(f"{place}: {name} is {value}, in {known[0][0]} {known[0][1]}")
+        known = [(place, record[name]) for place, record in records.items() if record.get(name) is not None]
+        wrong = [(place, value) for place, value in known if value != known[0][1]]
+        defects += [f"{place}: {name} is {value}, in {known[0][0]} {known[0][1]}" for place, value in wrong]
 
     def altered(place: str, start: str) -> list[str]:
         now, right = (flat(complete(type(config), documents[one])[0]) for one in (place, start))

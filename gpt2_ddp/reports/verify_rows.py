@@ -283,7 +283,7 @@ class Schedule:
         if step and not self.begun:
             yield f"the rows before step {step} are missing"
         if first:
-            self.reached = step - 1 if step == 0 else step
+            self.reached = step or -1
             self.pending = (step, None) if step else self.pending
         elif step <= (self.steps or 0):
             yield from self._missing(step)
