@@ -9,9 +9,9 @@ from nasty import DECODABLE, NOT_TEXT, PROSE, RUSSIAN, write_decodable, write_na
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.preparation import decode
-from gpt2_ddp.preparation.decode import detect_encoding
-from gpt2_ddp.preparation.sources import read_pieces, scan
+from gpt2_ddp.preparation import source_files, sources
+from gpt2_ddp.preparation.source_files import detect_encoding
+from gpt2_ddp.preparation.sources import scan
 
 
 def config(source: Path, **changes) -> PrepareConfig:
@@ -21,7 +21,7 @@ def config(source: Path, **changes) -> PrepareConfig:
 def texts(source: Path, **changes) -> list[str]:
     """The documents, each whole."""
     documents: list[str] = []
-    for piece in read_pieces(config(source, **changes)):
+    for piece in scan(config(source, **changes)).pieces():
         documents[-1:] = ["".join(documents[-1:]) + piece.text] if not piece.first else [*documents[-1:], piece.text]
     return documents
 
@@ -33,7 +33,7 @@ def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):
         assert texts(tmp_path / name) == [text], name
         assert tokenizer.decode(tokenizer.encode(text)) == text, name
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
-    assert scan(config(tmp_path)).account.encodings == {"utf-8": 9, "utf-16": 2, "utf-16-le": 1, "utf-32": 1}
+    assert scan(config(tmp_path)).stats.encodings == {"utf-8": 9, "utf-16": 2, "utf-16-le": 1, "utf-32": 1}
 
 
 def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
@@ -42,7 +42,7 @@ def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
         (tmp_path / name).write_bytes(data)
     seen = scan(config(tmp_path))
     assert {Path(name).name for name, encoding in seen.unusual.items() if encoding is None} == {*NOT_TEXT}
-    assert seen.account.left_out.count == len(NOT_TEXT)
+    assert seen.stats.left_out.count == len(NOT_TEXT)
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
     for name in NOT_TEXT:
         # there is nothing else
@@ -54,7 +54,7 @@ def test_text_in_another_encoding_is_asked_for(tmp_path):
     write_nasty(tmp_path)
     where = r"\(.*cp1252\.txt, line 1; .*latin\.txt, line 1\)"
     expect_error(f"encoding = auto: cannot decode 2 files {where} as UTF-8;", scan, config(tmp_path))
-    account = scan(config(tmp_path, encoding="cp1252")).account
+    account = scan(config(tmp_path, encoding="cp1252")).stats
     assert (account.encodings["cp1252"], account.encodings["utf-16"], account.undecodable.count) == (2, 2, 0)
     read = texts(tmp_path, encoding="cp1252")
     assert {PROSE, RUSSIAN, "“Où ?” – 5 €\n" * 50} <= {*read}  # what is UTF-8 or marked as UTF-16 stays that
@@ -64,23 +64,24 @@ def test_text_in_another_encoding_is_asked_for(tmp_path):
 
 
 def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 1000)
+    monkeypatch.setattr(source_files, "BLOCK", 1000)
     for size, garbled in ((20_000, False), (19_999, True)):
         path = tmp_path / f"{size}.txt"
         path.write_bytes(b"word\n" * 300 + b"\xe9\xe8" + b"x" * (size - 1502))
         found = detect_encoding(path, "auto")
         assert (found.undecodable, found.line, found.size, found.garbled) == (2, 301, size, garbled)
-    account = scan(config(tmp_path / "20000.txt")).account
+    account = scan(config(tmp_path / "20000.txt")).stats
     assert (account.undecodable.count, account.undecodable.where) == (2, [f"{tmp_path}/20000.txt, line 301"])
     assert texts(tmp_path / "20000.txt")[0].count("\ufffd") == 2
 
 
 def test_a_character_that_straddles_two_blocks_is_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 7)
+    for module in (source_files, sources):
+        monkeypatch.setattr(module, "BLOCK", 7)
     for encoding in ("utf-8", "utf-16", "utf-32", "shift_jis", "gb18030", "iso2022_jp"):
         (tmp_path / "text").write_bytes(("仮名と漢字、" * 9).encode(encoding))
         named = encoding if encoding[:3] != "utf" else "auto"
-        assert scan(config(tmp_path / "text", encoding=named)).account.undecodable.count == 0, encoding
+        assert scan(config(tmp_path / "text", encoding=named)).stats.undecodable.count == 0, encoding
         assert texts(tmp_path / "text", encoding=named) == ["仮名と漢字、" * 9], encoding
 
 

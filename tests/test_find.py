@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from gpt2_ddp.preparation.find import find_files, library_files
+from gpt2_ddp.preparation.source_files import find_files, library_files
 
 ENTRY = re.compile(r"""\s*(?:b?'[^']*'|b?"[^"]*"|[\[({]*-?0?x?[0-9a-fA-F]+)[\])}]*\s*(?:[:,)]|$)""")
 

@@ -28,7 +28,7 @@ from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import documents, encode, find, vocabulary
+from gpt2_ddp.preparation import encode, source_files, sources, vocabulary
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.vocabulary import suitable_vocab_size
@@ -109,7 +109,7 @@ def test_a_document_keeps_its_split(texts, tmp_path):
 
 def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 10_000)
-    monkeypatch.setattr(documents, "BLOCK", 10_000)
+    monkeypatch.setattr(sources, "BLOCK", 10_000)
     rows = [{"text": text[:2000]} for text in documents_in(texts)[:100]]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bpe = {"tokenizer": "bpe", "vocab_size": 400, "shard_tokens": 50_000}
@@ -139,12 +139,12 @@ def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
 
 @pytest.mark.usefixtures("helperless")
 def test_standard_library(tmp_path, capsys, monkeypatch):
-    files = {path: path.stat().st_size for path in find.library_files()}
+    files = {path: path.stat().st_size for path in source_files.library_files()}
     assert sum(files.values()) > 8e6
     assert suitable_vocab_size(sum(files.values())) == 8192
     assert not any("site-packages" in str(path) or "/test/" in str(path) for path in files)
     few = [path for path, size in files.items() if 0 < size < 4_000][:300]
-    monkeypatch.setattr(find, "library_files", lambda: few)
+    monkeypatch.setattr(source_files, "library_files", lambda: few)
     manifest = prepare(PrepareConfig(output=str(tmp_path / "out"), workers=1))
     assert manifest.vocab_size == suitable_vocab_size(sum(map(files.get, few)))
     assert manifest.source == f"stdlib (Python {sys.version.split()[0]})"
@@ -426,7 +426,7 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
 
 def test_an_output_within_the_source(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(find, "library_files", lambda: [Path(os.__file__)])
+    monkeypatch.setattr(source_files, "library_files", lambda: [Path(os.__file__)])
     prepare(config("stdlib", "stdlib", max_documents=1, tokenizer="bytes"))
     expect_error("is the source; choose another folder", prepare, config(texts, texts))
     made = prepare(config(texts, texts / "out"))

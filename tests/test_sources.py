@@ -26,7 +26,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import sources
-from gpt2_ddp.preparation.sources import read_pieces
+from gpt2_ddp.preparation.sources import scan
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 
@@ -47,24 +47,24 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     for number, text in enumerate(documents):
         (tmp_path / "e" / f"{number}.txt").write_bytes(text.encode())
     for name in ("a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet", "e", "e/*.txt", "[a].jsonl"):
-        pieces = list(read_pieces(config(tmp_path / name, column="body")))
+        pieces = list(scan(config(tmp_path / name, column="body")).pieces())
         assert [piece.text for piece in pieces] == [text for text in documents if text], name
         assert all(piece.first for piece in pieces)
-    everything = list(read_pieces(config(tmp_path, column="body")))
+    everything = list(scan(config(tmp_path, column="body")).pieces())
     assert len(everything) == 5 * 5
-    assert len(list(read_pieces(config(tmp_path, column="body", max_documents=4)))) == 3  # the third is empty
+    assert len(list(scan(config(tmp_path, column="body", max_documents=4)).pieces())) == 3  # the third is empty
 
 
 def test_paragraphs(tmp_path):
     (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
-    pieces = read_pieces(config(tmp_path / "text", documents="paragraph"))
+    pieces = scan(config(tmp_path / "text", documents="paragraph")).pieces()
     assert [piece.text for piece in pieces] == ["one\ntwo", "three", "four\nfive"]
 
 
 def test_broken_text_becomes_replacement_characters(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") + b"x" * 9999)
     (tmp_path / "surrogate.jsonl").write_text('{"text": "lone \\ud800"}\n')
-    pieces = read_pieces(config(tmp_path))
+    pieces = scan(config(tmp_path)).pieces()
     assert [piece.text for piece in pieces] == ["\ufffd" + "x" * 9999, "lone \ufffd"]
 
 
@@ -81,7 +81,7 @@ def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern
         tokenizer = Tokenizer("x", tiktoken.Encoding("x", pat_str=pattern, **tables))
     for text in library:
         (tmp_path / "text").write_bytes(text.encode())
-        pieces = list(read_pieces(config(tmp_path / "text")))
+        pieces = list(scan(config(tmp_path / "text")).pieces())
         assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
         assert "".join(piece.text for piece in pieces) == text
         assert max(len(piece.text) for piece in pieces) < 2000
@@ -93,7 +93,7 @@ def test_text_without_a_place_to_cut_is_cut_anywhere(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 100)
     monkeypatch.setattr(sources, "LONGEST_PIECE", 1000)
     (tmp_path / "text").write_text("a" * 3500)
-    assert [len(piece.text) for piece in read_pieces(config(tmp_path / "text"))] == [1000, 1000, 1000, 500]
+    assert [len(piece.text) for piece in scan(config(tmp_path / "text")).pieces()] == [1000, 1000, 1000, 500]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -198,7 +198,7 @@ def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
 
 def test_hub_without_a_network():
     with pytest.raises(UserError, match=r"source = hub:owner/name: cannot be read from the Hub .*local"):
-        list(read_pieces(PrepareConfig(source="hub:owner/name")))
+        list(scan(PrepareConfig(source="hub:owner/name")).pieces())
 
 
 def test_suffixes_in_capitals(tmp_path):
@@ -206,4 +206,4 @@ def test_suffixes_in_capitals(tmp_path):
     (tmp_path / "B.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "two"}\n'))
     pa.parquet.write_table(pa.Table.from_pylist([{"text": "three"}]), tmp_path / "C.PARQUET")
     (tmp_path / "D.TXT.Gz").write_bytes(gzip.compress(b"four"))
-    assert [piece.text for piece in read_pieces(config(tmp_path))] == ["one", "two", "three", "four"]
+    assert [piece.text for piece in scan(config(tmp_path)).pieces()] == ["one", "two", "three", "four"]

@@ -20,7 +20,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.preparation.shard_writer import write_manifest
+from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_checkpoints import read_checkpoints
 from gpt2_ddp.reports.verify_config import check_end

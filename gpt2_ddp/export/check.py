@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, Tokenizer
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
-from gpt2_ddp.preparation.find import library_files
+from gpt2_ddp.preparation.source_files import library_files
 
 TEXT_CHARACTERS = 1_000_000
 """Of Python's own modules, to compare token ids on."""
