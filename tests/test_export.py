@@ -23,9 +23,9 @@ from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export import check, export, gguf_file
+from gpt2_ddp.export import check, export, formats
 from gpt2_ddp.export.export import export_hf
-from gpt2_ddp.export.tokenizer_files import tokenizer_json
+from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.vocabulary import write_characters
@@ -208,8 +208,8 @@ def test_a_mapping_that_is_wrong_both_ways_is_rejected(wrong, checkpoint, tmp_pa
         tensors[name] = (tensors[name].T if wrong == "turned" else tensors[name].flip(0)).contiguous()
         return tensors
 
-    export_right = export.to_transformers
-    monkeypatch.setattr(export, "to_transformers", to_theirs)
+    export_right = formats.to_transformers
+    monkeypatch.setattr(formats, "to_transformers", to_theirs)
     monkeypatch.setattr(check, "from_transformers", lambda tensors, state: state)
     expect_rejected(checkpoint, "logits differ")
 
@@ -254,12 +254,12 @@ def test_a_checkpoint_that_is_removed_while_it_is_checked(checkpoint, tmp_path, 
 def test_with_a_file_for_llama_cpp(checkpoint, tmp_path, little_text, monkeypatch):
     assert exported(checkpoint, tmp_path / "made", "--gguf", "true") == 0
     assert {"model.gguf", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "made").iterdir()}
-    write_it = gguf_file._write
+    write_it = formats._write
 
     def write_wrong(fields, tensors, file):
         write_it(fields, tensors | {"token_embd.weight": tensors["token_embd.weight"] * 2}, file)
 
-    monkeypatch.setattr(gguf_file, "_write", write_wrong)
+    monkeypatch.setattr(formats, "_write", write_wrong)
     assert exported(checkpoint, tmp_path / "again", "--gguf", "true") == 1
     assert (tmp_path / "again.rejected").is_dir()
 

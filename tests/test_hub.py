@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.export import Hub
+from gpt2_ddp.export.export import export_hf, upload
 
 
 class Server(ThreadingHTTPServer):
@@ -86,7 +87,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_folder_is_uploaded_to_a_repository_that_is_private(server, folder):
-    assert Hub("me/mine", private=True).upload(folder).endswith("/me/mine")
+    assert upload(folder, "me/mine", private=True).endswith("/me/mine")
     (made,) = server.repositories
     assert made["name"] == "mine"
     assert made.get("private") or made["visibility"] == "private"  # by the client's release
@@ -96,9 +97,9 @@ def test_the_folder_is_uploaded_to_a_repository_that_is_private(server, folder):
 def test_refusals_are_told_with_a_cure(server, folder, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):
-        Hub("me/mine", private=True)
+        export_hf(ExportConfig(checkpoint="nowhere", push_to_hub="me/mine"))
     monkeypatch.setenv("HF_TOKEN", "hf_of_me")
     server.refuse = "/commit/"
     with pytest.raises(UserError, match=r"the export is whole; `hf upload me/mine .*` uploads it later"):
-        Hub("me/mine", private=False).upload(folder)
+        upload(folder, "me/mine", private=False)
     assert not server.files
