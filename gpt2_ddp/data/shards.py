@@ -176,13 +176,11 @@ def _read_record(path: Path) -> set[str]:
 
 
 def _append(path: Path, line: str) -> None:
-    with suppress(OSError):  # a read-only folder: its shards are hashed at every start
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe fails at once
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            os.write(descriptor, f"{line}\n".encode())
-        finally:
-            os.close(descriptor)
+    def without_blocking(name: str, flags: int) -> int:  # opening a pipe fails at once
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)
+
+    with suppress(OSError), open(path, "a", opener=without_blocking) as file:  # or its shards are hashed at every start
+        file.write(f"{line}\n")
 
 
 def count_windows(n_tokens: int, block_size: int) -> int:

@@ -25,7 +25,7 @@ from gpt2_ddp.model.transformers_layout import FIXED, to_transformers, transform
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
     _write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
-    generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.eot)
+    generation = {f"{kind}_token_id": tokenizer.eot for kind in ("bos", "eos", "pad")}
     _write_json(folder / "generation_config.json", generation)
     file = folder / "model.safetensors"
     with writing(file):

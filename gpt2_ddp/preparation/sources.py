@@ -5,11 +5,11 @@ A document is text in blocks, so that one of any length passes through little me
 
 import json
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -378,33 +378,23 @@ def _whole(path: Path) -> Iterator[None]:
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:
     """The documents between separators; nothing after the last one is no document."""
-    source, held = iter(blocks), ""
-    for block in source:
-        *whole, held = (held + block).split(separator)
-        yield from ([document] for document in whole)
-        if len(held) > BLOCK:
-            behind: list[str] = []
-            document = _until(separator, held, source, behind)
-            yield document
-            deque(document, 0)  # what nobody took
-            *whole, held = "".join(behind).split(separator)
-            yield from ([document] for document in whole)
-    if held:
-        yield [held]
+    for _, parts in groupby(_numbered(blocks, separator), key=itemgetter(0)):
+        yield (text for _, text in parts)
 
 
-def _until(separator: str, held: str, blocks: Iterator[str], behind: list[str]) -> Iterator[str]:
-    """The text before the separator; what is behind it in its block is put into `behind`."""
+def _numbered(blocks: Blocks, separator: str) -> Iterator[tuple[int, str]]:
+    """Parts of the documents between separators, with the number of the document."""
+    number, held = 0, ""
     for block in blocks:
-        text, found, after = (held + block).partition(separator)
-        if found:
-            behind.append(after)
-            yield text
-            return
-        end = len(text) - len(separator) + 1  # it may straddle two blocks
-        yield text[:end]
-        held = text[end:]
-    yield held
+        *whole, held = (held + block).split(separator)
+        yield from enumerate(whole, number)
+        number += len(whole)
+        if len(held) > BLOCK:
+            end = len(held) - len(separator) + 1  # it may straddle two blocks
+            yield number, held[:end]
+            held = held[end:]
+    if held:
+        yield number, held
 
 
 def without_line_breaks(blocks: Blocks) -> Iterator[str]:
