@@ -1,4 +1,4 @@
-"""Preparing data: what ends up in the shards, restarts, and the user's mistakes."""
+"""Preparing data: what ends up in the shards, restarts, the user's mistakes, and the account."""
 
 import gzip
 import json
@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import tiktoken
 from commands import expect_error
-from nasty import library_texts
+from nasty import library_texts, write_nasty
 from ranks import run_ranks
 from runs import said
 
@@ -124,17 +123,20 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch
 
 def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 1000)
+    monkeypatch.setattr(encode, "LARGE", 2000)
     text = "".join(library[:40])
-    (tmp_path / "one.txt").write_bytes(text.encode())
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "one.txt").write_bytes(text.encode())
+    (tmp_path / "few" / "two.txt").touch()
     changes = {"tokenizer": "gpt2", "val_fraction": 0.1, "shard_tokens": 20_000}
-    manifest = prepare(config(tmp_path / "one.txt", tmp_path / "out", **changes))
+    manifest = prepare(config(tmp_path / "few", tmp_path / "out", **changes))
     total = manifest.tokens("train") + manifest.tokens("val")
     assert manifest.tokens("val") == round(0.1 * total)
     joined = np.concatenate([tokens_of(tmp_path / "out", "train"), tokens_of(tmp_path / "out", "val")])
     tokenizer = load_tokenizer("gpt2")
     np.testing.assert_array_equal(joined, [tokenizer.eot, *tokenizer.encode(text)])
     with pytest.raises(UserError, match=r"too little text for a val split"):
-        prepare(config(tmp_path / "one.txt", tmp_path / "less", val_fraction=1e-9))
+        prepare(config(tmp_path / "few", tmp_path / "less", val_fraction=1e-9))
 
 
 @pytest.mark.usefixtures("helperless")
@@ -285,29 +287,6 @@ def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, kind):
     assert found == expected | others[kind]
 
 
-def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
-    folder, entered, inside = tmp_path / "new/out", [], threading.Semaphore(0)
-
-    def fail(number: int) -> None:
-        with suppress(ZeroDivisionError), locked_output(folder, "waiting for it") as aside:
-            assert list(aside.iterdir()) == []
-            (aside / "train_000000.bin").touch()
-            inside.release()
-            entered.append(number)
-            while number == 0 and capfd.readouterr().out.count("waiting for it") < 1:
-                time.sleep(0.01)
-            raise ZeroDivisionError
-
-    with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(fail, 0)
-        inside.acquire()
-        others = [pool.submit(fail, number) for number in (1, 2, 3)]
-        for future in (first, *others):
-            future.result(timeout=60)
-    assert (entered[0], sorted(entered)) == (0, [0, 1, 2, 3])
-    assert list((tmp_path / "new").glob("*")) == []  # the parent stays where another came between the two
-
-
 def test_many_who_fail_at_once_leave_nothing(tmp_path):
     folder, inside = tmp_path / "out", []
 
@@ -431,3 +410,40 @@ def test_an_output_within_the_source(texts, tmp_path, monkeypatch):
     expect_error("is the source; choose another folder", prepare, config(texts, texts))
     made = prepare(config(texts, texts / "out"))
     assert prepare(config(texts, texts / "out")) == made
+
+
+def account_of(printed: str, folder: Path) -> list[str]:
+    lines = printed.replace(f"{folder}/", "").splitlines()
+    return [" ".join(line.split()) for line in lines if line.startswith("  ")]
+
+
+def test_the_account_says_what_became_of_every_file(tmp_path, capsys):
+    source = write_nasty(tmp_path / "texts")
+    asked = config(source, tmp_path / "out", encoding="cp1252", tokenizer="gpt2")
+    manifest = prepare(asked)
+    printed = capsys.readouterr().out
+    (files, left_out, undecodable, documents, without_text, text, tokens, note) = account_of(printed, source)
+    assert files == "files 19 (12 utf-8, 2 cp1252, 1 parquet, 1 utf-16-le, 2 utf-16, 1 utf-32)"
+    left = "archive.txt is not text; image.txt is not text; late.txt is not text; ..."
+    assert left_out.startswith(f"left out 7 files ({left})")
+    assert undecodable == "undecodable 0 bytes"
+    assert documents == "documents 21"
+    assert without_text == "without text 7 rows (rows.jsonl, line 2; rows.jsonl, line 3; rows.jsonl, line 4; ...) of 13"
+    train, val = manifest.tokens("train"), manifest.tokens("val")
+    saved = manifest.recipe["account"]
+    assert text == f"text {saved['characters']:,} characters, {saved['bytes']:,} bytes in UTF-8"
+    assert tokens == f"tokens {train:,} train, {val:,} val; {saved['bytes'] / (train + val):.2f} bytes per token"
+    assert note.startswith("note: <|endoftext|> stands in the text, 1 time, and")
+    prepare(asked)
+    again = capsys.readouterr().out
+    assert "is already prepared" in again
+    assert account_of(again, source) == account_of(printed, source)
+
+
+def test_a_separator_that_divides_nothing_is_noticed(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    note = r"note: \n (document_separator) stands nowhere between two documents"
+    for separator, notes in ((r"\n", [note]), ("\n", [])):
+        changes = {"val_fraction": 0, "document_separator": separator}
+        prepare(config(tmp_path / "a.txt", tmp_path / str(len(notes)), **changes))
+        assert account_of(capsys.readouterr().out, tmp_path)[6:] == notes
