@@ -202,24 +202,12 @@ def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch)
     assert lengths[20:] == [3, 1]
 
 
-class Letters:
-    """What sampling needs of a tokenizer: ids 1 to 26 are letters, 0 ends a text."""
-
-    eot = EOT
-
-    def encode(self, text: str, field: str = "text") -> np.ndarray:
-        return np.array([ord(letter) - 96 for letter in text], dtype=np.uint16)
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(96 + index) for index in ids)
-
-
 def test_samples_of_text_are_the_prompts_and_their_continuations():
-    model = tiny(vocab_size=27)
-    texts = sample_texts(model, Letters(), ["abc", ""], Sampling(20, seed=1))
-    first, second = generate(model, [[1, 2, 3], []], EOT, Sampling(20, seed=1))
-    assert texts == ["abc" + Letters().decode(first), Letters().decode(second)]
-    assert sample_texts(model, Letters(), ["abc"], Sampling(20, seed=1)) == texts[:1]
+    model, tokenizer = tiny(vocab_size=257), load_tokenizer("bytes")
+    texts = sample_texts(model, tokenizer, ["abc", ""], Sampling(20, seed=1))
+    first, second = generate(model, [[*b"abc"], []], tokenizer.eot, Sampling(20, seed=1))
+    assert texts == ["abc" + tokenizer.decode(first), tokenizer.decode(second)]
+    assert sample_texts(model, tokenizer, ["abc"], Sampling(20, seed=1)) == texts[:1]
 
 
 def test_new_tokens_are_heard_as_they_come():
