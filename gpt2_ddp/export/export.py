@@ -32,6 +32,7 @@ from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
 
 GGUF = "model.gguf"
 CURVE = "loss.png"
+CURVE_LINE = f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
 TRAINING = "training.yaml"
 """The configuration that the run was trained with."""
 CARD = """---
@@ -131,13 +132,17 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
         rows = {**_model_rows(model, tokenizer), **_data_rows(checkpoint), **_training_rows(checkpoint, sha256)}
-        has_curve = _draw(checkpoint, folder / CURVE)
+        with suppress(UserError):  # a checkpoint without its run
+            runs = read_runs([checkpoint.path.parent.parent])
+            (folder / CURVE).write_bytes(draw(runs, choose_axis(runs, "auto")).png())
         padding = model.wte.weight[model.vocab_size :].numel()
         card = CARD.format(
             name=_cell(checkpoint.config["run_name"]),
             parameters=sum(weight.numel() for weight in model.parameters()) - padding,
             table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items() if value is not None),
-            curve=f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n" if has_curve else "",
+            curve=f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
+            if (folder / CURVE).exists()
+            else "",
             eot=tokenizer.eot,
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
@@ -247,16 +252,6 @@ def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
     }
     rows |= {label: f"{scores[key]:.4f}" for key, label in SCORES.items() if scores.get(key) is not None}
     return rows | ({"validation tokens": f"{scores['val_tokens']:,}"} if scores.get("val_tokens") else {})
-
-
-def _draw(checkpoint: Checkpoint, file: Path) -> bool:
-    """Draws the run that the checkpoint stands in, if it does."""
-    try:
-        runs = read_runs([checkpoint.path.parent.parent])
-    except UserError:
-        return False
-    file.write_bytes(draw(runs, choose_axis(runs, "auto")).png())
-    return True
 
 
 def _cell(value: object) -> str:

@@ -103,7 +103,7 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
     """
     from gguf import GGUFReader
 
-    fields, tensors = {**_shape(model), **_vocabulary(tokenizer)}, _tensors(model)
+    fields, tensors = _fields(model, tokenizer), _tensors(model)
     with writing(file):
         _write(fields, tensors, file)
     reader = GGUFReader(file)
@@ -118,27 +118,11 @@ def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
             raise ExportMismatch(f"{name} of {file.name} is not the model's")
 
 
-def _shape(model: GPT) -> dict[str, Any]:
-    from gguf import Keys, LlamaFileType
+def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Shape and tokenizer. Raises: UserError, where llama.cpp cannot encode so."""
+    from gguf import Keys, LlamaFileType, TokenType
 
-    config = model.config
-    of_gpt2 = {
-        Keys.LLM.CONTEXT_LENGTH: config.block_size,
-        Keys.LLM.EMBEDDING_LENGTH: config.n_embd,
-        Keys.LLM.BLOCK_COUNT: config.n_layer,
-        Keys.LLM.FEED_FORWARD_LENGTH: 4 * config.n_embd,
-        Keys.Attention.HEAD_COUNT: config.n_head,
-        Keys.Attention.LAYERNORM_EPS: FIXED["layer_norm_epsilon"],
-    }
-    fields = {key.format(arch="gpt2"): value for key, value in of_gpt2.items()}
-    return {**fields, Keys.General.FILE_TYPE: int(LlamaFileType.ALL_F32)}
-
-
-def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The fields of the tokenizer. Raises: UserError, where llama.cpp cannot encode so."""
-    from gguf import Keys, TokenType
-
-    definition = tokenizer_json(tokenizer)
+    config, definition = model.config, tokenizer_json(tokenizer)
     merges = definition["model"]["merges"] if definition["pre_tokenizer"].get("use_regex") else []
     if not merges:  # `bytes` has none, and llama.cpp insists on some
         hint = "is no byte-level BPE like GPT-2's, and llama.cpp would encode text otherwise; leave --gguf away"
@@ -146,7 +130,14 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
     token_of_id = {rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()}
     token_of_id |= {token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]}
     tokens, types = zip(*(token_of_id[rank] for rank in range(tokenizer.vocab_size)), strict=True)
-    return {
+    fields = {
+        Keys.LLM.CONTEXT_LENGTH: config.block_size,
+        Keys.LLM.EMBEDDING_LENGTH: config.n_embd,
+        Keys.LLM.BLOCK_COUNT: config.n_layer,
+        Keys.LLM.FEED_FORWARD_LENGTH: 4 * config.n_embd,
+        Keys.Attention.HEAD_COUNT: config.n_head,
+        Keys.Attention.LAYERNORM_EPS: FIXED["layer_norm_epsilon"],
+        Keys.General.FILE_TYPE: int(LlamaFileType.ALL_F32),
         Keys.Tokenizer.MODEL: "gpt2",
         Keys.Tokenizer.PRE: "gpt-2",
         Keys.Tokenizer.LIST: [*tokens],
@@ -156,6 +147,7 @@ def _vocabulary(tokenizer: Tokenizer) -> dict[str, Any]:
         Keys.Tokenizer.EOS_ID: tokenizer.eot,
         Keys.Tokenizer.ADD_BOS: False,
     }
+    return {key.format(arch="gpt2"): value for key, value in fields.items()}
 
 
 def _tensors(model: GPT) -> dict[str, np.ndarray]:

@@ -147,11 +147,6 @@ class DetectedEncoding(NamedTuple):
     undecodable: int = 0
     line: int = 0
 
-    @property
-    def garbled(self) -> bool:
-        """Whether more than a trace of the file cannot be decoded."""
-        return self.undecodable * TRACE > self.size
-
 
 def detect_encoding(path: Path, named: str) -> DetectedEncoding:
     """The encoding of a file, which is read as a whole, in little memory.

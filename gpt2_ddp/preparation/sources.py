@@ -22,6 +22,7 @@ from gpt2_ddp.files import regular
 from gpt2_ddp.preparation.source_files import (
     BLOCK,
     COMPRESSED,
+    TRACE,
     DetectedEncoding,
     detect_encoding,
     find_files,
@@ -322,7 +323,7 @@ def scan(config: PrepareConfig) -> Source:
         stats.encodings[seen.encoding] = stats.encodings.get(seen.encoding, 0) + 1
         if seen.undecodable:
             stats.undecodable.add(f"{path}, line {seen.line}", seen.undecodable)
-        if seen.garbled:
+        if seen.undecodable * TRACE > seen.size:
             garbled.add(f"{path}, line {seen.line}")
     if bad and not stats.encodings:
         raise bad
