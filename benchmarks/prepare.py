@@ -21,9 +21,9 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation.fast_encoder import fast_encoder
+from gpt2_ddp.preparation.encode import fast_encoder
 from gpt2_ddp.preparation.prepare import prepare
-from gpt2_ddp.preparation.sources import read_pieces
+from gpt2_ddp.preparation.sources import Source
 
 TEXT_BYTES = 40_000_000
 """Size of the text without `--text`."""
@@ -74,7 +74,7 @@ def timed(run: Callable[[Path], int]) -> Spent:
 
 def write_library(path: Path) -> Path:
     """Writes the standard library's source as JSON lines, repeatedly up to TEXT_BYTES."""
-    pieces = cycle(read_pieces(PrepareConfig()))
+    pieces = cycle(Source(PrepareConfig()).pieces())
     with path.open("w") as file:
         while file.tell() < TEXT_BYTES:
             file.write(json.dumps({"text": next(pieces).text}) + "\n")

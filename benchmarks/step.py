@@ -32,7 +32,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
 from gpt2_ddp.model.transformers_layout import transformers_config
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
+from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.meters import device_name

@@ -1,6 +1,7 @@
 """What people script, in a few functions: the same that the scripts do, on values instead of command lines.
 
-A mistake of the user's is a `UserError` in all of them; none ends the process. docs/python.md has examples.
+In all of them, a mistake of the user's is a `UserError`, which names the field, its value and a hint; none ends the
+process. docs/python.md has examples.
 """
 
 import os
@@ -44,14 +45,9 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
             data, as without `--config`.
         changes: fields by name, and sections as dictionaries: `run_name="a", train={"steps": 100}`; or, by dotted
             names, `**{"train.steps": 100}`.
-
-    Raises:
-        UserError: with all mistakes, each naming the field, its value and the hint.
     """
-    given, fields = (
-        {name: _plain(value) for name, value in flat(changes).items()},
-        {name for name, _ in leaves(TrainingConfig)},
-    )
+    given = flat(_plain(changes))
+    fields = {name for name, _ in leaves(TrainingConfig)}
     for name in given:
         if (field := name.rpartition(".")[0]) in fields:
             raise UserError(name, given[name], f"{field} takes a value, not keys")
@@ -59,7 +55,9 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, also in lists."""
+    """Paths as text, also in lists and dictionaries."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
         return [*map(_plain, value)]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -77,14 +75,10 @@ def prepare(
 
     Returns:
         The folder's manifest: `.tokens("train")`, `.vocab_size`, `.tokenizer`, ...
-
-    Raises:
-        UserError: the settings, the source or the output folder cannot be used.
     """
     from gpt2_ddp.preparation.prepare import prepare
 
-    given = {"source": source, "output": output, **settings}
-    return prepare(PrepareConfig(**{name: _plain(value) for name, value in given.items()}))
+    return prepare(PrepareConfig(source=_plain(source), output=_plain(output), **_plain(settings)))
 
 
 def train(config: TrainingConfig, processes: int | None = None) -> "Result":
@@ -103,7 +97,6 @@ def train(config: TrainingConfig, processes: int | None = None) -> "Result":
         `best` and `checkpoint` (the lowest val_loss where it is not the newest checkpoint, and that).
 
     Raises:
-        UserError: for whatever the user has to mend; nothing long has begun then, or what was saved is kept.
         ChildProcessError: one of `processes` crashed; its traceback is on stderr.
         KeyboardInterrupt: Ctrl-C before the first step, when there is nothing to save.
     """
@@ -152,8 +145,6 @@ def load_model(
         The model (fp32): `model(ids)` gives logits [B, T, V] for ids int64 [B, T] and the V tokens of the vocabulary.
         The tokenizer: `encode(text)` gives ids [n], `decode(ids)` text, `eot` is the end of a text.
 
-    Raises:
-        UserError: there is no such checkpoint, or it is damaged, or not a GPT's; the device is not there.
     """
     from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.trained_model import load_model
@@ -208,16 +199,11 @@ def generate(  # noqa: PLR0913
         temperature: divides the logits; 0: always the likeliest token.
         top_k, top_p: sample among the k likeliest tokens, and among the likeliest that hold this share.
         seed: with a prompt's index, fixes its sample.
-
-    Raises:
-        UserError: the tokenizer's ids are characters, and a prompt has others.
     """
     from gpt2_ddp.model.generate import Sampling, sample_texts
 
-    GenerateConfig(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    )  # checks
     sampling = Sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    GenerateConfig(**sampling._asdict())  # checks them
     return sample_texts(model, tokenizer, [prompts] if isinstance(prompts, str) else prompts, sampling)
 
 
@@ -227,14 +213,10 @@ def export_hf(
     """Writes a folder that transformers, lm-eval and llama.cpp's converter read, and has transformers check it.
 
     Args:
-        output: the folder; None: exports/ and the run's name and step.
+        output: the folder, which is returned; None: exports/ and the run's name and step.
         checkpoint: as for `load_model`.
 
-    Returns:
-        The folder.
-
     Raises:
-        UserError: for whatever the user has to mend, such as a folder that is in use.
         gpt2_ddp.export.check.ExportMismatch: transformers computes something else; the folder is left as `.rejected`.
     """
     from gpt2_ddp.export.export import default_output, export, require_package
@@ -272,9 +254,6 @@ def evaluate(
 
     Returns:
         `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens` and `bytes` that were scored.
-
-    Raises:
-        UserError: the folder is of another tokenizer, or has no such split.
     """
     from gpt2_ddp.model.evaluate import EvalSet, evaluate
     from gpt2_ddp.tasks.checkpoints import open_splits
@@ -291,9 +270,6 @@ def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":
     Columns are named as in the file: step, tokens, loss, loss_mean, lr, grad_norm, tokens_per_second, ...; val_loss is
     NaN where there was no evaluation. Steps that a rollback has undone and events (starts, checkpoints) are left out;
     so are lines that cannot be read, with a note on stderr.
-
-    Raises:
-        UserError: there is no such run, or it has no row yet.
     """
     from pandas import DataFrame
 

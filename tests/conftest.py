@@ -87,7 +87,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_corpus(folder: Path) -> None:
     from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
-    from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
+    from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
     from gpt2_ddp.preparation.vocabulary import train_bpe
 
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
@@ -113,7 +113,7 @@ def make_short_documents(corpus: Path, folder: Path) -> None:
     from gpt2_ddp.data.manifest import Manifest, read_manifest
     from gpt2_ddp.data.shards import TokenStream
     from gpt2_ddp.data.tokenizer import load_tokenizer
-    from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
+    from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 
     shutil.copy(corpus / "tokenizer.json", folder)
     tokenizer, whole = load_tokenizer(str(folder)), read_manifest(corpus)

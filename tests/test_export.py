@@ -1,10 +1,16 @@
-"""The export: transformers computes from it what the checkpoint's model does, and what differs gets no name."""
+"""The export: transformers computes what the model does; what differs, or is cut off, gets no name; the upload.
 
+Uploading sends what the Hub's own client sends to a server of ours, on this machine. It was never run against the Hub.
+"""
+
+import base64
 import heapq
 import json
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +18,11 @@ import pytest
 import torch
 import yaml
 from commands import expect_error
-from models import tiny
+from disk import interpose, refuse
+from huggingface_hub import constants
+from models import random_tokens, tiny
 from nasty import CL100K_PATTERN
+from ranks import run_ranks
 from runs import training_config
 from safetensors.torch import load_file, save_file
 
@@ -23,11 +32,13 @@ from gpt2_ddp.config.tools import ExportConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export import check, export, gguf_file
-from gpt2_ddp.export.export import export_hf
-from gpt2_ddp.export.tokenizer_files import tokenizer_json
+from gpt2_ddp.export import check, export, formats
+from gpt2_ddp.export.check import ExportMismatch
+from gpt2_ddp.export.export import atomic_directory, export_hf, upload
+from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import from_transformers, to_transformers
 from gpt2_ddp.preparation.vocabulary import write_characters
 from gpt2_ddp.tasks.trained_model import load_model
 
@@ -94,6 +105,7 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_p
 
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
     assert not any(info.values())
+    assert theirs.config.attn_pdrop == theirs.config.resid_pdrop == theirs.config.embd_pdrop == 0.1
     assert (theirs.config.vocab_size, theirs.config.n_ctx, theirs.dtype) == (tokenizer.vocab_size, 48, torch.float32)
     their_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
     assert their_tokenizer.is_fast
@@ -200,20 +212,6 @@ def test_what_differs_is_rejected_and_kept(what, checkpoint, tmp_path, little_te
     assert (tmp_path / "made.rejected" / "config.json").exists()
 
 
-@pytest.mark.parametrize("wrong", ["turned", "rows"])
-def test_a_mapping_that_is_wrong_both_ways_is_rejected(wrong, checkpoint, tmp_path, little_text, monkeypatch):
-    def to_theirs(state: dict[str, torch.Tensor], vocab_size: int) -> dict[str, torch.Tensor]:
-        tensors = export_right(state, vocab_size)
-        name = PROJECTION if wrong == "turned" else "transformer.wpe.weight"
-        tensors[name] = (tensors[name].T if wrong == "turned" else tensors[name].flip(0)).contiguous()
-        return tensors
-
-    export_right = export.to_transformers
-    monkeypatch.setattr(export, "to_transformers", to_theirs)
-    monkeypatch.setattr(check, "from_transformers", lambda tensors, state: state)
-    expect_rejected(checkpoint, "logits differ")
-
-
 def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
     def load_broken(found: Any) -> tuple[GPT, Tokenizer]:
         model, tokenizer = load_model(found)
@@ -254,12 +252,12 @@ def test_a_checkpoint_that_is_removed_while_it_is_checked(checkpoint, tmp_path, 
 def test_with_a_file_for_llama_cpp(checkpoint, tmp_path, little_text, monkeypatch):
     assert exported(checkpoint, tmp_path / "made", "--gguf", "true") == 0
     assert {"model.gguf", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "made").iterdir()}
-    write_it = gguf_file._write
+    write_it = formats._write
 
     def write_wrong(fields, tensors, file):
         write_it(fields, tensors | {"token_embd.weight": tensors["token_embd.weight"] * 2}, file)
 
-    monkeypatch.setattr(gguf_file, "_write", write_wrong)
+    monkeypatch.setattr(formats, "_write", write_wrong)
     assert exported(checkpoint, tmp_path / "again", "--gguf", "true") == 1
     assert (tmp_path / "again.rejected").is_dir()
 
@@ -313,18 +311,243 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
 
 @pytest.mark.slow
 def test_a_checkpoint_in_full(corpus, tmp_path, capsys):
-    from transformers import AutoModelForCausalLM
-
     model, (tokenizer, file) = tiny(512, bias=False, block_size=256).eval(), tokenizers("bpe", corpus, tmp_path)
     assert exported(checkpoint_of(model, tokenizer, file, tmp_path), tmp_path / "made") == 0
     said = capsys.readouterr().out
     assert "200 of 200 greedy tokens" in said
     characters = int(said.split(" token ids of ")[1].split()[0].replace(",", ""))
     assert characters >= 1_000_000
-    prompt = tokenizer.encode("def main(").tolist()
-    (ours,) = generate(model, [prompt], tokenizer.eot, Sampling(200, temperature=0))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
-    given = torch.tensor([prompt])
-    written = theirs.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=200, do_sample=False)
-    assert written[0, len(prompt) :].tolist()[: len(ours)] == ours
-    assert len(ours) == 200 or written[0, len(prompt) + len(ours)] == tokenizer.eot
+
+
+FILES = {"a": "one", "b": "two"}
+
+
+def make(output: Path) -> None:
+    with atomic_directory(output) as folder:
+        for name, content in FILES.items():
+            with open(folder / name, "w") as file:
+                file.write(content)
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_what_is_there_stays(tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    monkeypatch.chdir(tmp_path / "full")
+    for name in (tmp_path / "full", tmp_path / "full" / "mine", tmp_path / "dangling", Path("."), Path("/")):
+        with pytest.raises(UserError, match="nothing is overwritten"):
+            make(name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "full"]
+    assert content(tmp_path / "full") == {"mine": "x"}
+
+
+def test_an_empty_folder_is_filled_and_what_a_killed_process_left_is_not_taken(tmp_path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / ".made.tmp" / "half").mkdir(parents=True)
+    (tmp_path / ".made.tmp" / "torn").write_text("t")
+    make(tmp_path / "made")
+    assert content(tmp_path / "made") == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert sorted(os.listdir(tmp_path / "made")) == ["a", "b"]
+
+
+def test_two_at_once(tmp_path):
+    """The second is refused, and the first is not disturbed; nor by one who comes when it has just ended."""
+    with atomic_directory(tmp_path / "made") as folder:
+        (folder / "a").write_text("first")
+        with pytest.raises(UserError, match="another process makes it"):
+            make(tmp_path / "made")
+    assert content(tmp_path / "made") == {"a": "first"}
+    with pytest.raises(UserError, match="is there already"):
+        make(tmp_path / "made")
+
+
+def reject(output: Path, content: str) -> None:
+    with atomic_directory(output) as folder:
+        (folder / "a").write_text(content)
+        raise ExportMismatch("it is wrong")
+
+
+def test_rejected_ones_are_numbered(tmp_path):
+    for number in "12":
+        with pytest.raises(ExportMismatch) as caught:
+            reject(tmp_path / "made", number)
+    assert caught.value.left == tmp_path / "made.rejected-2"
+    assert [content(path) for path in sorted(tmp_path.iterdir())] == [{"a": "1"}, {"a": "2"}]
+
+
+def at_every_operation(output: Path, kill: bool) -> list[str]:
+    """Lets the k-th operation that changes a file refuse, or kills there, for all k; returns what was left, each time,
+    of a folder that is not whole."""
+    count = 0
+
+    def tell(operation: str, name: str) -> None:
+        nonlocal count
+        count -= 1
+        if count == 0:
+            os._exit(9) if kill else refuse()
+
+    interpose(output.parent, tell)
+    found, at = [], 0
+    while True:
+        at += 1
+        if (child := os.fork()) == 0:
+            count = at
+            try:
+                make(output)
+            except UserError as error:
+                os._exit(2 if "make room on that disk" in str(error) else 3)
+            os._exit(0 if count > 0 else 4)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ended == 0:
+            return [*found, f"{at - 1} operations"]
+        if ended != (9 if kill else 2):
+            found.append(f"{at}: ended with {ended}")
+        if output.exists():
+            found += [f"{at}: {content(output)}"] if content(output) != FILES else []
+            for path in output.iterdir():
+                path.unlink()
+            output.rmdir()
+        elif not kill and os.listdir(output.parent):
+            found.append(f"{at}: left {os.listdir(output.parent)}")
+
+
+@pytest.mark.parametrize("kill", [False, True])
+def test_refused_or_killed_anywhere(kill, tmp_path):
+    (tmp_path / "exports").mkdir()
+    (left,) = run_ranks(at_every_operation, 1, tmp_path / "exports" / "made", kill)
+    assert left[:-1] == []
+    assert int(left[-1].split()[0]) > 10
+
+
+def tensors_of(model: GPT) -> dict[str, torch.Tensor]:
+    return to_transformers(model.state_dict(), model.vocab_size)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_there_and_back_is_bitwise_and_the_padding_stays_ones_own(bias: bool):
+    model, other = tiny(bias=bias), GPT(tiny(bias=bias).config, 65)
+    padding = other.wte.weight[65:].clone()
+    back = from_transformers(tensors_of(model), other.state_dict())
+    other.load_state_dict(back)
+    for name, weight in model.state_dict().items():
+        if name == "wte.weight":
+            assert torch.equal(back[name][:65], weight[:65])
+            assert torch.equal(back[name][65:], padding)
+            assert not torch.equal(padding, weight[65:])
+        else:
+            assert torch.equal(back[name], weight), name
+    other.load_state_dict(back)
+    assert torch.equal(other(random_tokens(65)), model(random_tokens(65)))
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(model).values(), tensors_of(other).values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "bias", "words"),
+    [
+        (lambda tensors: tensors["transformer.h.1.ln_2.bias"].fill_(1e-30), False, "h.1.ln_2.bias is not zero"),
+        (lambda tensors: tensors.update({"transformer.wte.weight": torch.zeros(129, 32)}), True, "wte.weight has"),
+        (lambda tensors: tensors.update({"transformer.wpe.weight": torch.zeros(15, 32)}), True, "wpe.weight has"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, bias, words):
+    """Others are in test_initial_weights.py."""
+    model = tiny(bias=bias)
+    tensors = tensors_of(model)
+    change(tensors)
+    with pytest.raises(ValueError, match=words):
+        from_transformers(tensors, model.state_dict())
+
+
+class Server(ThreadingHTTPServer):
+    """Answers as the Hub does to who uploads small files.
+
+    Attributes:
+        refuse: part of a path that is forbidden.
+        repositories: what was asked to be made. files: what was committed.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.refuse, self.repositories, self.files = "", [], {}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        known = self.headers["Authorization"] == "Bearer hf_of_me"
+        self.answer({"name": "me", "type": "user", "orgs": []}, 200 if known else 401)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.server.refuse and self.server.refuse in self.path:
+            self.answer({"error": "not for you"}, 403)
+            return
+        url = f"http://127.0.0.1:{self.server.server_port}/me/mine"
+        if self.path == "/api/repos/create":
+            self.server.repositories.append(json.loads(body))
+            self.answer({"url": url, "name": "me/mine"})
+        elif "/preupload/" in self.path:
+            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
+            self.answer({"files": [file | {"shouldIgnore": False} for file in files]})
+        elif "/commit/" in self.path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+            self.server.files |= {path: base64.b64decode(content) for path, content in sent.items()}
+            self.answer({"success": True, "commitOid": "0" * 40, "commitUrl": f"{url}/commit/0", "hookOutput": ""})
+        else:
+            self.answer({"files": []})
+
+    def answer(self, content: object, status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    server = Server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_me")
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "README.md").write_text("# mine")
+    return tmp_path
+
+
+def test_the_folder_is_uploaded_to_a_repository_that_is_private(server, folder):
+    assert upload(folder, "me/mine", private=True).endswith("/me/mine")
+    (made,) = server.repositories
+    assert made["name"] == "mine"
+    assert made.get("private") or made["visibility"] == "private"  # by the client's release
+    assert server.files == {"config.json": b"{}", "README.md": b"# mine"}
+
+
+def test_refusals_are_told_with_a_cure(server, folder, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):
+        export_hf(ExportConfig(checkpoint="nowhere", push_to_hub="me/mine"))
+    monkeypatch.setenv("HF_TOKEN", "hf_of_me")
+    server.refuse = "/commit/"
+    with pytest.raises(UserError, match=r"the export is whole; `hf upload me/mine .*` uploads it later"):
+        upload(folder, "me/mine", private=False)
+    assert not server.files

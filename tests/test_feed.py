@@ -28,7 +28,7 @@ from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.preparation.shard_writer import write_manifest
+from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify_rows import consumed_after
 from gpt2_ddp.tasks.supervised import contiguous, smallest_micro_batch
 

@@ -11,10 +11,10 @@ from commands import expect_error
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.preparation import fingerprint
-from gpt2_ddp.preparation.fingerprint import RECORD
+from gpt2_ddp.preparation import source_files
+from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.preparation.prepare import prepare
-from gpt2_ddp.preparation.shard_writer import write_manifest
+from gpt2_ddp.preparation.source_files import RECORD
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_what_changed_is_named_and_nothing_is_lost(texts):
 def test_files_of_other_times_or_in_another_place_are_the_same(texts, monkeypatch):
     made = prepare(config())
     read = []
-    sha256_file = fingerprint.sha256_file
-    monkeypatch.setattr(fingerprint, "sha256_file", lambda path: read.append(path.name) or sha256_file(path))
+    sha256_file = source_files.sha256_file
+    monkeypatch.setattr(source_files, "sha256_file", lambda path: read.append(path.name) or sha256_file(path))
     prepare(config())
     assert read == []  # size and time are enough
     os.utime(texts / "b.txt", ns=(1, 1))
@@ -110,7 +110,7 @@ def test_names_do_not_depend_on_where_the_source_is(texts, source):
 
 
 def test_another_python_has_another_library(texts, monkeypatch):
-    monkeypatch.setattr("gpt2_ddp.preparation.find.sysconfig.get_path", lambda _: str(Path("texts").absolute()))
+    monkeypatch.setattr("gpt2_ddp.preparation.source_files.sysconfig.get_path", lambda _: str(Path("texts").absolute()))
     (texts / "json.py").write_text("import this\n")
     prepare(config("stdlib"))
     (texts / "tomllib.py").write_text("import that\n")
@@ -122,12 +122,12 @@ def test_another_python_has_another_library(texts, monkeypatch):
 
 def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
     commits = iter(["a" * 40, "a" * 40, None, "b" * 40])
-    monkeypatch.setattr(fingerprint, "_commit", lambda _: next(commits))
+    monkeypatch.setattr(source_files, "_commit", lambda _: next(commits))
     here = config("hub:owner/name")
     (tmp_path / "out").mkdir()
-    was = fingerprint.record_source(tmp_path / "out", here)
+    was = source_files.record_source(tmp_path / "out", here)
     assert was == {"commit": "a" * 40}
-    fingerprint.check_unchanged(tmp_path, here, was, "words")
-    fingerprint.check_unchanged(tmp_path, here, was, "words")  # nobody answers
+    source_files.check_unchanged(tmp_path, here, was, "words")
+    source_files.check_unchanged(tmp_path, here, was, "words")  # nobody answers
     message = r"hub:owner/name: has changed .*\(commit aaaaaaaaaaaa then, bbbbbbbbbbbb now\)"
-    expect_error(message, fingerprint.check_unchanged, tmp_path, here, was, "words")
+    expect_error(message, source_files.check_unchanged, tmp_path, here, was, "words")

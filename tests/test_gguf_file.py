@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.check import ExportMismatch
-from gpt2_ddp.export.export import write_model
-from gpt2_ddp.export.gguf_file import write_gguf
-from gpt2_ddp.export.tokenizer_files import write_tokenizer
+from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.vocabulary import write_characters
 

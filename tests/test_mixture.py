@@ -38,7 +38,7 @@ from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import Evaluation, mixed
-from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
+from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 
 WINDOWS = [997, 300, 50]
 PHASES = [Phase(0, normal([0.7, 0.2, 0.1])), Phase(3000, normal([0, 0.5, 0.5])), Phase(5000, normal([0.3, 1, 1e-4]))]

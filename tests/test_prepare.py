@@ -1,4 +1,4 @@
-"""Preparing data: what ends up in the shards, restarts, and the user's mistakes."""
+"""Preparing data: what ends up in the shards, restarts, the user's mistakes, the account, and shards of others."""
 
 import gzip
 import json
@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,18 +16,18 @@ import numpy as np
 import pytest
 import tiktoken
 from commands import expect_error
-from nasty import library_texts
+from nasty import library_texts, write_nasty
 from ranks import run_ranks
 from runs import said
 
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import TokenStream, verify_shards
+from gpt2_ddp.data.manifest import HEADER_BYTES, read_manifest
+from gpt2_ddp.data.shards import RECORD, TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import documents, encode, find, vocabulary
+from gpt2_ddp.preparation import encode, source_files, sources, vocabulary
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.vocabulary import suitable_vocab_size
@@ -109,7 +108,7 @@ def test_a_document_keeps_its_split(texts, tmp_path):
 
 def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 10_000)
-    monkeypatch.setattr(documents, "BLOCK", 10_000)
+    monkeypatch.setattr(sources, "BLOCK", 10_000)
     rows = [{"text": text[:2000]} for text in documents_in(texts)[:100]]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bpe = {"tokenizer": "bpe", "vocab_size": 400, "shard_tokens": 50_000}
@@ -124,27 +123,30 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch
 
 def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 1000)
+    monkeypatch.setattr(encode, "LARGE", 2000)
     text = "".join(library[:40])
-    (tmp_path / "one.txt").write_bytes(text.encode())
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "one.txt").write_bytes(text.encode())
+    (tmp_path / "few" / "two.txt").touch()
     changes = {"tokenizer": "gpt2", "val_fraction": 0.1, "shard_tokens": 20_000}
-    manifest = prepare(config(tmp_path / "one.txt", tmp_path / "out", **changes))
+    manifest = prepare(config(tmp_path / "few", tmp_path / "out", **changes))
     total = manifest.tokens("train") + manifest.tokens("val")
     assert manifest.tokens("val") == round(0.1 * total)
     joined = np.concatenate([tokens_of(tmp_path / "out", "train"), tokens_of(tmp_path / "out", "val")])
     tokenizer = load_tokenizer("gpt2")
     np.testing.assert_array_equal(joined, [tokenizer.eot, *tokenizer.encode(text)])
     with pytest.raises(UserError, match=r"too little text for a val split"):
-        prepare(config(tmp_path / "one.txt", tmp_path / "less", val_fraction=1e-9))
+        prepare(config(tmp_path / "few", tmp_path / "less", val_fraction=1e-9))
 
 
 @pytest.mark.usefixtures("helperless")
 def test_standard_library(tmp_path, capsys, monkeypatch):
-    files = {path: path.stat().st_size for path in find.library_files()}
+    files = {path: path.stat().st_size for path in source_files.library_files()}
     assert sum(files.values()) > 8e6
     assert suitable_vocab_size(sum(files.values())) == 8192
     assert not any("site-packages" in str(path) or "/test/" in str(path) for path in files)
     few = [path for path, size in files.items() if 0 < size < 4_000][:300]
-    monkeypatch.setattr(find, "library_files", lambda: few)
+    monkeypatch.setattr(source_files, "library_files", lambda: few)
     manifest = prepare(PrepareConfig(output=str(tmp_path / "out"), workers=1))
     assert manifest.vocab_size == suitable_vocab_size(sum(map(files.get, few)))
     assert manifest.source == f"stdlib (Python {sys.version.split()[0]})"
@@ -285,29 +287,6 @@ def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, kind):
     assert found == expected | others[kind]
 
 
-def test_one_who_waits_for_one_who_fails_is_alone_then(tmp_path, capfd):
-    folder, entered, inside = tmp_path / "new/out", [], threading.Semaphore(0)
-
-    def fail(number: int) -> None:
-        with suppress(ZeroDivisionError), locked_output(folder, "waiting for it") as aside:
-            assert list(aside.iterdir()) == []
-            (aside / "train_000000.bin").touch()
-            inside.release()
-            entered.append(number)
-            while number == 0 and capfd.readouterr().out.count("waiting for it") < 1:
-                time.sleep(0.01)
-            raise ZeroDivisionError
-
-    with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(fail, 0)
-        inside.acquire()
-        others = [pool.submit(fail, number) for number in (1, 2, 3)]
-        for future in (first, *others):
-            future.result(timeout=60)
-    assert (entered[0], sorted(entered)) == (0, [0, 1, 2, 3])
-    assert list((tmp_path / "new").glob("*")) == []  # the parent stays where another came between the two
-
-
 def test_many_who_fail_at_once_leave_nothing(tmp_path):
     folder, inside = tmp_path / "out", []
 
@@ -426,8 +405,112 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
 
 def test_an_output_within_the_source(texts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(find, "library_files", lambda: [Path(os.__file__)])
+    monkeypatch.setattr(source_files, "library_files", lambda: [Path(os.__file__)])
     prepare(config("stdlib", "stdlib", max_documents=1, tokenizer="bytes"))
     expect_error("is the source; choose another folder", prepare, config(texts, texts))
     made = prepare(config(texts, texts / "out"))
     assert prepare(config(texts, texts / "out")) == made
+
+
+def account_of(printed: str, folder: Path) -> list[str]:
+    lines = printed.replace(f"{folder}/", "").splitlines()
+    return [" ".join(line.split()) for line in lines if line.startswith("  ")]
+
+
+def test_the_account_says_what_became_of_every_file(tmp_path, capsys):
+    source = write_nasty(tmp_path / "texts")
+    asked = config(source, tmp_path / "out", encoding="cp1252", tokenizer="gpt2")
+    manifest = prepare(asked)
+    printed = capsys.readouterr().out
+    (files, left_out, undecodable, documents, without_text, text, tokens, note) = account_of(printed, source)
+    assert files == "files 19 (12 utf-8, 2 cp1252, 1 parquet, 1 utf-16-le, 2 utf-16, 1 utf-32)"
+    left = "archive.txt is not text; image.txt is not text; late.txt is not text; ..."
+    assert left_out.startswith(f"left out 7 files ({left})")
+    assert undecodable == "undecodable 0 bytes"
+    assert documents == "documents 21"
+    assert without_text == "without text 7 rows (rows.jsonl, line 2; rows.jsonl, line 3; rows.jsonl, line 4; ...) of 13"
+    train, val = manifest.tokens("train"), manifest.tokens("val")
+    saved = manifest.recipe["account"]
+    assert text == f"text {saved['characters']:,} characters, {saved['bytes']:,} bytes in UTF-8"
+    assert tokens == f"tokens {train:,} train, {val:,} val; {saved['bytes'] / (train + val):.2f} bytes per token"
+    assert note.startswith("note: <|endoftext|> stands in the text, 1 time, and")
+    prepare(asked)
+    again = capsys.readouterr().out
+    assert "is already prepared" in again
+    assert account_of(again, source) == account_of(printed, source)
+
+
+def test_a_separator_that_divides_nothing_is_noticed(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("one\ntwo")
+    note = r"note: \n (document_separator) stands nowhere between two documents"
+    for separator, notes in ((r"\n", [note]), ("\n", [])):
+        changes = {"val_fraction": 0, "document_separator": separator}
+        prepare(config(tmp_path / "a.txt", tmp_path / str(len(notes)), **changes))
+        assert account_of(capsys.readouterr().out, tmp_path)[6:] == notes
+
+
+def make_dump(folder: Path, **sizes: int) -> None:
+    folder.mkdir()
+    for name, tokens in sizes.items():
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, tokens
+        ids = np.random.default_rng(tokens).integers(0, 50_257, tokens).astype("<u2")
+        (folder / f"{name}.bin").write_bytes(header.tobytes() + ids.tobytes())
+
+
+def test_dumps_of_others_are_indexed_in_place(tmp_path, capsys):
+    folder = tmp_path / "fineweb10B"
+    make_dump(folder, fineweb_val_000000=300, fineweb_train_000002=100, fineweb_train_000001=200)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    indexing = PrepareConfig(source=f"bin:{folder}/*.bin", tokenizer="gpt2")
+    manifest = prepare(indexing)
+    assert [shard.file for shard in manifest.splits["train"]] == [
+        "fineweb_train_000001.bin",
+        "fineweb_train_000002.bin",
+    ]
+    assert (manifest.tokens("train"), manifest.tokens("val"), manifest.eot) == (300, 300, 50256)
+    verify_shards(folder, read_manifest(folder))
+    assert before == {name: (folder / name).read_bytes() for name in before}
+    assert {path.name for path in folder.iterdir()} == {*before, "manifest.json", RECORD}
+    assert prepare(indexing) == manifest
+    assert "is already indexed" in capsys.readouterr().out
+    make_dump(tmp_path / "more", fineweb_train_000003=100)
+    (tmp_path / "more" / "fineweb_train_000003.bin").rename(folder / "fineweb_train_000003.bin")
+    with pytest.raises(UserError, match=r"manifest\.json of other shards; delete it"):
+        prepare(indexing)
+
+
+def test_dumps_that_are_wrong(tmp_path):
+    folder = tmp_path / "dump"
+    make_dump(folder, train_0=300)
+    source = f"bin:{folder}/*.bin"
+    mistakes = [
+        ({"source": f"bin:{tmp_path}/none/*.bin"}, "there are no such files"),
+        ({"tokenizer": "bpe"}, "name the tokenizer that the shards were made with"),
+        ({"tokenizer": str(tmp_path / "tokenizer.json")}, "copy the file into"),
+        ({"output": str(tmp_path)}, "shards are indexed where they are"),
+    ]
+    for changes, message in mistakes:
+        with pytest.raises(UserError, match=message):
+            prepare(PrepareConfig.model_validate({"source": source, "tokenizer": "gpt2"} | changes))
+    with open(folder / "train_0.bin", "r+b") as file:
+        file.seek(HEADER_BYTES + 100)
+        file.write(np.uint16(50_300).tobytes())
+    with pytest.raises(UserError, match=r"train_0\.bin: holds token id 50300"):
+        prepare(PrepareConfig(source=source, tokenizer="gpt2"))
+    os.truncate(folder / "train_0.bin", 1500)
+    with pytest.raises(UserError, match=r"train_0\.bin: has 1500 bytes"):
+        prepare(PrepareConfig(source=source, tokenizer="gpt2"))
+    (folder / "train_0.bin").rename(folder / "shard_0.bin")
+    with pytest.raises(UserError, match="either train or val"):
+        prepare(PrepareConfig(source=source, tokenizer="gpt2"))
+    assert not (folder / "manifest.json").exists()
+
+
+def test_a_file_belongs_to_the_split_that_its_name_says_as_a_word(tmp_path):
+    make_dump(tmp_path / "dump", retrieval_train_0=300, edu_validation_0=200)
+    manifest = prepare(PrepareConfig(source=f"bin:{tmp_path}/dump/*.bin", tokenizer="gpt2"))
+    assert (manifest.tokens("train"), manifest.tokens("val")) == (300, 200)
+    make_dump(tmp_path / "other", trainval_0=300)
+    with pytest.raises(UserError, match="either train or val"):
+        prepare(PrepareConfig(source=f"bin:{tmp_path}/other/*.bin", tokenizer="gpt2"))

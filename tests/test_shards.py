@@ -11,7 +11,7 @@ import pytest
 from gpt2_ddp.data.manifest import HEADER_BYTES, Manifest, read_manifest
 from gpt2_ddp.data.shards import OPEN_FILES, TokenStream, verify_shards
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation.shard_writer import ShardWriter, write_manifest
+from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 
 
 def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size: int = 50_257, **changes) -> Manifest:

@@ -1,13 +1,15 @@
-"""Reading documents: from every kind of file, cut into pieces, and from the Hub."""
+"""Reading documents: every kind of file, separators, columns, cut into pieces, and the Hub."""
 
 import gzip
 import http.server
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tiktoken
-from nasty import CL100K_PATTERN, library_texts
+from commands import expect_error
+from nasty import CL100K_PATTERN, library_texts, write_nested
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -26,7 +29,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation import sources
-from gpt2_ddp.preparation.sources import read_pieces
+from gpt2_ddp.preparation.sources import divide, scan, without_line_breaks
 
 PREPARE_DATA = [sys.executable, str(Path(__file__).parents[1] / "scripts" / "prepare_data.py")]
 
@@ -47,24 +50,24 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     for number, text in enumerate(documents):
         (tmp_path / "e" / f"{number}.txt").write_bytes(text.encode())
     for name in ("a.jsonl", "b.jsonl.gz", "c.json.zst", "d.parquet", "e", "e/*.txt", "[a].jsonl"):
-        pieces = list(read_pieces(config(tmp_path / name, column="body")))
+        pieces = list(scan(config(tmp_path / name, column="body")).pieces())
         assert [piece.text for piece in pieces] == [text for text in documents if text], name
         assert all(piece.first for piece in pieces)
-    everything = list(read_pieces(config(tmp_path, column="body")))
+    everything = list(scan(config(tmp_path, column="body")).pieces())
     assert len(everything) == 5 * 5
-    assert len(list(read_pieces(config(tmp_path, column="body", max_documents=4)))) == 3  # the third is empty
+    assert len(list(scan(config(tmp_path, column="body", max_documents=4)).pieces())) == 3  # the third is empty
 
 
 def test_paragraphs(tmp_path):
     (tmp_path / "text").write_bytes(b"one\ntwo\r\n\n \nthree\n\n\nfour\nfive")
-    pieces = read_pieces(config(tmp_path / "text", documents="paragraph"))
+    pieces = scan(config(tmp_path / "text", documents="paragraph")).pieces()
     assert [piece.text for piece in pieces] == ["one\ntwo", "three", "four\nfive"]
 
 
 def test_broken_text_becomes_replacement_characters(tmp_path):
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") + b"x" * 9999)
     (tmp_path / "surrogate.jsonl").write_text('{"text": "lone \\ud800"}\n')
-    pieces = read_pieces(config(tmp_path))
+    pieces = scan(config(tmp_path)).pieces()
     assert [piece.text for piece in pieces] == ["\ufffd" + "x" * 9999, "lone \ufffd"]
 
 
@@ -81,7 +84,7 @@ def test_pieces_of_a_document_encode_as_the_whole(tmp_path, monkeypatch, pattern
         tokenizer = Tokenizer("x", tiktoken.Encoding("x", pat_str=pattern, **tables))
     for text in library:
         (tmp_path / "text").write_bytes(text.encode())
-        pieces = list(read_pieces(config(tmp_path / "text")))
+        pieces = list(scan(config(tmp_path / "text")).pieces())
         assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
         assert "".join(piece.text for piece in pieces) == text
         assert max(len(piece.text) for piece in pieces) < 2000
@@ -93,7 +96,7 @@ def test_text_without_a_place_to_cut_is_cut_anywhere(tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PIECE", 100)
     monkeypatch.setattr(sources, "LONGEST_PIECE", 1000)
     (tmp_path / "text").write_text("a" * 3500)
-    assert [len(piece.text) for piece in read_pieces(config(tmp_path / "text"))] == [1000, 1000, 1000, 500]
+    assert [len(piece.text) for piece in scan(config(tmp_path / "text")).pieces()] == [1000, 1000, 1000, 500]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -198,7 +201,7 @@ def test_hub_without_a_network_is_asked_once_at_most(tmp_path, monkeypatch):
 
 def test_hub_without_a_network():
     with pytest.raises(UserError, match=r"source = hub:owner/name: cannot be read from the Hub .*local"):
-        list(read_pieces(PrepareConfig(source="hub:owner/name")))
+        list(scan(PrepareConfig(source="hub:owner/name")).pieces())
 
 
 def test_suffixes_in_capitals(tmp_path):
@@ -206,4 +209,92 @@ def test_suffixes_in_capitals(tmp_path):
     (tmp_path / "B.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "two"}\n'))
     pa.parquet.write_table(pa.Table.from_pylist([{"text": "three"}]), tmp_path / "C.PARQUET")
     (tmp_path / "D.TXT.Gz").write_bytes(gzip.compress(b"four"))
-    assert [piece.text for piece in read_pieces(config(tmp_path))] == ["one", "two", "three", "four"]
+    assert [piece.text for piece in scan(config(tmp_path)).pieces()] == ["one", "two", "three", "four"]
+
+
+def texts(source: Path, **changes) -> list[str]:
+    return [piece.text for piece in scan(config(source, **changes)).pieces()]
+
+
+@pytest.mark.parametrize("separator", ["|", "<|e|>", "aab"])
+def test_splitting_a_stream_is_splitting_its_text(separator, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 20)
+    draw = random.Random(0)
+    for _ in range(200):
+        text = "".join(draw.choice(["a", "b", "<|e", "|>", separator, "x" * 9, "y" * 50]) for _ in range(40))
+        blocks, at = [], 0
+        while at < len(text):
+            blocks.append(text[at : at + draw.randint(1, 30)])
+            at += len(blocks[-1])
+        expected = text.removesuffix(separator).split(separator)
+        assert ["".join(document) for document in divide(blocks, separator)] == expected
+        assert len([None for _ in divide(blocks, separator)]) == len(expected)  # none of them taken
+
+
+def test_line_breaks_around_a_separator_belong_to_it():
+    blocks = ["\n", "\r", "\n", "a\n", "\n", "b\n", "\r\n", "\n"]
+    assert "".join(without_line_breaks(blocks)) == "a\n\nb"
+    assert "".join(without_line_breaks(["\n\n"])) == ""
+
+
+def test_a_separator_divides_files_lines_and_columns(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 10)
+    text = "\n\nOnce upon a time.\n<|endoftext|>\n\n\nOne day,\n\na dog.\n<|endoftext|>\n"
+    (tmp_path / "stories.txt").write_text(text)
+    (tmp_path / "stories.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    pa.parquet.write_table(pa.table({"text": [text]}), tmp_path / "stories.parquet")
+    for name in ("stories.txt", "stories.jsonl", "stories.parquet"):
+        stories = texts(tmp_path / name, document_separator="<|endoftext|>")
+        assert stories == ["Once upon a time.", "One day,\n\na dog."], name
+        seen = scan(config(tmp_path / name))
+        assert [piece.text for piece in seen.pieces()] == [text]
+        assert seen.stats.end_of_text == 2
+
+
+def test_lines_end_where_python_ends_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 3)
+    (tmp_path / "text").write_bytes(b"one\r\ntwo\rthree\n\n\r\nfour\x0c\x0b\xc2\x85four\r")
+    assert texts(tmp_path / "text", documents="line") == ["one", "two", "three", "four\x0c\x0b\x85four"]
+
+
+def test_a_column_may_be_inside_another(tmp_path):
+    write_nested(tmp_path)
+    for name in ("a.jsonl", "b.parquet"):
+        seen = scan(config(tmp_path / name, column="meta.text"))
+        assert [piece.text for piece in seen.pieces()] == ["inside one", "inside"]
+        assert (seen.stats.rows, seen.stats.without_text.count) == (3, 1)
+        [where] = seen.stats.without_text.where
+        assert where.endswith({"a.jsonl": "a.jsonl, line 2", "b.parquet": "b.parquet, row 2"}[name])
+        expect_error(r"column = text: none of 3 rows has text there; .* has id, meta\.text$", texts, tmp_path / name)
+        expect_error(r"column = id: .* holds int, not text", texts, tmp_path / name, column="id")
+    (tmp_path / "dotted.jsonl").write_text('{"meta.text": "by its name", "meta": {"text": "inside"}}\n')
+    assert texts(tmp_path / "dotted.jsonl", column="meta.text") == ["by its name"]
+    pa.parquet.write_table(pa.table({"meta.text": ["by its name"]}), tmp_path / "dotted.parquet")
+    assert texts(tmp_path / "dotted.parquet", column="meta.text") == ["by its name"]
+
+
+def test_rows_without_text_are_counted_and_a_column_that_is_not_there_is_found_early(tmp_path):
+    rows = [{"body": "x"}] * (sources.MANY - 1)
+    (tmp_path / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "here"}]))
+    assert texts(tmp_path / "late.jsonl") == ["here"]
+    (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]) + "not JSON")
+    expect_error(r"column = text: none of 1,000 rows .*none\.jsonl, line 1, has body", texts, tmp_path / "none.jsonl")
+    (tmp_path / "null.jsonl").write_text('{"text": null}\n' * 1500 + '{"text": "here"}\n')
+    assert texts(tmp_path / "null.jsonl") == ["here"]
+
+
+def test_parquet_text_that_is_not_utf8_is_named(tmp_path):
+    column = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
+    pa.parquet.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
+    expect_error(r"x\.parquet: holds text after row 0 that is not UTF-8", texts, tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("changes", [{}, {"documents": "line"}, {"document_separator": "<|endoftext|>"}])
+def test_a_document_of_any_length_takes_little_memory(tmp_path, changes):
+    (tmp_path / "long.txt").write_text("a long line of words " * 2_000_000)
+    tracemalloc.start()
+    characters = sum(len(piece.text) for piece in scan(config(tmp_path / "long.txt", **changes)).pieces())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert characters == 42_000_000
+    assert peak < 20e6

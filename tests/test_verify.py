@@ -20,7 +20,7 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.preparation.shard_writer import write_manifest
+from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import Recorded, check_end, read_checkpoints, verify_run
 from gpt2_ddp.reports.verify_rows import OrderReplay, Records, Schedule, in_parts, read_metrics, replay_order
 from gpt2_ddp.tasks.supervised import contiguous

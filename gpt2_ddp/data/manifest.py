@@ -89,7 +89,13 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_small(path, LARGEST_MANIFEST)
     except FileNotFoundError as error:
-        raise UserError("data", folder, _no_manifest(Path(folder))) from error
+        hint = f"has no {MANIFEST}; prepare_data.py writes it beside the shards"
+        if not path.parent.is_dir():
+            hint = "is not a folder; prepare_data.py makes one"
+        elif any(path.parent.glob("*.bin")):
+            indexing = f"index shards made elsewhere with {_index_command(path.parent)}"
+            hint = f"has shards and no {MANIFEST}: run its prepare_data.py command again, or {indexing}"
+        raise UserError("data", folder, hint) from error
     except OSError as error:
         raise UserError("data", folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
     return parse_manifest(text, path)
@@ -135,15 +141,6 @@ def _check_consistent(manifest: Manifest) -> None:
 def content_sha256(content: dict[str, Any]) -> str:
     """SHA-256 of `json.dumps(content, sort_keys=True)`, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _no_manifest(folder: Path) -> str:
-    if not folder.is_dir():
-        return "is not a folder; prepare_data.py makes one"
-    if any(folder.glob("*.bin")):
-        indexing = f"index shards made elsewhere with {_index_command(folder)}"
-        return f"has shards and no {MANIFEST}: run its prepare_data.py command again, or {indexing}"
-    return f"has no {MANIFEST}; prepare_data.py writes it beside the shards"
 
 
 def _index_command(folder: Path) -> str:

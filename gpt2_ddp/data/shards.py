@@ -9,15 +9,16 @@ import os
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gpt2_ddp.data.manifest import AGAIN, HEADER_BYTES, Manifest, Shard, token_dtype
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small, regular, sha256_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
 OPEN_FILES = 64
@@ -176,13 +177,11 @@ def _read_record(path: Path) -> set[str]:
 
 
 def _append(path: Path, line: str) -> None:
-    with suppress(OSError):  # a read-only folder: its shards are hashed at every start
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe fails at once
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            os.write(descriptor, f"{line}\n".encode())
-        finally:
-            os.close(descriptor)
+    def without_blocking(name: str, flags: int) -> int:  # opening a pipe fails at once
+        return os.open(name, flags | os.O_NONBLOCK, 0o666)
+
+    with suppress(OSError), open(path, "a", opener=without_blocking) as file:  # or its shards are hashed at every start
+        file.write(f"{line}\n")
 
 
 def count_windows(n_tokens: int, block_size: int) -> int:
@@ -199,7 +198,9 @@ class Windows:
     def __len__(self) -> int:
         return count_windows(len(self.stream), self.block_size)
 
-    def read(self, items: np.ndarray) -> tuple[Tensor]:
+    def read(self, items: np.ndarray) -> "tuple[Tensor]":
         """Tokens int64 [b, T + 1] of the windows int64 [b]."""
+        import torch  # here: processes that prepare data start a second sooner without it
+
         tokens = self.stream.read(items * self.block_size, self.block_size + 1)
         return (torch.from_numpy(tokens.astype(np.int64)),)

@@ -134,16 +134,11 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def _byte_of_character() -> dict[str, bytes]:
-    """Byte of each printable character by which GPT-2 writes it, in the order of ids: '!' is itself, 'Ġ' the blank."""
-    printable = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]
-    return {character: bytes([byte]) for character, byte in zip(characters, printable + others, strict=True)}
-
-
-BYTE_OF_CHARACTER = _byte_of_character()
-CHARACTER_OF_BYTE = {byte[0]: character for character, byte in BYTE_OF_CHARACTER.items()}
+_PRINTABLE = [byte for byte in range(256) if chr(byte).isprintable() and byte != ord(" ")]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+CHARACTER_OF_BYTE = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + at) for at, byte in enumerate(_OTHERS)}
+"""The printable character by which GPT-2 writes a byte, in the order of ids: '!' is itself, 'Ġ' the blank."""
+BYTE_OF_CHARACTER = {character: bytes([byte]) for byte, character in CHARACTER_OF_BYTE.items()}
 
 
 def to_bytes(token: str) -> bytes:

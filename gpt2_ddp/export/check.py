@@ -1,6 +1,7 @@
 """Whether transformers makes of an exported folder what was trained, which the checkpoint's own model tells."""
 
 import math
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, Tokenizer
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
-from gpt2_ddp.preparation.find import library_files
+from gpt2_ddp.preparation.source_files import library_files
 
 TEXT_CHARACTERS = 1_000_000
 """Of Python's own modules, to compare token ids on."""
@@ -120,11 +121,10 @@ def _compare_weights(theirs: Any, model: GPT) -> int:
 def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]:
     """The text, and its ids by both."""
     text = _text(tokenizer)
-    ids, others = tokenizer.encode(text), np.array(theirs(text, verbose=False)["input_ids"])
-    same = min(len(ids), len(others))
-    if len(ids) != len(others) or (ids != others).any():
-        first = int(np.argmax(ids[:same] != others[:same])) if (ids[:same] != others[:same]).any() else same
-        said = f"{ids[first : first + 5].tolist()} here and {others[first : first + 5].tolist()} there"
+    ids, others = tokenizer.encode(text), theirs(text, verbose=False)["input_ids"]
+    if ids.tolist() != others:
+        first = next(at for at, (one, other) in enumerate(zip_longest(ids.tolist(), others)) if one != other)
+        said = f"{ids[first : first + 5].tolist()} here and {others[first : first + 5]} there"
         raise ExportMismatch(f"token ids differ behind {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
     if theirs.decode(ids) != tokenizer.decode(ids):
         raise ExportMismatch("the text of the token ids differs")

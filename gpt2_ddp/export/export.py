@@ -1,30 +1,77 @@
-"""export_hf.py: a checkpoint as a folder that transformers, lm-eval and llama.cpp's converter read."""
+"""export_hf.py: a checkpoint as a folder that transformers, lm-eval and llama.cpp's converter read.
+
+Its model card (README.md), which the Hub shows, says what was trained on what, how well, and how to use it.
+"""
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint, as_safetensors
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint
 from gpt2_ddp.config.tools import ExportConfig
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.card import TRAINING, write_card
 from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
-from gpt2_ddp.export.gguf_file import write_gguf
-from gpt2_ddp.export.tokenizer_files import write_tokenizer
-from gpt2_ddp.files import free_name, sha256_file, write_hashed, writing
+from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
+from gpt2_ddp.files import free_name, sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
 from gpt2_ddp.output import locked_output, publish
+from gpt2_ddp.reports.picture import draw
+from gpt2_ddp.reports.report import choose_axis
+from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.tasks.checkpoints import note_best
 from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
 
 GGUF = "model.gguf"
+CURVE = "loss.png"
+CURVE_LINE = f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
+TRAINING = "training.yaml"
+"""The configuration that the run was trained with."""
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [gpt2]
+---
+
+# {name}
+
+A GPT-2 of {parameters:,} parameters, pretrained with gpt2_ddp.
+
+```python
+from transformers import pipeline
+
+generate = pipeline("text-generation", model=".")  # this folder, or its name on the Hub
+print(generate("The", max_new_tokens=50)[0]["generated_text"])
+```
+
+| | |
+|---|---|
+{table}
+{curve}
+In training each document begins with end-of-text, id {eot}; the tokenizer does not add it. Written out in a text, \
+`<|endoftext|>` is text like any other (`split_special_tokens`).
+{notes}
+## What was checked
+
+transformers {transformers} loaded this folder and agreed with the trained model in {findings}. Each file of the
+checkpoint had the SHA-256 that it was saved with.
+
+The configuration is `{training}`: `python scripts/train_gpt2.py --config {training}` trains the model again, from the
+same data, and `python scripts/export_hf.py CHECKPOINT` makes such a folder.
+"""
+DOCUMENT_MASK = """
+It was trained with attention that does not cross documents. transformers' GPT-2 attends across them: give it one \
+document at a time.
+"""
+SCORES = {"val_loss": "validation loss", "train_loss": "training loss", "val_bits_per_byte": "bits per byte"}
 
 
 def export_hf(config: ExportConfig) -> int:
@@ -36,7 +83,9 @@ def export_hf(config: ExportConfig) -> int:
     require_package("transformers", "the export is checked")
     if config.gguf:
         require_package("gguf", "--gguf writes")
-    hub = Hub(config.push_to_hub, config.private) if config.push_to_hub else None
+    if config.push_to_hub:
+        with _hub(config.push_to_hub, "log in with `hf auth login`, or leave it away") as hub:
+            hub.whoami()
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     output = Path(config.output or default_output(checkpoint))
@@ -46,8 +95,8 @@ def export_hf(config: ExportConfig) -> int:
         print(f"rejected: {rejected}; what was written is left in {rejected.left}", file=sys.stderr)
         return 1
     print(f"{output}: {checkpoint.path} for transformers, which agrees in {findings}")
-    if hub:
-        print(f"uploaded to {hub.upload(output)}")
+    if config.push_to_hub:
+        print(f"uploaded to {upload(output, config.push_to_hub, config.private)}")
     return 0
 
 
@@ -82,7 +131,25 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         findings = check_export(folder, model, tokenizer)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
-        write_card(checkpoint, sha256, model, tokenizer, findings, folder)
+        rows = {**_model_rows(model, tokenizer), **_data_rows(checkpoint), **_training_rows(checkpoint, sha256)}
+        with suppress(UserError):  # a checkpoint without its run
+            runs = read_runs([checkpoint.path.parent.parent])
+            (folder / CURVE).write_bytes(draw(runs, choose_axis(runs, "auto")).png())
+        padding = model.wte.weight[model.vocab_size :].numel()
+        card = CARD.format(
+            name=_cell(checkpoint.config["run_name"]),
+            parameters=sum(weight.numel() for weight in model.parameters()) - padding,
+            table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items() if value is not None),
+            curve=f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
+            if (folder / CURVE).exists()
+            else "",
+            eot=tokenizer.eot,
+            notes=DOCUMENT_MASK if model.config.document_mask else "",
+            transformers=version("transformers"),
+            findings=findings,
+            training=TRAINING,
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8", errors="replace")
     return findings
 
 
@@ -108,52 +175,84 @@ def atomic_directory(output: Path) -> Iterator[Path]:
             raise
 
 
-def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes config.json, generation_config.json and model.safetensors."""
-    eot = tokenizer.eot
-    generation = {"bos_token_id": eot, "eos_token_id": eot, "pad_token_id": eot}
-    for name, fields in (
-        ("config.json", transformers_config(model.config, model.vocab_size, eot)),
-        ("generation_config.json", generation),
-    ):
-        (folder / name).write_text(json.dumps(fields, indent=2), encoding="utf-8")
-    file = folder / "model.safetensors"
-    with writing(file):
-        write_hashed(file, as_safetensors(to_transformers(model.state_dict(), model.vocab_size), {"format": "pt"}))
-
-
-class Hub:
-    """A repository for models on the Hub, by whoever is logged in there.
+def upload(folder: Path, repository: str, private: bool) -> str:
+    """Uploads a folder in one commit to a repository for models on the Hub; returns its address.
 
     Args:
-        repository: OWNER/NAME; it is made when something is uploaded.
+        repository: OWNER/NAME; it is made if it is not there.
         private: whether it is made for its owner's eyes alone.
 
     Raises:
-        UserError: nobody is logged in, or the Hub is not reached.
+        UserError: the Hub refuses or is not reached.
     """
+    with _hub(repository, f"the export is whole; `hf upload {repository} {folder}` uploads it later") as hub:
+        url = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export of gpt2_ddp")
+    return str(url)
 
-    def __init__(self, repository: str, private: bool):
-        from huggingface_hub import HfApi
 
-        self.repository, self.private, self._api = repository, private, HfApi()
-        with self._told("log in with `hf auth login`, or leave it away"):
-            self._api.whoami()
+@contextmanager
+def _hub(repository: str, hint: str) -> Iterator[Any]:
+    """The Hub's client, whose errors become user errors."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    def upload(self, folder: Path) -> str:
-        """Uploads a folder in one commit; returns the repository's address. Raises: UserError where the Hub refuses."""
-        with self._told(f"the export is whole; `hf upload {self.repository} {folder}` uploads it later"):
-            url = self._api.create_repo(self.repository, private=self.private, exist_ok=True)
-            message = "Export of gpt2_ddp"
-            self._api.upload_folder(repo_id=self.repository, folder_path=folder, commit_message=message)
-        return str(url)
+    try:
+        yield HfApi()
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError("push_to_hub", repository, f"{reason}; {hint}") from error
 
-    @contextmanager
-    def _told(self, hint: str) -> Iterator[None]:
-        from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-        try:
-            yield
-        except (OSError, HTTPError, HFValidationError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise UserError("push_to_hub", self.repository, f"{reason}; {hint}") from error
+def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
+    config = model.config
+    biases = "" if config.bias else "; trained without biases, which are zeros here"
+    return {
+        "model": f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}{biases}",
+        "context": f"{config.block_size:,} tokens",
+        "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids, SHA-256 `{tokenizer.sha256}`",
+    }
+
+
+def _data_rows(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the data are; more, where a folder is still there and still the same."""
+    mixture, data = recorded(checkpoint.state), checkpoint.config["data"]
+    assert mixture is not None, "every checkpoint has it"
+    paths = [data["path"]] if isinstance(data["path"], str) else data["path"]
+    weights = data.get("weights") or [None] * len(paths)
+    said = {}
+    for path, digest, weight in zip(paths, mixture.manifests, weights, strict=False):
+        which = f" {path}" if len(paths) > 1 else ""
+        share = f", weight {weight:g}" if weight is not None else ""
+        text = path
+        with suppress(UserError):
+            manifest = read_manifest(Path(path))
+            if manifest.hash == digest:
+                train, val = manifest.tokens("train"), manifest.tokens("val")
+                text = f"{manifest.source}: {train:,} tokens to train on, {val:,} to validate"
+        said |= {f"data{which}": f"{text}{share}", f"hash of the data{which}": f"`{digest}`"}
+    return said
+
+
+def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
+    """How it was trained, and how well; `sha256` is of the checkpoint's manifest."""
+    state = checkpoint.state
+    scores = state.get("metrics") or {"val_loss": state.get("val_loss")}
+    epoch = state.get("epoch_size")
+    passes = f", {state['position'] / epoch:.3g} epochs" if epoch else ""
+    rows = {
+        "trained on": f"{state['tokens']:,} tokens in {state['step']:,} steps{passes}",
+        "order digest": f"`{state['order_digest']}`",
+        "checkpoint": f"{checkpoint.path.name}, SHA-256 of its manifest `{sha256}`",
+        "run": state.get("run_id"),
+        "seed": checkpoint.config.get("seed"),
+        "processes": state.get("processes"),
+        "device": state.get("device"),
+        "versions": ", ".join(f"{name} {version}" for name, version in (state.get("versions") or {}).items()) or None,
+    }
+    rows |= {label: f"{scores[key]:.4f}" for key, label in SCORES.items() if scores.get(key) is not None}
+    return rows | ({"validation tokens": f"{scores['val_tokens']:,}"} if scores.get("val_tokens") else {})
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,6 +1,6 @@
 """Text generation: ragged batches and a KV cache. A sample depends only on its seed and row."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -105,17 +105,18 @@ def generate(
         The new tokens of each row, without end-of-text.
     """
     training, shape = model.training, (sampling.max_new_tokens, np.float32)
+    results: list[list[int]] = [[] for _ in prompts]
     model.eval()
     try:
-        results = []
         for first in range(0, len(prompts), BATCH_ROWS):
             batch = [list(prompt) or [eot] for prompt in prompts[first : first + BATCH_ROWS]]
             seeds = [[sampling.seed, first + row] for row in range(len(batch))]
             uniform = np.stack([np.random.default_rng(seed).random(*shape) for seed in seeds])
             uniform = torch.from_numpy(uniform).to(model.wte.weight.device)
             draws = [partial(sample, uniform=column, sampling=sampling) for column in uniform.unbind(1)]
-            hear = lambda row, token, first=first: heard(first + row, token)  # noqa: E731
-            results += _continue(model, batch, eot, draws, poll, hear)
+            for row, token in _continue(model, batch, eot, draws, poll):
+                results[first + row].append(token)
+                heard(first + row, token)
         return results
     finally:
         model.train(training)
@@ -127,14 +128,13 @@ def _continue(
     eot: int,
     draws: Sequence[Callable[[Tensor], Tensor]],
     poll: Callable[[], None],
-    heard: Callable[[int, int], None],
-) -> list[list[int]]:
-    """`generate` for one batch of non-empty prompts; each of `draws` takes logits [B, V] to one new token per row."""
+) -> Iterator[tuple[int, int]]:
+    """Rows and their new tokens, of one batch of non-empty prompts; each of `draws` takes logits [B, V] to one new
+    token per row."""
     block_size = model.config.block_size
     begins = model.eot if model.config.document_mask else None  # first token of a document, whose past is masked
     windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # context of each row
     cache = KVCache(model, len(windows), min(max(map(len, windows)) + len(draws), block_size))
-    results: list[list[int]] = [[] for _ in windows]
     running = set(range(len(windows)))
     for step, draw in enumerate(draws):
         poll()
@@ -146,14 +146,12 @@ def _continue(
             if token == eot:
                 running.discard(row)
             elif row in running:
-                results[row].append(token)
                 if token == begins:
                     windows[row].clear()
                 windows[row].append(token)
-                heard(row, token)
+                yield row, token
         if not running:
             break
-    return results
 
 
 def last_document(tokens: list[int], begins: int | None) -> list[int]:

@@ -1,31 +1,40 @@
 """Documents to the shards of their splits, encoded by several processes in the order of the source.
 
 Workers read, too, and write the tokens to files, which the main process joins: what passes between processes is small.
+GPT-2's BPE is encoded by `gigatoken` where that is installed (`pip install gpt2_ddp[fast]`): the same ids, many times
+sooner. tiktoken encodes a sample of each piece of work again, to compare them.
 """
 
+import base64
 import hashlib
+import json
+import re
+import sys
+import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 from contextlib import ExitStack
-from functools import cache, partial
+from dataclasses import asdict
+from functools import cache
+from itertools import groupby
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import token_dtype
-from gpt2_ddp.data.shards import Shard
-from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.preparation.account import CorpusStats
-from gpt2_ddp.preparation.documents import InputSplit, check_column
-from gpt2_ddp.preparation.fast_encoder import EVERY, EncodersDiffer, fast_encoder
-from gpt2_ddp.preparation.shard_writer import ShardWriter
-from gpt2_ddp.preparation.sources import DocumentChunk, Scan, has_documents, read_parts, read_pieces, source_parts
+from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
+from gpt2_ddp.data.shards import MAGIC_AND_VERSION
+from gpt2_ddp.data.tokenizer import GPT2_PATTERN, Tokenizer, load_tokenizer
+from gpt2_ddp.distributed.workers import InlineExecutor
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
+from gpt2_ddp.preparation.sources import CorpusStats, DocumentChunk, InputSplit, Source
+
+T = TypeVar("T")
 
 CHUNK = 2**20
 """Characters, or bytes of files, that a process encodes at a time."""
@@ -35,25 +44,77 @@ AHEAD = 3
 """Chunks per worker that are under way, or wait to be joined."""
 EXPECTED_DOCUMENTS = 10
 """Splits are made by hash if the smaller one can expect so many documents; if fewer, there could be none."""
-
-Pieces = Iterable[tuple[str, DocumentChunk]]
-"""Pieces of documents, with the splits that the documents belong to."""
+SAMPLE, EVERY = 512, 2**18
+"""Characters that tiktoken encodes, too, of so many: 0.2 % of them, for 3 % of the time."""
+WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
+"""Where GPT-2's pattern divides every text, whatever stands around: no token reaches across."""
 
 
 class WorkItem(NamedTuple):
-    """What a process encodes at a time: pieces that were read already, or else parts of files.
+    """What a process encodes at a time: pieces that were read already, with their splits, or else parts of files.
 
     Args:
-        account: counts what was read here, up to these pieces.
+        stats: counts of what was read here before.
     """
 
-    pieces: list[tuple[str, DocumentChunk]]
-    parts: list[InputSplit]
-    account: CorpusStats
+    pieces: Sequence[tuple[str, DocumentChunk]] = ()
+    parts: Sequence[InputSplit] = ()
+    stats: CorpusStats = CorpusStats()
 
 
-def write_splits(  # noqa: PLR0913
-    folder: Path, config: PrepareConfig, tokenizer: str, seen: Scan, pool: Executor, workers: int, fast: bool
+class Encoded(NamedTuple):
+    """The files of a work item's tokens, by split; how many tokens; counts of what was read."""
+
+    files: dict[str, Path]
+    tokens: int
+    stats: CorpusStats
+
+
+class Encoder(NamedTuple):
+    """Encodes work items, in any process.
+
+    Args:
+        folder: where the tokens are written.
+        tokenizer: name or path, for `load_tokenizer`.
+        fast: with gigatoken, where it is installed.
+        config: the source.
+        val_fraction: share of documents for the validation split, by the hash of their text.
+    """
+
+    folder: Path
+    tokenizer: str
+    fast: bool
+    config: PrepareConfig
+    val_fraction: float
+
+    def encode(self, number: int, item: WorkItem) -> Encoded:
+        """Writes the tokens of the item of this number."""
+        tokenizer = _cached_tokenizer(self.tokenizer)
+        quick, unchecked = _cached_fast_encoder(tokenizer) if self.fast else None, EVERY
+        pieces, source = item.pieces, Source(self.config)
+        if item.parts:
+            pieces = with_splits(source.pieces(item.parts), self.val_fraction)
+        paths: dict[str, Path] = {}
+        files, count, beginning = {}, 0, np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
+        with ExitStack() as stack:
+            for split, piece in pieces:
+                if split not in files:
+                    paths[split] = self.folder / f".{split}-{number:09d}.tmp"
+                    files[split] = stack.enter_context(paths[split].open("wb"))
+                tokens = (quick or tokenizer).encode(piece.text)
+                if quick and unchecked >= EVERY:
+                    quick.check(piece.text, tokens)
+                    unchecked = 0
+                unchecked += len(piece.text)
+                if piece.first:
+                    files[split].write(beginning.data)
+                files[split].write(tokens.data)
+                count += len(tokens) + piece.first
+        return Encoded(paths, count, source.stats if item.parts else item.stats)
+
+
+def write_splits(
+    folder: Path, source: Source, tokenizer: str, pool: Executor, workers: int, fast: bool
 ) -> dict[str, list[Shard]]:
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
 
@@ -62,24 +123,24 @@ def write_splits(  # noqa: PLR0913
 
     Args:
         folder: where the shards go.
+        source: as `scan` returns it; counts what is encoded.
         tokenizer: name or path, for `load_tokenizer`.
-        seen: what a look at the source has found; its account counts what is encoded.
         pool: has `workers` processes.
         fast: with gigatoken, where it is installed.
 
     Raises:
         UserError: the source cannot be read, or gives no tokens for a split.
     """
-    fraction, vocab_size = config.val_fraction, _cached_tokenizer(tokenizer).vocab_size
-    names = ("train", "val") if fraction else ("train",)
-    by_hash = fraction == 0 or has_documents(config, ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)), seen)
+    config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
+    fraction, names = config.val_fraction, ("train", "val") if config.val_fraction else ("train",)
+    by_hash = fraction == 0 or source.has_documents(ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)))
     splits: dict[str, list[Shard]] = {}
     for try_fast in (fast, False):
         writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
-        encode = partial(_encode, folder, tokenizer, try_fast, config, fraction if by_hash else 0.0)
+        encoder = Encoder(folder, tokenizer, try_fast, config, fraction if by_hash else 0.0)
         try:
-            encoded = _encode_source(config, encode, fraction if by_hash else 0.0, seen, pool, workers)
-            _join(encoded, writers, None if by_hash else fraction)
+            items = work_items(source, encoder.val_fraction)
+            _join(_count(in_order(encoder, items, pool, workers), source), writers, None if by_hash else fraction)
             splits = {split: writer.close() for split, writer in writers.items()}
             break
         except EncodersDiffer as error:
@@ -88,7 +149,7 @@ def write_splits(  # noqa: PLR0913
                 writer.close()
             for file in (*folder.glob("*.bin"), *folder.glob(".*.tmp")):
                 file.unlink()
-    check_column(config.column, seen.account)
+    source.check_column()
     for split, shards in splits.items():
         if not shards:
             hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
@@ -96,133 +157,79 @@ def write_splits(  # noqa: PLR0913
     return splits
 
 
-def _join(encoded: Iterator[dict[str, Path]], writers: dict[str, ShardWriter], fraction: float | None) -> None:
-    """Gives the tokens of files to the writers of their splits, or, of all tokens, the last `fraction` to `val`."""
-    if fraction is None:
-        for files in encoded:
-            for split, path in files.items():
-                for tokens in _read(path, writers[split].dtype):
-                    writers[split].add(tokens)
-        return
-    paths, dtype = [files["train"] for files in encoded], writers["val"].dtype
-    total = sum(path.stat().st_size for path in paths) // dtype.itemsize
-    left = total - round(total * fraction)
-    for path in paths:
-        for tokens in _read(path, dtype):
-            train, val = np.split(tokens, [left])
-            writers["train"].add(train)
-            writers["val"].add(val)
-            left -= len(train)
-
-
-def _read(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The tokens of a file, which is gone after that."""
-    with path.open("rb") as file:
-        while len(tokens := np.fromfile(file, dtype, CHUNK)):
-            yield tokens
-    path.unlink()
-
-
-def _encode_source(
-    config: PrepareConfig, encode: partial, fraction: float, seen: Scan, pool: Executor, workers: int
-) -> Iterator[dict[str, Path]]:
-    """Files of the tokens of the source's chunks, by split, in their order."""
-    seen.account.begin(config.document_separator)
+def _count(encoded: Iterator[Encoded], source: Source) -> Iterator[dict[str, Path]]:
+    """The files of tokens, while the source's statistics and a bar count them."""
+    source.forget_text()
     with tqdm(desc="encoding", unit=" tokens", unit_scale=True, disable=None) as progress:
-        for files, tokens, account in _in_order(encode, _chunks(config, fraction, seen), pool, workers):
-            seen.account.add(account)
+        for files, tokens, stats in encoded:
+            source.stats.add(stats)
             progress.update(tokens)
             yield files
 
 
-def _chunks(config: PrepareConfig, fraction: float, seen: Scan) -> Iterator[WorkItem]:
+def _join(encoded: Iterable[dict[str, Path]], writers: "dict[str, ShardWriter]", fraction: float | None) -> None:
+    """Gives the tokens of files to the writers of their splits, or, of all tokens, the last `fraction` to `val`."""
+    dtype, left = writers["train"].dtype, sys.maxsize  # tokens before the validation split
+    if fraction is not None:
+        encoded = list(encoded)
+        total = sum(path.stat().st_size for files in encoded for path in files.values()) // dtype.itemsize
+        left = total - round(total * fraction)
+    for files in encoded:
+        for split, path in files.items():
+            with path.open("rb") as file:
+                while len(tokens := np.fromfile(file, dtype, CHUNK)):
+                    writers[split].add(tokens[:left])
+                    if left < len(tokens):
+                        writers["val"].add(tokens[left:])
+                    left -= min(left, len(tokens))
+            path.unlink()
+
+
+def work_items(source: Source, val_fraction: float) -> Iterator[WorkItem]:
     """The whole source, in its order."""
-    if config.source.startswith("hub:") or config.max_documents:
-        whole = Scan(CorpusStats(), seen.unusual)
-        yield from _cut(read_pieces(config, whole), fraction, whole.account)
-        return
-    held: list[InputSplit] = []
-    for part in source_parts(config, seen):
-        if part.start is None and part.size > LARGE:
-            if held:
-                yield WorkItem([], held, CorpusStats())
-            held, account = [], CorpusStats()
-            yield from _cut(read_parts(config, [part], account), fraction, account)
-            continue
-        held.append(part)
-        if sum(part.size for part in held) >= CHUNK or len(held) == CHUNK // 2**10:
-            yield WorkItem([], held, CorpusStats())
-            held = []
+    reader, config = Source(source.config, source.unusual), source.config
+    is_whole = config.source.startswith("hub:") or config.max_documents
+    by_reader = groupby(source.splits(), key=lambda part: part.start is None and part.size > LARGE)
+    for is_read_here, parts in [(True, None)] if is_whole else by_reader:
+        if is_read_here:
+            pieces = with_splits(reader.pieces(parts), val_fraction)
+            yield from (WorkItem(pieces=batch) for batch in _batches(pieces, lambda piece: len(piece[1].text)))
+            yield WorkItem(stats=reader.stats)
+        else:
+            batches = _batches(parts or (), lambda part: max(part.size, CHUNK // 2**10))  # at most 1,024 files
+            yield from (WorkItem(parts=batch) for batch in batches)
+
+
+def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items, of at least `CHUNK` characters or bytes together."""
+    held, total = [], 0
+    for item in items:
+        held.append(item)
+        total += size(item)
+        if total >= CHUNK:
+            yield held
+            held, total = [], 0
     if held:
-        yield WorkItem([], held, CorpusStats())
+        yield held
 
 
-def _cut(pieces: Iterable[DocumentChunk], fraction: float, account: CorpusStats) -> Iterator[WorkItem]:
-    """Chunks of pieces; the last one has their account."""
-    held, characters = [], 0
-    for split, piece in _with_splits(pieces, fraction):
-        held.append((split, piece))
-        characters += len(piece.text)
-        if characters >= CHUNK:
-            yield WorkItem(held, [], CorpusStats())
-            held, characters = [], 0
-    yield WorkItem(held, [], account)
-
-
-def _with_splits(pieces: Iterable[DocumentChunk], fraction: float) -> Pieces:
+def with_splits(pieces: Iterable[DocumentChunk], val_fraction: float) -> Iterator[tuple[str, DocumentChunk]]:
+    """The pieces with the splits of their documents."""
     split = ""
     for piece in pieces:
-        if piece.first:
-            split = "val" if _unit_hash(piece.text) < fraction else "train"
+        if piece.first:  # a number in [0, 1) that only the text decides
+            unit = int.from_bytes(hashlib.sha256(piece.text.encode()).digest()[:6], "big") / 2**48
+            split = "val" if unit < val_fraction else "train"
         yield split, piece
 
 
-def _unit_hash(text: str) -> float:
-    """A number in [0, 1) that only the text decides."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
-
-
-def _encode(  # noqa: PLR0913
-    folder: Path, tokenizer_name: str, fast: bool, config: PrepareConfig, fraction: float, number: int, chunk: WorkItem
-) -> tuple[dict[str, Path], int, CorpusStats]:
-    """Writes the tokens of a chunk: their files by split, how many there are, and the account of what was read."""
-    tokenizer = _cached_tokenizer(tokenizer_name)
-    quick, unchecked = _cached_fast_encoder(tokenizer) if fast else None, EVERY
-    account, pieces = chunk.account, chunk.pieces
-    if chunk.parts:
-        pieces = _with_splits(read_parts(config, chunk.parts, account), fraction)
-    paths: dict[str, Path] = {}
-    files, count, beginning = {}, 0, np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
-    with ExitStack() as stack:
-        for split, piece in pieces:
-            if split not in files:
-                paths[split] = folder / f".{split}-{number:09d}.tmp"
-                files[split] = stack.enter_context(paths[split].open("wb"))
-            tokens = (quick or tokenizer).encode(piece.text)
-            if quick and unchecked >= EVERY:
-                quick.check(piece.text, tokens)
-                unchecked = 0
-            unchecked += len(piece.text)
-            if piece.first:
-                files[split].write(beginning.data)
-            files[split].write(tokens.data)
-            count += len(tokens) + piece.first
-    return paths, count, account
-
-
-_cached_tokenizer = cache(load_tokenizer)
-_cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
-
-
-def _in_order(
-    encode: partial, chunks: Iterator[WorkItem], pool: Executor, workers: int
-) -> Iterator[tuple[dict[str, Path], int, CorpusStats]]:
-    """`map` over a pool that looks only a few chunks ahead. Processes, because tiktoken is a quarter slower in threads;
+def in_order(encoder: Encoder, items: Iterator[WorkItem], pool: Executor, workers: int) -> Iterator[Encoded]:
+    """`map` over a pool that looks only a few items ahead. Processes, because tiktoken is a quarter slower in threads;
     spawned, because forking a process that has threads can deadlock."""
     pending: deque[Future] = deque()
     try:
-        for number, chunk in enumerate(chunks):
-            pending.append(pool.submit(encode, number, chunk))
+        for number, item in enumerate(items):
+            pending.append(pool.submit(encoder.encode, number, item))
             if len(pending) >= (AHEAD * workers if workers > 1 else 1):
                 yield pending.popleft().result()
         while pending:
@@ -230,3 +237,145 @@ def _in_order(
     except EncodersDiffer:  # nobody is to write any more
         wait([future for future in pending if not future.cancel()])
         raise
+
+
+class EncodersDiffer(Exception):
+    """gigatoken's ids are not tiktoken's, or there are none, as it has panicked."""
+
+
+class FastEncoder:
+    """What `Tokenizer.encode` does, for text without lone surrogates.
+
+    Args:
+        tokenizer: a byte-level BPE with GPT-2's pattern, whose ids but for the special tokens' are without a gap.
+        encoder: gigatoken's. It knows no special tokens, or they would be found in the text; and ids from 0 on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, encoder: Any):
+        self.tokenizer, self.encoder = tokenizer, encoder
+        self.first, self.dtype = first_id(tokenizer), token_dtype(tokenizer.vocab_size)
+        self._lengths = tokenizer.token_bytes()
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids [n], uint16, or uint32 for more than 65,536 ids. Raises: EncodersDiffer: gigatoken has panicked."""
+        try:
+            ids = self.encoder.encode(text.encode())
+        except BaseException as error:  # a panic of Rust's is no Exception, and its class cannot be imported
+            if type(error).__module__ != "pyo3_runtime":
+                raise
+            raise EncodersDiffer(f"gigatoken panicked ({error}) at {truncate(text, 60)!r}") from None
+        return (ids + np.uint32(self.first)).astype(self.dtype)
+
+    def check(self, text: str, ids: np.ndarray) -> None:
+        """Has tiktoken encode the text, too, or, of a long one, about `SAMPLE` characters from its middle.
+
+        Args:
+            ids: result of `encode`. The sample's ids are found in it by their bytes, between ends of words. Without
+                such ends, both encode the sample alone.
+
+        Raises:
+            EncodersDiffer: they are not the same.
+        """
+        if len(text) > SAMPLE:
+            start, stop = (len(text) - SAMPLE) // 2, (len(text) + SAMPLE) // 2
+            ends = [found.start() for found in WORD_END.finditer(text, start, stop)]
+            start, stop = (ends[0], ends[-1]) if len(ends) > 1 else (start, stop)
+            places = [len(text[:place].encode()) for place in (start, stop)]
+            text = text[start:stop]
+            if len(ends) > 1:
+                first, last = np.searchsorted(np.cumsum(self._lengths.take(ids, mode="clip")), places) + 1
+                ids = ids[first:last]
+            else:
+                ids = self.encode(text)
+        if not np.array_equal(ids, self.tokenizer.encode(text)):
+            raise EncodersDiffer(f"gigatoken and tiktoken do not encode {truncate(text, 60)!r} alike")
+
+
+def first_id(tokenizer: Tokenizer) -> int:
+    """The smallest id that is no special token's."""
+    return min(tokenizer.encoding._mergeable_ranks.values())
+
+
+def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
+    """None where gigatoken is not installed, or the tokenizer is not of its kind."""
+    ranks, first = tokenizer.encoding._mergeable_ranks, first_id(tokenizer)
+    if tokenizer.encoding._pat_str != GPT2_PATTERN or max(ranks.values()) - first + 1 != len(ranks):
+        return None
+    try:
+        from gigatoken.gigatoken_rs import BPETokenizer  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+            file.write(b"%b %d\n" % (base64.b64encode(token), rank - first))
+        file.flush()
+        return FastEncoder(tokenizer, BPETokenizer.from_tiktoken(file.name, "gpt2", {}))
+
+
+_cached_tokenizer = cache(load_tokenizer)
+_cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
+
+
+class ShardWriter:
+    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter.
+
+    Args:
+        pool: syncs and hashes shards in the background; None: in this process.
+    """
+
+    def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
+        self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
+        self.vocab_size, self.dtype = vocab_size, token_dtype(vocab_size)
+        self._pool = pool or InlineExecutor()
+        self._shards: list[Future[Shard]] = []
+        self._file, self._tokens = None, 0
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Appends token ids [n], all below `vocab_size`."""
+        assert not len(tokens) or tokens.max() < self.vocab_size, "token id outside the vocabulary"
+        tokens = np.ascontiguousarray(tokens, self.dtype)
+        while len(tokens):
+            if self._file is None:
+                path = self.folder / f"{self.split}_{len(self._shards):06d}.bin"
+                self._file = path.open("wb")
+                self._file.write(bytes(HEADER_BYTES))
+            part, tokens = np.split(tokens, [self.shard_tokens - self._tokens])
+            self._file.write(part.data)
+            self._tokens += len(part)
+            if self._tokens == self.shard_tokens:
+                self._finish()
+
+    def close(self) -> list[Shard]:
+        """Finishes the last shard and returns all of them."""
+        self._finish()
+        return [shard.result() for shard in self._shards]
+
+    def _finish(self) -> None:
+        if self._file is None:
+            return
+        header = np.zeros(HEADER_BYTES // 4, "<i4")
+        header[:3] = *MAGIC_AND_VERSION[self.dtype.itemsize], self._tokens
+        with self._file as file:
+            file.seek(0)
+            file.write(header.data)
+        size = HEADER_BYTES + self._tokens * self.dtype.itemsize
+        self._shards.append(self._pool.submit(_sync_and_hash, Path(self._file.name), self._tokens, size))
+        self._file, self._tokens = None, 0
+
+
+def _sync_and_hash(path: Path, tokens: int, size: int) -> Shard:
+    fsync_file(path)
+    return Shard(path.name, tokens, size, sha256_file(path))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes `manifest.json` atomically.
+
+    Raises:
+        UserError: the manifest is invalid, as when one shard is in both splits.
+    """
+    content = asdict(manifest)
+    content["sha256"] = content_sha256(content)
+    text = json.dumps(content, indent=1) + "\n"
+    parse_manifest(text.encode(), folder / MANIFEST)
+    write_atomically(folder / MANIFEST, text)

@@ -1,34 +1,40 @@
 """Text to token shards. The same source and settings give the same bytes with any number of workers, and a folder is
 usable only when it is whole: its manifest.json is written last, and a preparation that was killed starts over.
+
+Shards made by others (llm.c, modded-nanogpt) become usable in place: all are read, then a manifest is written.
 """
 
 import errno
+import glob
+import hashlib
 import os
+import re
 import threading
 import time
-from concurrent.futures import Executor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pydantic import TypeAdapter
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest, token_dtype
-from gpt2_ddp.data.shards import check_shard
-from gpt2_ddp.data.tokenizer import TOKENIZER_FILE, encoding_names, load_tokenizer
+from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype
+from gpt2_ddp.data.shards import check_shard, read_header
+from gpt2_ddp.data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, Tokenizer, encoding_names, load_tokenizer
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.workers import InlineExecutor, worker_pool
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import check_can_make, write_atomically
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.preparation.account import lines
-from gpt2_ddp.preparation.encode import write_splits
-from gpt2_ddp.preparation.fingerprint import RECORD, check_unchanged, record_source
-from gpt2_ddp.preparation.index_shards import index_shards
-from gpt2_ddp.preparation.shard_writer import write_manifest
-from gpt2_ddp.preparation.sources import Scan, describe, read_pieces, scan
+from gpt2_ddp.preparation.encode import write_manifest, write_splits
+from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, record_source
+from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
 from gpt2_ddp.preparation.vocabulary import make_tokenizer, suitable_vocab_size
 
 ACCOUNT = "account"
@@ -37,6 +43,8 @@ MARK = ".prepare.lock"
 """An empty file that marks the files of a folder as ours. Older releases locked it."""
 LEFT = ("train_*.bin", "val_*.bin", ".train*.tmp", ".val*.tmp", ".*.json*.tmp", TOKENIZER_FILE, RECORD)
 """What a killed preparation may leave in its folder."""
+BLOCK_BYTES = 2**24
+"""Bytes of another's shard that are read at a time."""
 
 
 def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
@@ -91,18 +99,15 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
     if differing:
         hint = f"holds shards made with {', '.join(differing)}; choose another output, or delete it"
         raise UserError("output", folder, hint)
-    for shards in manifest.splits.values():
-        for shard in shards:
-            check_shard(folder, shard, token_dtype(manifest.vocab_size))
+    for shard in (shard for shards in manifest.splits.values() for shard in shards):
+        check_shard(folder, shard, token_dtype(manifest.vocab_size))
     return manifest
 
 
 def _recipe(config: PrepareConfig) -> dict[str, Any]:
     """The settings that decide the tokens."""
-    recipe = config.model_dump(mode="json", exclude={"output", "workers"})
-    if config.tokenizer != "bpe":
-        del recipe["vocab_size"]
-    return recipe
+    unused = set() if config.tokenizer == "bpe" else {"vocab_size"}
+    return config.model_dump(mode="json", exclude={"output", "workers", *unused})
 
 
 def _clear(folder: Path) -> None:
@@ -120,19 +125,21 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     folder, start = Path(config.folder), time.perf_counter()
     fingerprint: dict[str, Any] = {}
     try:
-        seen, fingerprint = _look(aside, config, pool)
-        recipe = _recipe(config) | {"fingerprint": fingerprint}
+        is_hub = config.source.startswith("hub:")  # which is asked nothing more, where it does not answer
+        recorded = None if is_hub else pool.submit(_record, aside, config)  # a worker hashes the files meanwhile
+        source = scan(config)
+        if next(source.pieces(), None) is None:
+            raise UserError("source", config.source, "has too little text for a train split: it has none")
+        fingerprint = recorded.result() if recorded else record_source(aside, config)
         size = config.vocab_size or suitable_vocab_size(fingerprint.get("bytes"))
-        config = config.model_copy(update={"vocab_size": size})
-        name = _place_tokenizer(aside, config, seen)
+        name = _place_tokenizer(aside, source, size)
         tokenizer = load_tokenizer(name)
         if config.tokenizer == "bpe" and tokenizer.vocab_size < size:
             print(f"the BPE has {tokenizer.vocab_size:,} tokens, not {size:,}: there is no more to merge")
-        splits = write_splits(aside, config, name, seen, pool, workers, fast)
+        splits = write_splits(aside, source, name, pool, workers, fast)
         check_unchanged(aside, config, fingerprint)
-        identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-        manifest = Manifest(2, *identity, describe(config), splits, recipe | {ACCOUNT: asdict(seen.account)})
-        write_manifest(aside, manifest)
+        recipe = _recipe(config) | {"fingerprint": fingerprint, ACCOUNT: asdict(source.stats)}
+        manifest = _write(aside, tokenizer, describe(config), splits, recipe)
         (aside / MARK).touch()
         publish(aside, folder, last=MANIFEST)
     except (OSError, UserError) as error:
@@ -145,43 +152,133 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     return manifest
 
 
-def _look(folder: Path, config: PrepareConfig, pool: Executor) -> tuple[Scan, dict[str, Any]]:
-    """What the files are, and what they were."""
-    is_hub = config.source.startswith("hub:")  # which is asked nothing more, where it does not answer
-    recorded = None if is_hub else pool.submit(_record, folder, config)  # a worker hashes the files meanwhile
-    seen = scan(config)
-    if next(read_pieces(config, seen), None) is None:
-        raise UserError("source", config.source, "has too little text for a train split: it has none")
-    return seen, recorded.result() if recorded else record_source(folder, config)
-
-
 def _record(folder: Path, config: PrepareConfig) -> dict[str, Any]:
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
     return record_source(folder, config)
 
 
-def _summary(manifest: Manifest) -> str:
+def _place_tokenizer(folder: Path, source: Source, vocab_size: int) -> str:
+    """An encoding's name; or the path, inside the folder, of the tokenizer that is trained or copied there."""
+    own, name = folder / TOKENIZER_FILE, source.config.tokenizer
+    file = Path(name, TOKENIZER_FILE) if os.path.isdir(name) else Path(name)
+    if name in ("bpe", "chars", *encoding_names()) and os.path.isfile(file):
+        print(f"note: {name} is the tokenizer of that name; for the file that there is write ./{name}", flush=True)
+    if name in encoding_names():
+        return name
+    if name in ("bpe", "chars"):
+        make_tokenizer(source, vocab_size, own)
+    else:
+        load_tokenizer(name)  # refuses what is not one
+        write_atomically(own, file.read_bytes())
+    return str(own)
+
+
+def _write(
+    folder: Path, tokenizer: Tokenizer, source: str, splits: dict[str, list[Shard]], recipe: dict[str, Any]
+) -> Manifest:
+    identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
+    manifest = Manifest(2, *identity, source, splits, recipe)
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _summary(manifest: Manifest, with_tokenizer: bool = True) -> str:
     tokens = [f"{manifest.tokens(split):,} {split} tokens" for split in manifest.splits]
-    return f"{', '.join(tokens)}, vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"
+    more = [f"vocabulary {manifest.vocab_size:,} ({manifest.tokenizer})"] * with_tokenizer
+    return ", ".join(tokens + more)
 
 
 def _print_account(manifest: Manifest) -> None:
+    """Prints what became of the source, if the manifest has it."""
     if ACCOUNT in manifest.recipe:
-        print(*lines(manifest.recipe[ACCOUNT], {split: manifest.tokens(split) for split in manifest.splits}), sep="\n")
+        stats = TypeAdapter(CorpusStats).validate_python(manifest.recipe[ACCOUNT])
+        tokens = {split: manifest.tokens(split) for split in manifest.splits}
+        print(*account_lines(stats, tokens), sep="\n")
 
 
-def _place_tokenizer(folder: Path, config: PrepareConfig, seen: Scan) -> str:
-    """An encoding's name; or the path, inside the folder, of the tokenizer that is trained or copied there."""
-    own = folder / TOKENIZER_FILE
-    given = Path(config.tokenizer)
-    file = given / TOKENIZER_FILE if os.path.isdir(given) else given
-    if config.tokenizer in ("bpe", "chars", *encoding_names()) and os.path.isfile(file):
-        print(f"note: {given} is the tokenizer of that name; for the file that there is write ./{given}", flush=True)
-    if config.tokenizer in ("bpe", "chars"):
-        make_tokenizer(config, seen, own)
-        return str(own)
-    if config.tokenizer in encoding_names():
-        return config.tokenizer
-    load_tokenizer(config.tokenizer)  # refuses what is not one
-    write_atomically(own, file.read_bytes())
-    return str(own)
+def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
+    """What was read, what was left out and what was replaced, in words; with the tokens of each split."""
+    if stats.encodings:
+        kinds = ", ".join(f"{count:,} {name}" for name, count in stats.encodings.items())
+        yield f"  files         {sum(stats.encodings.values()):,} ({kinds})"
+        yield f"  left out      {stats.left_out.of('files')}"
+        yield f"  undecodable   {stats.undecodable.of('bytes')}"
+    yield f"  documents     {stats.documents:,}"
+    if stats.rows:
+        yield f"  without text  {stats.without_text.of('rows')} of {stats.rows:,}"
+    yield f"  text          {stats.characters:,} characters, {stats.bytes:,} bytes in UTF-8"
+    each = ", ".join(f"{count:,} {split}" for split, count in tokens.items())
+    yield f"  tokens        {each}; {stats.bytes / max(1, sum(tokens.values())):.2f} bytes per token"
+    if stats.idle_separator:
+        yield f"  note: {truncate(stats.idle_separator)} (document_separator) stands nowhere between two documents"
+    if stats.end_of_text:
+        times = f"{stats.end_of_text:,} time{'s' * (stats.end_of_text > 1)}"
+        yield (
+            f"  note: {END_OF_TEXT} stands in the text, {times}, and is taken as words; where it divides documents, "
+            f"--document_separator '{END_OF_TEXT}' splits there"
+        )
+
+
+def index_shards(config: PrepareConfig) -> Manifest:
+    """Checks every token of the shards of `bin:GLOB` and writes their folder's manifest.json, and nothing else.
+
+    A file belongs to the split, `train` or `val`, that its name contains.
+
+    Raises:
+        UserError: there are no such files, or they are in several folders. One is not whole, has ids outside the
+            vocabulary, or is in both splits. The folder has the manifest of other shards.
+    """
+    files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
+    if not files:
+        raise UserError("source", config.source, "there are no such files; write bin:FOLDER/*.bin")
+    folder, name = files[0].parent, config.tokenizer
+    if any(path.parent != folder for path in files):
+        raise UserError("source", config.source, "these lie in several folders; index each folder by itself")
+    if config.output is not None and os.path.realpath(config.output) != os.path.realpath(folder):
+        raise UserError("output", config.output, f"shards are indexed where they are; give {folder}, or nothing")
+    if name in ("bpe", "chars"):
+        raise UserError("tokenizer", name, "name the tokenizer that the shards were made with, such as gpt2")
+    if name not in encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
+        raise UserError("tokenizer", name, f"copy the file into {folder}, beside the shards, and name it there")
+    tokenizer = load_tokenizer(name)
+    recipe = {"files": [path.name for path in files], "tokenizer_sha256": tokenizer.sha256}
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        if manifest.recipe != recipe:
+            raise UserError("output", folder, f"has the {MANIFEST} of other shards; delete it to index these")
+        print(f"{folder} is already indexed: {_summary(manifest, with_tokenizer=False)}")
+        return manifest
+
+    splits: dict[str, list[Shard]] = {_split(path): [] for path in files}
+    with ThreadPoolExecutor(config.workers or usable_cores(hyperthreads=True)) as pool:  # hashing runs outside the GIL
+        for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
+            splits[_split(path)].append(shard)
+    try:
+        manifest = _write(folder, tokenizer, config.source, splits, recipe)
+    except OSError as error:
+        hint = f"{MANIFEST} cannot be written into it ({error.strerror}); make it writable, or link its files elsewhere"
+        raise UserError("output", folder, hint) from error
+    print(f"{folder} is indexed: {_summary(manifest, with_tokenizer=False)}")
+    return manifest
+
+
+def _split(path: Path) -> str:
+    names = [split for split in ("val", "train") if split in path.name]
+    names = [split for split in names if split in re.split("[^a-z]", path.name)] or names  # not for its `interval`
+    if len(names) != 1:
+        raise UserError("shard", path, "its name should say either train or val; rename it, or narrow the glob")
+    return names[0]
+
+
+def _index(path: Path, tokenizer: Tokenizer) -> Shard:
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = read_header(path, dtype)
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(HEADER_BYTES))
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+            largest = np.frombuffer(block, dtype).max()
+            if largest >= tokenizer.vocab_size:
+                hint = f"holds token id {largest}, but {tokenizer.name} has {tokenizer.vocab_size}; name its tokenizer"
+                raise UserError("shard", path, hint)
+    return Shard(path.name, tokens, HEADER_BYTES + tokens * dtype.itemsize, digest.hexdigest())

@@ -1,39 +1,36 @@
-"""Where text comes from: the standard library's source, local files, the Hub. Documents are read in pieces, so that
-a corpus of any size, or a single file of any size, passes through little memory."""
+"""Text of a source as documents: local files, the standard library's source, a dataset on the Hub.
 
-import platform
+A document is text in blocks, so that one of any length passes through little memory; it ends before the next begins.
+"""
+
+import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.tokenizer import replace_surrogates
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.data.tokenizer import END_OF_TEXT, replace_surrogates
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
-from gpt2_ddp.preparation.account import CorpusStats, Tally
-from gpt2_ddp.preparation.decode import COMPRESSED, DetectedEncoding, detect_encoding
-from gpt2_ddp.preparation.documents import (
-    MANY,
-    Blocks,
-    InputSplit,
-    check_column,
-    check_parquet,
-    hub_documents,
-    json_documents,
-    json_parts,
-    parquet_documents,
-    parquet_parts,
-    split,
-    text_documents,
-    without_line_breaks,
+from gpt2_ddp.preparation.source_files import (
+    BLOCK,
+    COMPRESSED,
+    TRACE,
+    DetectedEncoding,
+    detect_encoding,
+    find_files,
+    open_text,
 )
-from gpt2_ddp.preparation.find import find_files
 
+MANY = 1000
+"""If none of the first so many rows has the column, none will."""
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place where no token of GPT-2's can straddle the cut."""
 LONGEST_PIECE = 4 * PIECE
@@ -41,6 +38,78 @@ LONGEST_PIECE = 4 * PIECE
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 USUAL = {"utf-8", "parquet"}
+EXAMPLES = 3
+
+Blocks = Iterable[str]
+"""The text of a document, in parts of any size."""
+
+
+@dataclass
+class Tally:
+    """How many of a kind there were, and where the first few."""
+
+    count: int = 0
+    where: list[str] = field(default_factory=list)
+
+    def add(self, where: object, count: int = 1) -> None:
+        """Counts so many more; the first few places are kept."""
+        self.count += count
+        if len(self.where) < EXAMPLES:
+            self.where.append(truncate(where))
+
+    def of(self, unit: str) -> str:
+        """In words: `2 files (a; b)`."""
+        more = ["..."] * (self.count > len(self.where) >= EXAMPLES)
+        return (
+            f"{self.count:,} {unit[: -1 if self.count == 1 else None]}"
+            + f" ({'; '.join([*self.where, *more])})" * bool(self.where)
+        )
+
+
+@dataclass
+class CorpusStats:
+    """Counts of a source. Of its files: by encoding, undecodable, left out. Of its text: documents, characters, UTF-8
+    bytes, rows, texts of the end-of-text token; the columns of the first row without text; an unused separator."""
+
+    encodings: dict[str, int] = field(default_factory=dict)
+    undecodable: Tally = field(default_factory=Tally)
+    left_out: Tally = field(default_factory=Tally)
+    documents: int = 0
+    characters: int = 0
+    bytes: int = 0
+    rows: int = 0
+    without_text: Tally = field(default_factory=Tally)
+    without_column: int = 0
+    columns: list[str] = field(default_factory=list)
+    end_of_text: int = 0
+    idle_separator: str | None = None
+
+    def add(self, other: "CorpusStats") -> None:
+        """Counts what was read after this, by another process."""
+        for name in ("documents", "characters", "bytes", "rows", "without_column", "end_of_text"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.without_text.count += other.without_text.count
+        self.without_text.where = (self.without_text.where + other.without_text.where)[:EXAMPLES]
+        self.columns = self.columns or other.columns
+        self.idle_separator = self.idle_separator and other.idle_separator
+
+
+class InputSplit(NamedTuple):
+    """Some of the source's documents, which are one stretch of a file.
+
+    Args:
+        path: the file.
+        encoding: what it is encoded in.
+        size: bytes, about.
+        start: the first byte, of JSON lines in UTF-8; which row group, of parquet; None: the file is one part.
+        row: rows of the file before it.
+    """
+
+    path: Path
+    encoding: str
+    size: int
+    start: int | None = None
+    row: int = 0
 
 
 class DocumentChunk(NamedTuple):
@@ -50,33 +119,197 @@ class DocumentChunk(NamedTuple):
     first: bool
 
 
-@dataclass
-class Scan:
-    """What a look at a source's files has found, before any long work.
+class Source:
+    """The documents of a source, always in the same order.
 
     Attributes:
-        account: what there is to say of the files; reading the source adds what was read.
+        stats: counts of its files, by `scan`, and of what was read last.
         unusual: the files that are not UTF-8, with their encoding, or None for those that are left out.
     """
 
-    account: CorpusStats = field(default_factory=CorpusStats)
-    unusual: dict[str, str | None] = field(default_factory=dict)
+    def __init__(self, config: PrepareConfig, unusual: dict[str, str | None] | None = None):
+        self.config, self.stats, self.unusual = config, CorpusStats(), unusual or {}
+
+    def pieces(self, splits: Iterable[InputSplit] | None = None) -> Iterator[DocumentChunk]:
+        """The documents, cut into pieces; empty ones are left out. Counts what is read.
+
+        Args:
+            splits: those to read; None: all, up to `max_documents`.
+
+        Raises:
+            UserError: the source is missing, unreadable or empty, or none of its rows has the column.
+        """
+        self.forget_text()
+        documents = self._documents() if splits is None else self._divided(self._undivided(splits))
+        for blocks in documents:
+            for number, piece in enumerate(_cut(blocks)):
+                text = piece if piece.isascii() else replace_surrogates(piece)
+                self.stats.documents += number == 0
+                self.stats.characters += len(text)
+                self.stats.bytes += len(text) if text.isascii() else len(text.encode())
+                self.stats.end_of_text += text.count(END_OF_TEXT)
+                yield DocumentChunk(text, first=number == 0)
+
+    def forget_text(self) -> None:
+        """Sets the counts of the text back, since a source is read several times."""
+        files = self.stats.encodings, self.stats.undecodable, self.stats.left_out
+        self.stats = CorpusStats(*files, idle_separator=self.config.document_separator)
+
+    def has_documents(self, number: int) -> bool:
+        """Whether the source has at least so many documents."""
+        self.forget_text()
+        return sum(1 for _ in islice(self._documents(), number)) == number
+
+    def splits(self) -> Iterator[InputSplit]:
+        """The parts that all files of the source are made of, in their order."""
+        for path in find_files(self.config.source, self.config.output):
+            encoding, suffix = self.unusual.get(str(path), "utf-8"), _suffix(path)
+            if encoding is None:
+                continue
+            if suffix == ".parquet":
+                yield from parquet_splits(path)
+            elif suffix in JSON_LINES and encoding == "utf-8" and path.suffix.lower() not in COMPRESSED:
+                yield from json_splits(path)
+            else:
+                yield InputSplit(path, encoding, path.stat().st_size)
+
+    def check_column(self) -> None:
+        """Refuses a source of whose rows none has text."""
+        stats, column = self.stats, self.config.column
+        if stats.rows and stats.without_text.count == stats.rows:
+            hint = f"none of {stats.rows:,} rows has text there; the first, {stats.without_text.where[0]}, has"
+            raise UserError("column", column, f"{hint} {', '.join(stats.columns) or 'none'}")
+
+    def _documents(self) -> Iterator[Blocks]:
+        is_hub = self.config.source.startswith("hub:")
+        found = self._of_hub() if is_hub else self._undivided(self.splits())
+        yield from islice(self._divided(self._with_column(found)), self.config.max_documents)
+
+    def _with_column(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
+        for document in documents:
+            yield document
+            if self.stats.rows == self.stats.without_column == MANY:
+                break
+        self.check_column()
+
+    def _divided(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
+        separator = self.config.document_separator
+        if separator is None:
+            yield from documents
+            return
+        for document in documents:
+            for number, part in enumerate(divide(document, separator)):
+                if number:
+                    self.stats.idle_separator = None
+                yield without_line_breaks(part)
+
+    def _undivided(self, splits: Iterable[InputSplit]) -> Iterator[Blocks]:
+        for split in splits:
+            if split.encoding == "parquet":
+                yield from self._of_parquet(split)
+            elif _suffix(split.path) in JSON_LINES:
+                yield from self._of_json(split)
+            else:
+                yield from self._of_text(split)
+
+    def _of_text(self, split: InputSplit) -> Iterator[Blocks]:
+        """A text file as one document, or its lines or paragraphs."""
+        kind = self.config.documents
+        with open_text(split.path, split.encoding, None if kind == "line" else "") as file:
+            blocks = iter(lambda: file.read(BLOCK), "")
+            if kind == "file":
+                yield blocks
+            elif kind == "line":
+                yield from divide(blocks, "\n")
+            else:
+                paragraphs = groupby(file, key=str.isspace)
+                yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
+
+    def _of_json(self, split: InputSplit) -> Iterator[Blocks]:
+        """The column of a file that has one JSON object a line."""
+        path = split.path
+        stretch = None if split.start is None else (split.start, split.start + split.size)
+        with open_text(path, split.encoding, part=stretch) as file:
+            for number, line in enumerate(file, start=split.row + 1):
+                if line.isspace():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    hint = f"line {number} is not JSON ({error}); one object a line"
+                    raise UserError("source", path, hint) from error
+                if not isinstance(row, dict):
+                    raise UserError("source", path, f"line {number} is not an object; write one object a line")
+                del line
+                yield self._text(row, f"{path}, line {number}")
+
+    def _of_parquet(self, split: InputSplit) -> Iterator[Blocks]:
+        """The column of a row group."""
+        import pyarrow.parquet
+
+        path, column, number = split.path, self.config.column, split.row
+        try:
+            with _whole(path), pyarrow.parquet.ParquetFile(path) as file:
+                names = [file.schema.column(index).path for index in range(len(file.schema))]
+                present = any(f"{name}.".startswith(f"{column}.") for name in names)
+                columns = [column] if present else None
+                for batch in file.iter_batches(batch_size=256, row_groups=[split.start], columns=columns):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield self._text(row, f"{path}, row {number}")
+        except UnicodeDecodeError as error:
+            hint = f"holds text after row {number} that is not UTF-8 ({error}), as parquet's has to be; write it again"
+            raise UserError("source", path, hint) from error
+
+    def _of_hub(self) -> Iterator[Blocks]:
+        """The column of a dataset on the Hub, as it arrives."""
+        import datasets
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+        config, name = self.config, self.config.source.removeprefix("hub:")
+        try:
+            HfApi().dataset_info(name, revision=config.revision, timeout=10)  # load_dataset alone retries for long
+            rows: Any = datasets.load_dataset(
+                name, config.subset, split=config.split, revision=config.revision, streaming=True
+            )
+            for number, row in enumerate(rows):
+                yield self._text(row, f"{name}, row {number}")
+        except (OSError, ValueError, HTTPError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            hint = f"cannot be read from the Hub ({reason}); a local file or folder, or stdlib, needs no network"
+            raise UserError("source", config.source, hint) from error
+
+    def _text(self, row: dict[str, Any], where: str) -> Blocks:
+        """The row's text, in a key of the column's name or below keys joined by dots."""
+        stats, column = self.stats, self.config.column
+        stats.rows += 1
+        try:
+            text = _value(row, column)
+        except KeyError:
+            stats.without_column += 1
+            text = None
+        if not text and (text is None or isinstance(text, str)):
+            stats.columns = stats.columns or list(_columns(row))
+            stats.without_text.add(where)
+            return [""]
+        if not isinstance(text, str):
+            raise UserError("column", column, f"{where}, holds {type(text).__name__}, not text; choose another column")
+        return [text] if len(text) <= BLOCK else (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
 
 
-def scan(config: PrepareConfig) -> Scan:
-    """Looks at all files of the source, from their first byte to their last.
+def scan(config: PrepareConfig) -> Source:
+    """Looks at all files of the source, from their first byte to their last, before any long work.
 
     Raises:
         UserError: there is no text, there is text in an unknown encoding, or a bad file is to stop the work.
     """
-    found, garbled, bad = Scan(), Tally(), None
-    account = found.account
+    found, garbled, bad = Source(config), Tally(), None
+    stats = found.stats
     files = () if config.source.startswith("hub:") else find_files(config.source, config.output)
     for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
         try:
-            is_parquet = _suffix(regular(path)) == ".parquet"
-            seen = DetectedEncoding(check_parquet(path), 0) if is_parquet else detect_encoding(path, config.encoding)
-            reason = "" if seen.encoding else "is not text"
+            seen, reason = _look(regular(path), config.encoding), "is not text"
         except (OSError, ValueError) as error:  # ValueError: not what its suffix says
             seen, reason = DetectedEncoding(None, 0), f"cannot be read ({error})"
         if seen.encoding not in USUAL:
@@ -85,14 +318,14 @@ def scan(config: PrepareConfig) -> Scan:
             bad = bad or UserError("source", path, f"{reason}; choose text files, by a glob perhaps: 'texts/**/*.txt'")
             if config.on_bad_file == "stop":
                 raise bad
-            account.left_out.add(f"{path} {reason}")
+            stats.left_out.add(f"{path} {reason}")
             continue
-        account.encodings[seen.encoding] = account.encodings.get(seen.encoding, 0) + 1
+        stats.encodings[seen.encoding] = stats.encodings.get(seen.encoding, 0) + 1
         if seen.undecodable:
-            account.undecodable.add(f"{path}, line {seen.line}", seen.undecodable)
-        if seen.garbled:
+            stats.undecodable.add(f"{path}, line {seen.line}", seen.undecodable)
+        if seen.undecodable * TRACE > seen.size:
             garbled.add(f"{path}, line {seen.line}")
-    if bad and not account.encodings:
+    if bad and not stats.encodings:
         raise bad
     if garbled.count:
         tried = "UTF-8" if config.encoding == "auto" else f"UTF-8 or {config.encoding}"
@@ -101,103 +334,80 @@ def scan(config: PrepareConfig) -> Scan:
     return found
 
 
-def read_pieces(config: PrepareConfig, seen: Scan | None = None) -> Iterator[DocumentChunk]:
-    """The source's documents in their order, always the same, cut into pieces; empty documents are left out.
+def _look(path: Path, named: str) -> DetectedEncoding:
+    if _suffix(path) != ".parquet":
+        return detect_encoding(path, named)
+    import pyarrow.parquet
 
-    Args:
-        config: names the source.
-        seen: what `scan` has found, where that was done already; its account counts what is read.
-
-    Raises:
-        UserError: the source is missing, unreadable or empty, or none of its rows has the column.
-    """
-    seen = seen or scan(config)
-    seen.account.begin(config.document_separator)
-    yield from _pieces(islice(_documents(config, seen), config.max_documents), seen.account)
+    with pyarrow.parquet.ParquetFile(path):
+        return DetectedEncoding("parquet", 0)
 
 
-def read_parts(config: PrepareConfig, parts: Iterable[InputSplit], account: CorpusStats) -> Iterator[DocumentChunk]:
-    """The pieces of some parts of the source, which the account counts; as `read_pieces` gives those of all."""
-    account.begin(config.document_separator)
-    documents = _undivided(config, parts, account)
-    return _pieces(_divided(config.document_separator, documents, account), account)
+def json_splits(path: Path) -> Iterator[InputSplit]:
+    """Whole lines of an uncompressed file in UTF-8."""
+    start = row = 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            size, lines = len(block), block.count(b"\n")
+            while not block.endswith(b"\n") and (block := file.readline(BLOCK)):  # a line may be of any length
+                size, lines = size + len(block), lines + block.endswith(b"\n")
+            yield InputSplit(path, "utf-8", size, start, row)
+            start, row = start + size, row + lines
 
 
-def has_documents(config: PrepareConfig, number: int, seen: Scan) -> bool:
-    """Whether the source has at least so many documents."""
-    seen.account.begin(config.document_separator)
-    return sum(1 for _ in islice(_documents(config, seen), min(number, config.max_documents or number))) == number
+def parquet_splits(path: Path) -> Iterator[InputSplit]:
+    """The row groups of a file."""
+    import pyarrow.parquet
+
+    with _whole(path), pyarrow.parquet.ParquetFile(path) as file:
+        row = 0
+        for index in range(file.metadata.num_row_groups):
+            group = file.metadata.row_group(index)
+            yield InputSplit(path, "parquet", group.total_byte_size, index, row)
+            row += group.num_rows
 
 
-def source_parts(config: PrepareConfig, seen: Scan) -> Iterator[InputSplit]:
-    """The parts that all files of the source are made of, in their order."""
-    for path in find_files(config.source, config.output):
-        encoding, suffix = seen.unusual.get(str(path), "utf-8"), _suffix(path)
-        if encoding is None:
-            continue
-        if suffix == ".parquet":
-            yield from parquet_parts(path)
-        elif suffix in JSON_LINES and encoding == "utf-8" and path.suffix.lower() not in COMPRESSED:
-            yield from json_parts(path)
-        else:
-            yield InputSplit(path, encoding, path.stat().st_size)
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    import pyarrow
+
+    try:
+        yield
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise UserError("source", path, f"is not a whole parquet file ({error})") from error
 
 
-def describe(config: PrepareConfig) -> str:
-    """The source in words, for the manifest."""
-    return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
+def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:
+    """The documents between separators; nothing after the last one is no document."""
+    for _, parts in groupby(_numbered(blocks, separator), key=itemgetter(0)):
+        yield (text for _, text in parts)
 
 
-def _documents(config: PrepareConfig, seen: Scan) -> Iterator[Blocks]:
-    account = seen.account
-    if config.source.startswith("hub:"):
-        found = hub_documents(config, account)
-    else:
-        found = _undivided(config, source_parts(config, seen), account)
-    yield from _divided(config.document_separator, _checked(config.column, found, account), account)
-    check_column(config.column, account)
+def _numbered(blocks: Blocks, separator: str) -> Iterator[tuple[int, str]]:
+    """Parts of the documents between separators, with the number of the document."""
+    number, held = 0, ""
+    for block in blocks:
+        *whole, held = (held + block).split(separator)
+        yield from enumerate(whole, number)
+        number += len(whole)
+        if len(held) > BLOCK:
+            end = len(held) - len(separator) + 1  # it may straddle two blocks
+            yield number, held[:end]
+            held = held[end:]
+    if held:
+        yield number, held
 
 
-def _checked(column: str, documents: Iterable[Blocks], account: CorpusStats) -> Iterator[Blocks]:
-    for document in documents:
-        yield document
-        if account.rows == account.without_column == MANY:
-            check_column(column, account)
-
-
-def _divided(separator: str | None, documents: Iterable[Blocks], account: CorpusStats) -> Iterator[Blocks]:
-    for document in documents:
-        if separator is None:
-            yield document
-        else:
-            for number, part in enumerate(split(document, separator)):
-                if number:
-                    account.idle_separator = None
-                yield without_line_breaks(part)
-
-
-def _undivided(config: PrepareConfig, parts: Iterable[InputSplit], account: CorpusStats) -> Iterator[Blocks]:
-    for part in parts:
-        if part.encoding == "parquet":
-            yield from parquet_documents(part, config.column, account)
-        elif _suffix(part.path) in JSON_LINES:
-            yield from json_documents(part, config.column, account)
-        else:
-            yield from text_documents(part.path, part.encoding, config.documents)
-
-
-def _pieces(documents: Iterable[Blocks], account: CorpusStats) -> Iterator[DocumentChunk]:
-    for blocks in documents:
-        for number, piece in enumerate(_cut(blocks)):
-            text = piece if piece.isascii() else replace_surrogates(piece)
-            account.read(text, first=number == 0)
-            yield DocumentChunk(text, first=number == 0)
-
-
-def _suffix(path: Path) -> str:
-    """What kind of file it is, whether compressed or not."""
-    suffixes = (suffix.lower() for suffix in reversed(path.suffixes))
-    return next((suffix for suffix in suffixes if suffix not in COMPRESSED), "")
+def without_line_breaks(blocks: Blocks) -> Iterator[str]:
+    """The document without line breaks at its beginning and its end."""
+    held, begun = "", False
+    for block in blocks:
+        block = held + block
+        if not begun:
+            block = block.lstrip("\r\n")
+        text = block.rstrip("\r\n")
+        begun, held = begun or bool(text), block[len(text) :]
+        yield text
 
 
 def _cut(blocks: Blocks) -> Iterator[str]:
@@ -213,3 +423,23 @@ def _cut(blocks: Blocks) -> Iterator[str]:
             held = held[end:]
     if held:
         yield held
+
+
+def _value(row: Any, column: str) -> Any:
+    if isinstance(row, dict) and column in row:
+        return row[column]
+    outer, dot, inner = column.partition(".")
+    if not dot or not isinstance(row, dict):
+        raise KeyError(column)
+    return _value(row[outer], inner)
+
+
+def _columns(row: dict[str, Any]) -> Iterator[str]:
+    for name, value in row.items():
+        yield from (f"{name}.{inner}" for inner in _columns(value)) if isinstance(value, dict) and value else (name,)
+
+
+def _suffix(path: Path) -> str:
+    """What kind of file it is, whether compressed or not."""
+    suffixes = (suffix.lower() for suffix in reversed(path.suffixes))
+    return next((suffix for suffix in suffixes if suffix not in COMPRESSED), "")

@@ -9,11 +9,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT
 from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.workers import run_in_worker
-from gpt2_ddp.preparation.sources import Scan, read_pieces
+from gpt2_ddp.preparation.sources import Source
 
 BPE_CHARACTERS = 10**9
 """A BPE is trained on the first so many characters of the source; more would hardly change it."""
@@ -21,24 +20,23 @@ SAY_SECONDS = 30
 """Between lines about the progress, where there is no terminal to draw a bar on."""
 
 
-def make_tokenizer(config: PrepareConfig, seen: Scan, path: Path) -> None:
+def make_tokenizer(source: Source, vocab_size: int, path: Path) -> None:
     """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`."""
-    if config.tokenizer == "bpe":
-        print(f"training a BPE of {config.vocab_size:,} tokens", flush=True)
-        run_in_worker(_train_bpe, config, seen, path)  # where it merges, no signal would come through
+    if source.config.tokenizer == "bpe":
+        print(f"training a BPE of {vocab_size:,} tokens", flush=True)
+        run_in_worker(_train_bpe, source, vocab_size, path)  # where it merges, no signal would come through
     else:
         print("collecting the characters", flush=True)
-        write_characters(_told(piece.text for piece in read_pieces(config, seen)), path)
+        write_characters(_texts(source), path)
 
 
-def _train_bpe(config: PrepareConfig, seen: Scan, path: Path) -> None:
+def _train_bpe(source: Source, vocab_size: int, path: Path) -> None:
     def texts() -> Iterator[str]:
-        yield from _told(_first(BPE_CHARACTERS, (piece.text for piece in read_pieces(config, seen))))
+        yield from _texts(source, BPE_CHARACTERS)
         print("merging", flush=True)
 
     tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
-    assert config.vocab_size, "settled before"
-    train_bpe(texts(), config.vocab_size, path)
+    train_bpe(texts(), vocab_size, path)
 
 
 def suitable_vocab_size(size: int | None) -> int:
@@ -91,22 +89,16 @@ def write_characters(texts: Iterable[str], path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def _told(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, while a bar counts their characters; without a terminal, a line does now and then."""
+def _texts(source: Source, most: float = math.inf) -> Iterator[str]:
+    """About `most` characters of the source, counted by a bar; without a terminal, by a line now and then."""
     read, said = 0, time.monotonic()
     with tqdm(desc="reading", unit=" characters", unit_scale=True, disable=None) as progress:
-        for text in texts:
+        for text, _ in source.pieces():
             yield text
             read += len(text)
             progress.update(len(text))
             if progress.disable and time.monotonic() > said + SAY_SECONDS:
                 said = time.monotonic()
                 print(f"read {read:,} characters", flush=True)
-
-
-def _first(characters: int, texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield text
-        characters -= len(text)
-        if characters <= 0:
-            return
+            if read >= most:
+                return

@@ -23,8 +23,8 @@ from gpt2_ddp.data.shards import RECORD, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.preparation.index_shards import index_shards
-from gpt2_ddp.preparation.shard_writer import write_manifest
+from gpt2_ddp.preparation.encode import write_manifest
+from gpt2_ddp.preparation.prepare import index_shards
 
 SHARDS = ["train_000000.bin", "train_000001.bin", "val_000000.bin"]
 

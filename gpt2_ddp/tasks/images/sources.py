@@ -18,7 +18,7 @@ from typing import Any
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.preparation.find import find_files
+from gpt2_ddp.preparation.source_files import find_files
 from gpt2_ddp.tasks.images.archives import read_archive
 from gpt2_ddp.tasks.images.decode import Stored
 

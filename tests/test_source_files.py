@@ -1,6 +1,7 @@
-"""What files are: text in some encoding, or not text, or damaged."""
+"""Which files a source is made of, in which order, and what they are: text in some encoding, not text, or damaged."""
 
 import gzip
+import re
 from pathlib import Path
 
 from commands import expect_error
@@ -9,9 +10,68 @@ from nasty import DECODABLE, NOT_TEXT, PROSE, RUSSIAN, write_decodable, write_na
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.preparation import decode
-from gpt2_ddp.preparation.decode import detect_encoding
-from gpt2_ddp.preparation.sources import read_pieces, scan
+from gpt2_ddp.preparation import source_files, sources
+from gpt2_ddp.preparation.source_files import detect_encoding, find_files, library_files
+from gpt2_ddp.preparation.sources import scan
+
+ENTRY = re.compile(r"""\s*(?:b?'[^']*'|b?"[^"]*"|[\[({]*-?0?x?[0-9a-fA-F]+)[\])}]*\s*(?:[:,)]|$)""")
+
+
+def test_files_are_sorted_by_the_parts_of_their_names(tmp_path):
+    for name in ("b/x", "b.txt", "a/z", "a/b/c", "a-b", "a.b/c", "c", ".git/x", "a/.hidden", "b/\udcff"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("c")
+    (tmp_path / "nothing").symlink_to("absent")
+    (tmp_path / "round").symlink_to("round")
+    visible = [path for path in tmp_path.rglob("*") if not path.is_dir() and not {".git", ".hidden"} & {*path.parts}]
+    assert [*find_files(str(tmp_path))] == sorted(visible)
+    assert len(visible) == 11
+    assert [*find_files(f"{tmp_path}/**/*")] == [*find_files(str(tmp_path))]
+    assert [*find_files(f"{tmp_path}/c")] == [tmp_path / "c"]
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+    assert [*find_files(str(tmp_path))] == [*find_files(f"{tmp_path}/**")] == sorted(visible)
+
+
+def test_globs_are_those_of_the_shell(tmp_path, monkeypatch):
+    for name in ("x.txt/y.txt", "x.txt/z.md", "a/b/c.txt", "a/b/d.md", "a.txt", "a/.git/e.txt", "out/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    for pattern, names in {
+        "*.txt": "a.txt", "**/*.txt": "a/b/c.txt a.txt out/f.txt x.txt/y.txt", "a/**": "a/b/c.txt a/b/d.md",
+        "[ax]*/**/?.txt": "a/b/c.txt x.txt/y.txt", f"{tmp_path}/**/b/**/*": "a/b/c.txt a/b/d.md",
+    }.items():  # fmt: skip
+        assert [tmp_path / path for path in find_files(pattern)] == [tmp_path / name for name in names.split()], pattern
+    assert Path("out/f.txt") not in {*find_files("**/*", "out")}
+    assert tmp_path / "out/f.txt" not in {*find_files(str(tmp_path), "out")}
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").touch()
+    real = __import__("os").scandir
+
+    def scandir(folder: str):
+        if folder.endswith("a"):
+            raise PermissionError(13, "Permission denied")
+        return real(folder)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    assert [*find_files(str(tmp_path))] == [tmp_path / "a", tmp_path / "b"]
+
+
+def test_the_library_is_code_and_no_tables():
+    files = library_files()
+    assert files == sorted(files)
+    assert {"argparse.py", "inspect.py", "typing.py"} <= {path.name for path in files}
+    for path in (path for path in files if path.stat().st_size > 4000):
+        lines = [line for line in path.read_text("utf-8").splitlines() if line.strip()[:1] not in ("", "#")]
+        entries = [line for line in lines if ENTRY.match(line)]
+        assert len(entries) < 0.6 * len(lines), path
+    names = {Path(*path.parts[-2:]).as_posix() for path in files}
+    assert not names & {"encodings/cp1252.py", "pydoc_data/topics.py", "html/entities.py", "re/_casefix.py"}
 
 
 def config(source: Path, **changes) -> PrepareConfig:
@@ -21,8 +81,8 @@ def config(source: Path, **changes) -> PrepareConfig:
 def texts(source: Path, **changes) -> list[str]:
     """The documents, each whole."""
     documents: list[str] = []
-    for piece in read_pieces(config(source, **changes)):
-        documents[-1:] = ["".join(documents[-1:]) + piece.text] if not piece.first else [*documents[-1:], piece.text]
+    for text, first in scan(config(source, **changes)).pieces():
+        documents[-1:] = [*documents[-1:], text] if first else [documents[-1] + text]
     return documents
 
 
@@ -33,7 +93,7 @@ def test_what_can_be_decoded_is_read_byte_for_byte(tmp_path):
         assert texts(tmp_path / name) == [text], name
         assert tokenizer.decode(tokenizer.encode(text)) == text, name
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
-    assert scan(config(tmp_path)).account.encodings == {"utf-8": 9, "utf-16": 2, "utf-16-le": 1, "utf-32": 1}
+    assert scan(config(tmp_path)).stats.encodings == {"utf-8": 9, "utf-16": 2, "utf-16-le": 1, "utf-32": 1}
 
 
 def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
@@ -42,7 +102,7 @@ def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
         (tmp_path / name).write_bytes(data)
     seen = scan(config(tmp_path))
     assert {Path(name).name for name, encoding in seen.unusual.items() if encoding is None} == {*NOT_TEXT}
-    assert seen.account.left_out.count == len(NOT_TEXT)
+    assert seen.stats.left_out.count == len(NOT_TEXT)
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
     for name in NOT_TEXT:
         # there is nothing else
@@ -54,7 +114,7 @@ def test_text_in_another_encoding_is_asked_for(tmp_path):
     write_nasty(tmp_path)
     where = r"\(.*cp1252\.txt, line 1; .*latin\.txt, line 1\)"
     expect_error(f"encoding = auto: cannot decode 2 files {where} as UTF-8;", scan, config(tmp_path))
-    account = scan(config(tmp_path, encoding="cp1252")).account
+    account = scan(config(tmp_path, encoding="cp1252")).stats
     assert (account.encodings["cp1252"], account.encodings["utf-16"], account.undecodable.count) == (2, 2, 0)
     read = texts(tmp_path, encoding="cp1252")
     assert {PROSE, RUSSIAN, "“Où ?” – 5 €\n" * 50} <= {*read}  # what is UTF-8 or marked as UTF-16 stays that
@@ -64,23 +124,25 @@ def test_text_in_another_encoding_is_asked_for(tmp_path):
 
 
 def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 1000)
+    monkeypatch.setattr(source_files, "BLOCK", 1000)
     for size, garbled in ((20_000, False), (19_999, True)):
         path = tmp_path / f"{size}.txt"
         path.write_bytes(b"word\n" * 300 + b"\xe9\xe8" + b"x" * (size - 1502))
-        found = detect_encoding(path, "auto")
-        assert (found.undecodable, found.line, found.size, found.garbled) == (2, 301, size, garbled)
-    account = scan(config(tmp_path / "20000.txt")).account
+        assert detect_encoding(path, "auto") == ("utf-8", size, 2, 301)
+        if garbled:
+            expect_error("encoding = auto: cannot decode 1 file ", scan, config(path))
+    account = scan(config(tmp_path / "20000.txt")).stats
     assert (account.undecodable.count, account.undecodable.where) == (2, [f"{tmp_path}/20000.txt, line 301"])
     assert texts(tmp_path / "20000.txt")[0].count("\ufffd") == 2
 
 
 def test_a_character_that_straddles_two_blocks_is_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "BLOCK", 7)
+    for module in (source_files, sources):
+        monkeypatch.setattr(module, "BLOCK", 7)
     for encoding in ("utf-8", "utf-16", "utf-32", "shift_jis", "gb18030", "iso2022_jp"):
         (tmp_path / "text").write_bytes(("仮名と漢字、" * 9).encode(encoding))
         named = encoding if encoding[:3] != "utf" else "auto"
-        assert scan(config(tmp_path / "text", encoding=named)).account.undecodable.count == 0, encoding
+        assert scan(config(tmp_path / "text", encoding=named)).stats.undecodable.count == 0, encoding
         assert texts(tmp_path / "text", encoding=named) == ["仮名と漢字、" * 9], encoding
 
 

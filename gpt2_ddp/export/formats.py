@@ -1,0 +1,181 @@
+"""The files of an export: weights and tokenizer for transformers, and GGUF, the file of llama.cpp.
+
+llama.cpp's own converter refuses every BPE that it does not know by its hash. Names, types and tables of the GGUF are
+those that it writes for a GPT2LMHeadModel, by its package `gguf`. All tensors are fp32; llama.cpp's `llama-quantize`
+makes smaller files of it.
+"""
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt2_ddp.checkpoint.checkpoint import as_safetensors
+from gpt2_ddp.data.tokenizer import BYTES, CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN, TOKENIZER_FILE, Tokenizer
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.check import ExportMismatch
+from gpt2_ddp.files import write_hashed, writing
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import FIXED, to_transformers, transformers_config
+
+
+def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes config.json, generation_config.json and model.safetensors."""
+    _write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
+    generation = {f"{kind}_token_id": tokenizer.eot for kind in ("bos", "eos", "pad")}
+    _write_json(folder / "generation_config.json", generation)
+    file = folder / "model.safetensors"
+    with writing(file):
+        write_hashed(file, as_safetensors(to_transformers(model.state_dict(), model.vocab_size), {"format": "pt"}))
+
+
+def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int, folder: Path) -> None:
+    """Writes tokenizer.json, which the library `tokenizers` runs, and tokenizer_config.json.
+
+    Args:
+        definition: its own tokenizer.json, which is written as it is; None makes one from tiktoken's tables.
+        context: tokens that the model sees, of which transformers warns where a text has more.
+    """
+    (folder / TOKENIZER_FILE).write_bytes(definition or json.dumps(tokenizer_json(tokenizer)).encode())
+    config = {
+        # by name: without it, transformers takes GPT-2's own class, which ignores what the file says of splitting text
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "split_special_tokens": True,  # a literal end-of-text in a text is text, here as in training
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": context,
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_json(file: Path, fields: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(fields, indent=2), encoding="utf-8")
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The definition of a byte-level BPE for HuggingFace `tokenizers`, with the ids that tiktoken gives."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    ranks, pattern = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._pat_str
+    bpe: Any = tokenizers.Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix=""))
+    bpe.decoder = decoders.ByteLevel()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern == GPT2_PATTERN)
+    if pattern != GPT2_PATTERN and tokenizer.name != BYTES:
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern.replace("}+", "}")), "isolated")
+        bpe.pre_tokenizer = pre_tokenizers.Sequence([split, bpe.pre_tokenizer])
+    definition = json.loads(bpe.to_str())  # the library's own way to set the tables allows no gaps between ids
+    merged = sorted((rank, token) for token, rank in ranks.items() if len(token) > 1)
+    definition["model"] |= {
+        "vocab": {_characters(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
+        "merges": [[_characters(part) for part in _halves(token, ranks)] for _, token in merged],
+    }
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    specials = sorted((rank, token) for token, rank in tokenizer.encoding._special_tokens.items())
+    definition["added_tokens"] = [{"id": rank, "content": token, **added} for rank, token in specials]
+    return definition
+
+
+def _characters(token: bytes) -> str:
+    return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
+
+
+def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two tokens that were merged to this one: what the merges before it make of its bytes."""
+    parts = [token[index : index + 1] for index in range(len(token))]
+    while len(parts) > 2:
+        merges = [ranks.get(first + second, len(ranks)) for first, second in pairwise(parts)]
+        first = merges.index(min(merges))
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return parts
+
+
+def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
+    """Writes the model and its tokenizer, reads the file, and compares every field and tensor with what was meant.
+
+    Raises:
+        UserError: the disk refuses, or llama.cpp has no such tokenizer.
+        ExportMismatch: something in the file is not the same.
+    """
+    from gguf import GGUFReader
+
+    fields, tensors = _fields(model, tokenizer), _tensors(model)
+    with writing(file):
+        _write(fields, tensors, file)
+    reader = GGUFReader(file)
+    for key, value in fields.items():
+        field = reader.get_field(key)
+        found = field.contents() if field else None
+        if found != (float(np.float32(value)) if isinstance(value, float) else value):
+            raise ExportMismatch(f"{key} of {file.name} is {str(found)[:80]} instead of {str(value)[:80]}")
+    found = {tensor.name: tensor.data for tensor in reader.tensors}
+    for name in sorted({*found, *tensors}):
+        if name not in found or name not in tensors or not np.array_equal(found[name], tensors[name]):
+            raise ExportMismatch(f"{name} of {file.name} is not the model's")
+
+
+def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Shape and tokenizer. Raises: UserError, where llama.cpp cannot encode so."""
+    from gguf import Keys, LlamaFileType, TokenType
+
+    config, definition = model.config, tokenizer_json(tokenizer)
+    merges = definition["model"]["merges"] if definition["pre_tokenizer"].get("use_regex") else []
+    if not merges:  # `bytes` has none, and llama.cpp insists on some
+        hint = "is no byte-level BPE like GPT-2's, and llama.cpp would encode text otherwise; leave --gguf away"
+        raise UserError("tokenizer", tokenizer.name, hint)
+    token_of_id = {rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()}
+    token_of_id |= {token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]}
+    tokens, types = zip(*(token_of_id[rank] for rank in range(tokenizer.vocab_size)), strict=True)
+    fields = {
+        Keys.LLM.CONTEXT_LENGTH: config.block_size,
+        Keys.LLM.EMBEDDING_LENGTH: config.n_embd,
+        Keys.LLM.BLOCK_COUNT: config.n_layer,
+        Keys.LLM.FEED_FORWARD_LENGTH: 4 * config.n_embd,
+        Keys.Attention.HEAD_COUNT: config.n_head,
+        Keys.Attention.LAYERNORM_EPS: FIXED["layer_norm_epsilon"],
+        Keys.General.FILE_TYPE: int(LlamaFileType.ALL_F32),
+        Keys.Tokenizer.MODEL: "gpt2",
+        Keys.Tokenizer.PRE: "gpt-2",
+        Keys.Tokenizer.LIST: [*tokens],
+        Keys.Tokenizer.TOKEN_TYPE: [*map(int, types)],
+        Keys.Tokenizer.MERGES: [*map(" ".join, merges)],
+        Keys.Tokenizer.BOS_ID: tokenizer.eot,
+        Keys.Tokenizer.EOS_ID: tokenizer.eot,
+        Keys.Tokenizer.ADD_BOS: False,
+    }
+    return {key.format(arch="gpt2"): value for key, value in fields.items()}
+
+
+def _tensors(model: GPT) -> dict[str, np.ndarray]:
+    """By llama.cpp's names, which are made from transformers'; a matrix is [out, in], as in `GPT`."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    names = get_tensor_name_map(MODEL_ARCH.GPT2, model.config.n_layer)
+    tensors = {}
+    for name, tensor in to_transformers(model.state_dict(), model.vocab_size).items():
+        their_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert their_name, f"gguf has a name for {name}"
+        is_matrix = ".h." in name and tensor.dim() == 2
+        tensors[their_name] = (tensor.T if is_matrix else tensor).float().numpy(force=True)
+    return tensors
+
+
+def _write(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(file, "gpt2")
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in fields.items():
+        adders.get(type(value), writer.add_array)(key, value)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(tensor))
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()

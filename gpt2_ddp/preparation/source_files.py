@@ -1,0 +1,359 @@
+"""Files of a source: which they are and in which order, what they are encoded in, and whether they have changed."""
+
+import codecs
+import fnmatch
+import glob
+import hashlib
+import io
+import json
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import regular, sha256_file, write_atomically
+
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py", "locale.py", "_sysconfigdata*.py")
+"""Modules that are tables: more than six in ten of their lines are an entry, a literal and nothing else. With them left
+out, and the tables of `encodings` and the help texts of `pydoc_data`, a model learns to write code, not code points."""
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+BLOCK = 2**20
+"""Bytes, or characters, that are read at a time."""
+TRACE = 10_000
+"""One byte in so many may be undecodable, or a control character, in what is still taken as text."""
+IN_TEXT = [bytes([byte]) for byte in b"\n\t\r\b\v\f\x1b"]
+"""The control characters of texts and of terminals' logs; no text has the others."""
+MARKS = {  # UTF-32's first: the shorter mark is its beginning
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+RECORD = ".source.jsonl"
+"""Beside the shards, a line for each file of the source: [name, bytes, time in ns, SHA-256]."""
+NAMED_CHANGES = 2
+"""Names in messages, of each kind of change."""
+
+
+def find_files(source: str, without: str | None = None) -> Iterator[Path]:
+    """The files of `stdlib` or of a path or glob, sorted by the parts of their names; hidden ones are left out, and the
+    folder `without`.
+
+    Each folder is listed once, by whatever link, so that loops end; a million files need the memory of one folder's
+    names. A folder that cannot be listed, a dangling link and a special file are given like files: reading them fails.
+
+    Raises:
+        UserError: there is none.
+    """
+    if source == "stdlib":
+        yield from library_files()
+        return
+    path = os.path.expanduser(source)
+    seen = {_identity(without)} if without and os.path.isdir(without) else set()
+    found = _below(path, seen) if os.path.isdir(path) else [path] if os.path.lexists(path) else _matching(path, seen)
+    files = map(Path, found)
+    first = next(files, None)
+    if first is None:
+        hint = "there is no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
+        raise UserError("source", source, hint)
+    yield first
+    yield from files
+
+
+def library_files() -> list[Path]:
+    """Python's own modules, without tests, tables, and what was installed beside them."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = (path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts))
+    return sorted(path for path in found if not any(path.match(str(root / table)) for table in TABLES))
+
+
+def describe(config: PrepareConfig) -> str:
+    """The source in words, for the manifest."""
+    return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
+
+
+def _below(folder: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+    """The files of a folder, and of those in it that are not `seen` yet."""
+    try:
+        identity = _identity(folder)
+        if identity in seen:
+            return
+        seen.add(identity)
+        with os.scandir(folder) as entries:
+            found = sorted((entry.name, os.path.isdir(entry)) for entry in entries if entry.name[0] != ".")
+    except OSError:
+        yield folder
+        return
+    for name, is_folder in found:
+        path = os.path.join(folder, name)
+        if is_folder:
+            yield from _below(path, seen)
+        else:
+            yield path
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def _matching(pattern: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+    """The files of a glob. `glob` itself would follow `**` along links for ever."""
+    parts = Path(pattern).parts
+    if "**" not in parts:
+        yield from (name for name in sorted(glob.iglob(pattern), key=_parts) if not os.path.isdir(name))
+        return
+    at = parts.index("**")
+    base, below = os.path.join(".", *parts[:at]), parts[at:]
+    for folder in sorted(filter(os.path.isdir, glob.iglob(base)), key=_parts):
+        for path in _below(folder, seen):
+            if _fits(_parts(path[len(folder) :].strip(os.sep)), below) or os.path.isdir(path):
+                yield path
+
+
+def _parts(path: str) -> list[str]:
+    return path.split(os.sep)
+
+
+def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    if patterns[0] == "**":
+        return any(_fits(names[skipped:], patterns[1:] or ("*",)) for skipped in range(len(names)))
+    here = bool(names) and fnmatch.fnmatchcase(names[0], patterns[0])
+    return here and (_fits(names[1:], patterns[1:]) if patterns[1:] else not names[1:])
+
+
+class DetectedEncoding(NamedTuple):
+    """What a look at a whole file has found.
+
+    Attributes:
+        encoding: Python's name of the codec to read the file with; None if it is not text.
+        size: bytes, decompressed.
+        undecodable: bytes that the codec cannot decode.
+        line: where the first of them is, from 1.
+    """
+
+    encoding: str | None
+    size: int
+    undecodable: int = 0
+    line: int = 0
+
+
+def detect_encoding(path: Path, named: str) -> DetectedEncoding:
+    """The encoding of a file, which is read as a whole, in little memory.
+
+    Args:
+        path: a file, compressed if its suffix says so.
+        named: the codec of files that are neither UTF-8 nor marked as UTF-16 or UTF-32; `auto`: there are none.
+
+    Raises:
+        OSError, ValueError: the file cannot be read, or is not what its suffix says.
+    """
+    with open_bytes(path) as file:
+        head = file.read(BLOCK)
+        if head.startswith(b"%PDF-"):  # which may be of ASCII characters alone
+            return DetectedEncoding(None, len(head))
+        marked = next((name for mark, name in MARKS.items() if head.startswith(mark)), None) or _wide(head)
+        found, ascii_only = _scan(head, file, marked or "utf-8")
+    is_utf8 = not found.undecodable and not ascii_only
+    if marked or named == "auto" or is_utf8 or codecs.lookup(named).name == "utf-8":
+        return found
+    with open_bytes(path) as file:  # again: only the end of a file can show that it is not UTF-8
+        other, is_ascii = _scan(file.read(BLOCK), file, named)
+    return found if is_ascii else other
+
+
+def open_bytes(path: Path) -> io.BufferedReader:
+    """A file's bytes, decompressed if its suffix says so."""
+    compression = COMPRESSED.get(path.suffix.lower())
+    if compression is None:
+        return open(path, "rb")
+    import pyarrow
+
+    return pyarrow.input_stream(str(path), compression)  # pyright: ignore[reportReturnType]
+
+
+def open_text(
+    path: Path, encoding: str, newline: str | None = "", part: tuple[int, int] | None = None
+) -> io.TextIOWrapper:
+    """Text of a file without its byte order mark, line ends as they are; what cannot be decoded becomes U+FFFD.
+
+    Args:
+        part: the bytes [start, stop) of an uncompressed file, which begin and end where characters do; None: all.
+    """
+    name = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" and not (part and part[0]) else encoding
+    file = open_bytes(path)
+    if part:
+        with file:
+            file.seek(part[0])
+            file = io.BytesIO(file.read(part[1] - part[0]))
+    return io.TextIOWrapper(file, encoding=name, errors="replace", newline=newline)
+
+
+def _wide(head: bytes) -> str | None:
+    """UTF-16 without a mark, where that is certain: every other byte is often NUL, those between them never."""
+    for name, high, low in (("utf-16-le", head[1::2], head[::2]), ("utf-16-be", head[::2], head[1::2])):
+        if high.count(0) * 20 > len(high) and not low.count(0):
+            return name
+    return None
+
+
+def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[DetectedEncoding, bool]:
+    """What there is to say of a file, read in this encoding, and whether it is ASCII that escapes nothing."""
+    decoder = codecs.getincrementaldecoder(encoding)(_note.__name__)
+    size = controls = undecodable = first = lines = 0
+    ascii_only, block = True, head
+    while True:
+        _noted.clear()
+        text = decoder.decode(block, final=not block)
+        if _noted:
+            first = first or 1 + lines + block.count(b"\n", 0, _noted[0][0])
+            undecodable += sum(end - start for start, end in _noted)
+        if not block:
+            break
+        plain = block if encoding == "utf-8" else text.encode("utf-8", "surrogatepass")
+        controls += _count_controls(plain)
+        ascii_only = ascii_only and plain == block and block.isascii()
+        size += len(block)
+        lines += block.count(b"\n")
+        block = file.read(BLOCK)
+    is_text = controls * TRACE <= size
+    return DetectedEncoding(encoding if is_text else None, size, undecodable, first), ascii_only
+
+
+def _count_controls(text: bytes) -> int:
+    """How many control characters there are that are not `IN_TEXT`."""
+    found = np.count_nonzero(np.frombuffer(text, np.uint8) < 32) + text.count(b"\x7f")
+    for control in IN_TEXT:  # at 7 GB/s, where `translate` has one
+        found -= text.count(control) if found else 0
+    return int(found)
+
+
+_noted: list[tuple[int, int]] = []
+
+
+def _note(error: UnicodeError) -> tuple[str, int]:
+    """Replaces like `replace` and notes which bytes."""
+    assert isinstance(error, UnicodeDecodeError)
+    _noted.append((error.start, error.end))
+    return "\ufffd", error.end
+
+
+codecs.register_error(_note.__name__, _note)
+
+
+class Entry(NamedTuple):
+    """A file of the source; one that cannot be read has no hash."""
+
+    name: str
+    bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
+    """Writes `RECORD`, durably. Returns what the manifest's recipe keeps: the digest of all names and hashes, which
+    shows a change even without the record, or a dataset's commit on the Hub, {} if that is unknown."""
+    if config.source.startswith("hub:"):
+        commit = _commit(config)
+        return {"commit": commit} if commit else {}
+    entries = list(_entries(config))
+    write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
+    return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": _digest(entries)}
+
+
+def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], then: str | None = None) -> None:
+    """Compares the source with what it was; files of the same size and time are taken for the same. What cannot be
+    known passes: older releases recorded nothing, the files are gone, the Hub does not answer.
+
+    Args:
+        was: what `record_source` returned.
+        then: the source in words, when its tokens were made; None: they are being made.
+
+    Raises:
+        UserError: it has changed; says how.
+    """
+    changes = ""
+    if "commit" in was:
+        commit = _commit(config) or was["commit"]
+        changes = f"commit {was['commit'][:12]} then, {commit[:12]} now" if commit != was["commit"] else ""
+    elif "sha256" in was:
+        before: list[Entry] = []
+        with suppress(OSError, ValueError, TypeError):
+            before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
+        before = before if _digest(before) == was["sha256"] else []
+        try:
+            now = list(_entries(config, before))
+        except UserError:
+            if then is None:
+                raise
+            print(f"note: {config.source} is not there any more, and was not compared with what it was")
+            return
+        if _digest(now) != was["sha256"]:
+            size = sum(entry.bytes for entry in now)
+            sizes = f"{was['bytes']:,} bytes in {was['files']:,} files then, {size:,} in {len(now):,} now"
+            changes = _difference(before, now) if before else sizes
+            if then and then != describe(config):  # of another Python
+                changes += f"; {then} then, {describe(config)} now"
+    if changes:
+        hint = f"has changed since its tokens were made ({changes}); choose another output, or delete that folder"
+        if then is None:
+            hint = f"has changed while it was read ({changes}); give the command again once nobody writes there"
+        raise UserError("source", config.source, hint)
+
+
+def _entries(config: PrepareConfig, known: Iterable[Entry] = ()) -> Iterator[Entry]:
+    """The files as they are now; those that are `known` with the same size and time are not read."""
+    root, hashes = _root(config.source), {entry[:3]: entry.sha256 for entry in known}
+    for path in tqdm(find_files(config.source, config.output), desc="looking at files", unit=" files", disable=None):
+        file, sha256 = (os.path.relpath(path, root), 0, 0), ""
+        with suppress(OSError):
+            found = regular(path).stat()
+            file = (file[0], found.st_size, found.st_mtime_ns)
+            sha256 = hashes.get(file) or sha256_file(path)
+        yield Entry(*file, sha256)
+
+
+def _root(source: str) -> Path:
+    """The folder that names are relative to, so that a source may be copied to another place."""
+    if source == "stdlib":
+        return Path(sysconfig.get_path("stdlib"))
+    path = Path(os.path.expanduser(source))
+    if os.path.exists(path):
+        return path if os.path.isdir(path) else path.parent
+    return Path(*takewhile(lambda part: not set(part) & set("*?["), path.parts))
+
+
+def _digest(entries: Iterable[Entry]) -> str:
+    return hashlib.sha256("".join(json.dumps([entry.name, entry.sha256]) for entry in entries).encode()).hexdigest()
+
+
+def _difference(then: list[Entry], now: list[Entry]) -> str:
+    before, after = ({entry.name: entry.sha256 for entry in entries} for entries in (then, now))
+    said = []
+    for kind, names in {
+        "added": [name for name in after if name not in before],
+        "edited": [name for name in after if name in before and after[name] != before[name]],
+        "removed": [name for name in before if name not in after],
+    }.items():
+        first = [truncate(name, 30) for name in names[:NAMED_CHANGES]] + ["..."] * (len(names) > NAMED_CHANGES)
+        said.append(f"{len(names):,} {kind}" + f": {', '.join(first)}" * bool(names))
+    return "; ".join(said)
+
+
+def _commit(config: PrepareConfig) -> str | None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    with suppress(OSError, ValueError, HTTPError):
+        return HfApi().dataset_info(config.source.removeprefix("hub:"), revision=config.revision, timeout=10).sha
+    return None
