@@ -24,8 +24,8 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.images.decode import decode_image
 from gpt2_ddp.tasks.images.load import StoredImages, read_images
 from gpt2_ddp.tasks.images.sources import image_files, split_files
-from gpt2_ddp.tasks.samples import Samples
-from gpt2_ddp.tasks.small_models import LeNet
+from gpt2_ddp.tasks.jobs import LeNet
+from gpt2_ddp.tasks.supervised import Samples
 
 WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "validation", "training")
 """Names of classes by which others guess splits."""

@@ -15,8 +15,8 @@ from commands import expect_error
 
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images.augment import crop_and_flip, normalise
 from gpt2_ddp.tasks.images.load import read_images
+from gpt2_ddp.tasks.jobs import crop_and_flip, normalise
 
 
 def read(folder, name: str = "cifar100") -> Any:

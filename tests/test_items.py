@@ -14,10 +14,8 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.scoring import cloze, sources
-from gpt2_ddp.scoring.items import Item, digest, read_items
-from gpt2_ddp.scoring.requests import encode_pair, make_set
-from gpt2_ddp.scoring.result import Answers, as_row, judge, save
+from gpt2_ddp.scoring.items import Item, cut_items, digest, encode_pair, load_sets, make_set, read_items
+from gpt2_ddp.scoring.score import Answers, as_row, judge, save
 from gpt2_ddp.tasks.checkpoints import task_table
 
 GPT2 = load_tokenizer("gpt2")
@@ -146,8 +144,8 @@ def test_a_part_is_spread_and_long_contexts_lose_their_beginning():
 def test_cloze_items_are_cut_by_the_stated_rule(corpus):
     manifest, tokenizer = read_manifest(corpus), load_tokenizer(str(corpus / "tokenizer.json"))
     stream = TokenStream(corpus, manifest, "val")
-    items, count = cloze.cut_items(stream, tokenizer), len(stream) // 72
-    assert items == cloze.cut_items(stream, tokenizer)
+    items, count = cut_items(stream, tokenizer), len(stream) // 72
+    assert items == cut_items(stream, tokenizer)
     assert 20 < len(items) <= count
     whole = tokenizer.decode(stream.read(np.array([0]), len(stream))[0])
     starts = [place * len(stream) // count for place in range(count)]
@@ -181,7 +179,7 @@ def test_cloze_leaves_out_what_cannot_be_asked():
         def read(self, starts: np.ndarray, length: int) -> np.ndarray:
             return np.stack([tokens[start : start + length] for start in starts])
 
-    items = cloze.cut_items(Stream(), letters)  # pyright: ignore[reportArgumentType]
+    items = cut_items(Stream(), letters)  # pyright: ignore[reportArgumentType]
     kept = [*ends[:2], *ends[3:8], "x" * 8]
     assert [item.choices[item.right] for item in items] == kept
     assert [{*item.choices} for item in items[:2]] == [{"one 1 2 ", "two 1 2 ", "three 1 ", "four 1 2"}] * 2
@@ -194,7 +192,7 @@ def test_cloze_needs_some_text(corpus, monkeypatch, length):
     tokenizer = load_tokenizer(str(corpus / "tokenizer.json"))
     monkeypatch.setattr(TokenStream, "__len__", lambda self: length)
     with pytest.raises(UserError, match=f"cloze: .* has {length}; prepare more text"):
-        cloze.cut_items(TokenStream(corpus, read_manifest(corpus), "val"), tokenizer)
+        cut_items(TokenStream(corpus, read_manifest(corpus), "val"), tokenizer)
 
 
 def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(tmp_path, monkeypatch):
@@ -208,7 +206,7 @@ def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(t
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     file = write(tmp_path / "hellaswag.jsonl", made_items(5))
-    load = lambda *tasks: sources.load_sets(tasks, 3, GPT2, 64, lambda: pytest.fail("not needed"))  # noqa: E731
+    load = lambda *tasks: load_sets(tasks, 3, GPT2, 64, lambda: pytest.fail("not needed"))  # noqa: E731
     (found,), (other,) = load("hellaswag"), load(str(file))
     assert (found.name, found.items[0].place, found.sha256) == ("hellaswag", "Rowan/hellaswag, row 0", other.sha256)
     with pytest.raises(UserError, match="there are two of the name hellaswag"):

@@ -6,8 +6,7 @@ from torch import nn
 
 from gpt2_ddp.config.jobs import ClassifierConfig, TransformerModelConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.jobs import image_model
-from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM, sinusoids
+from gpt2_ddp.tasks.jobs import MLP, LeNet, Line, ResNet18, TransformerLM, image_model, sinusoids
 
 
 def transformer() -> TransformerLM:

@@ -25,10 +25,8 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.tasks.jobs import make_job
-from gpt2_ddp.tasks.samples import Samples, score_each
-from gpt2_ddp.tasks.small_models import LeNet, ResNet18
-from gpt2_ddp.tasks.supervised import Supervised, build_job_optimizer, job_schedule, means
+from gpt2_ddp.tasks.jobs import LeNet, ResNet18, make_job
+from gpt2_ddp.tasks.supervised import Samples, Supervised, build_job_optimizer, job_schedule, means, score_each
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,7 @@ from gpt2_ddp.files import free_name, sha256_file, write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.tasks.checkpoints import note_best
-from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model, note_best, still_there
 
 GGUF = "model.gguf"
 

@@ -23,7 +23,7 @@ from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.tasks.images.decode import decode_image
 from gpt2_ddp.tasks.images.sources import Split, join_first, number_classes, read_source
-from gpt2_ddp.tasks.samples import IndexedSamples, Samples, SampleSet, hash_of
+from gpt2_ddp.tasks.supervised import IndexedSamples, Samples, SampleSet, hash_of
 
 NOTE = 600
 """Characters of a note."""
