@@ -21,8 +21,7 @@ from runs import evaluate_checkpoint, job_config, run_small_job, same, weights
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images.decode import decode_image
-from gpt2_ddp.tasks.images.load import StoredImages, read_images
+from gpt2_ddp.tasks.images.load import StoredImages, decode_image, read_images
 from gpt2_ddp.tasks.images.sources import image_files, split_files
 from gpt2_ddp.tasks.jobs import LeNet
 from gpt2_ddp.tasks.supervised import Samples
@@ -304,17 +303,6 @@ def test_parquet_files_in_folders_of_any_name(tmp_path):
     write_rows(folder, "test", ("image", [IMAGE]), ("label", [1]))
     found = read(folder)
     assert (found.train.targets.tolist(), found.test.targets.tolist()) == ([0, 1, 1], [1])
-
-
-def test_spare_classes_have_names_of_their_own(tmp_path):
-    images, _ = pictures(3)
-    for split in ("train", "test"):
-        for name, image in zip("567", images, strict=True):
-            (tmp_path / split / name).mkdir(parents=True)
-            (tmp_path / split / name / "0.png").write_bytes(png(image))
-    found = read(tmp_path, "cifar10")
-    assert found.classes == ["5", "6", "7", "3", "4", "8", "9", "10", "11", "12"]
-    assert found.train.targets.tolist() == [0, 1, 2]
 
 
 def test_one_list_of_classes_for_all_splits(tmp_path):

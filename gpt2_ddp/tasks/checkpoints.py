@@ -313,7 +313,7 @@ def predict(config: PredictConfig) -> int:
 
 def _read_batch(files: Sequence[Path], image_size: int | None, shape: Sequence[int]) -> Tensor:
     """uint8 [b, 3, H, W] as the run took its images."""
-    from gpt2_ddp.tasks.images.decode import decode_image
+    from gpt2_ddp.tasks.images.load import decode_image
 
     found = [decode_image(file, str(file), image_size, field="run_and_images") for file in files]
     _, H, W = shape
