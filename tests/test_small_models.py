@@ -72,13 +72,3 @@ def test_images_that_are_too_small_for_lenet_are_refused():
         image_model(config, {"classes": ["a", "b"], "image_shape": [3, 40, 15]})
     smallest = image_model(config, {"classes": ["a", "b"], "image_shape": [3, 16, 16]})
     smallest(torch.randn(1, 3, 16, 16)).sum().backward()
-
-
-@pytest.mark.parametrize(("H", "W", "least"), [(1, 1, 2), (8, 8, 2), (8, 9, 1), (9, 8, 1), (9, 9, 1)])
-def test_resnet18_trains_on_as_few_images_as_it_says(H, W, least):
-    model = ResNet18(2)
-    assert model.least_rows(H, W) == least
-    model(torch.randn(least, 3, H, W)).sum().backward()
-    if least > 1:
-        with pytest.raises(ValueError, match="more than 1 value"):
-            model(torch.randn(1, 3, H, W))

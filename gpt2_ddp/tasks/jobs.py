@@ -91,8 +91,8 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
         return normalise(crop_and_flip(images) if training and config.data.augment else images)
 
     ranks = _top(1, 5) if len(images.classes) > 5 else _top(1)
-    least_rows = model.least_rows(*images.facts["image_shape"][1:]) if isinstance(model, ResNet18) else 1
-    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts, least_rows)
+    tiny = isinstance(model, ResNet18) and max(images.shape[1:]) <= 8  # whose last layers see one pixel
+    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts, 1 + tiny)
 
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
@@ -246,11 +246,6 @@ class ResNet18(nn.Module):
         """x: [B, 3, H, W] -> logits [B, K]."""
         x = self.blocks(F.relu(self.bn1(self.conv1(x))))  # [B, 512, H / 8, W / 8], rounded up
         return self.fc(x.mean((2, 3)))
-
-    @staticmethod
-    def least_rows(H: int, W: int) -> int:
-        """Images that it can be trained on at a time: BatchNorm needs two values, and the last layers may have one."""
-        return 2 if max(H, W) <= 8 else 1
 
 
 class TransformerLM(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, Dataset
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, broadcast_tensors
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares, Source, prepare_loader, unwrap
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares, prepare_loader, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
@@ -29,40 +29,46 @@ from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
 
 
-class SampleSet(Source, Protocol):
-    """Samples that a job trains on, or is scored on: `read` gives inputs and targets."""
+class SampleSet(Dataset):
+    """Samples that a job trains on, or is scored on; a `data.feed.Source`.
 
-    @property
-    def workers(self) -> int:
-        """Loader processes that read them; 0: the training reads them itself."""
-        ...
+    Attributes:
+        targets: one row per sample.
+        workers: loader processes that read the samples; 0: the training reads them itself.
+    """
 
-    def sha256(self) -> str:
-        """Hash of everything in it."""
-        ...
-
-
-@dataclass(frozen=True)
-class Samples:
-    """A data set as two CPU tensors with one row per sample."""
-
-    inputs: Tensor
     targets: Tensor
-
-    @property
-    def workers(self) -> int:
-        return 0
+    workers: int = 0
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the samples int64 [b]."""
+        raise NotImplementedError
+
+    def sha256(self) -> str:
+        """Hash of everything in it."""
+        raise NotImplementedError
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, targets and the indices int64."""
+        index = np.array(indices)
+        return *self.read(index), torch.from_numpy(index)
+
+
+@dataclass(frozen=True)
+class Samples(SampleSet):
+    """Samples as two CPU tensors."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         index = torch.from_numpy(items)
         return self.inputs[index], self.targets[index]
 
     def sha256(self) -> str:
-        """Hash of everything in it."""
         return hash_of((self.inputs.dtype, tuple(self.inputs.shape), [self.inputs]), self.targets)
 
 
@@ -74,21 +80,6 @@ def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targe
         for part in parts:
             digest.update(part.contiguous().numpy().data)
     return digest.hexdigest()
-
-
-class IndexedSamples(Dataset):
-    """Map-style: indices -> (inputs, targets, indices int64)."""
-
-    def __init__(self, samples: SampleSet):
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        index = np.array(indices)
-        inputs, targets = self.samples.read(index)
-        return inputs, targets, torch.from_numpy(index)
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class Job:
         scores: (outputs, targets) -> further scores of each sample, [batch] by name.
         transform: (inputs as stored, training) -> what the model takes; on the device, a batch at a time.
         facts: of the data, that checkpoints keep and a resumed run has to have: the names of `classes`.
-        least_rows: that the model can be trained on at a time.
+        least_rows: that the model can be trained on at a time: BatchNorm needs two values.
     """
 
     model: nn.Module
@@ -155,10 +146,9 @@ class Supervised:
             hint = f"should be a multiple of the {processes} processes that share it"
             raise UserError("train.global_batch_size", self.batch_size, hint)
         if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
-            hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}; "
-            raise UserError(
-                "scale_with_processes", config.scale_with_processes, hint + "start as many processes as before"
-            )
+            hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}"
+            hint += "; start as many processes as before"
+            raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """Those of `train.epochs`."""
@@ -175,12 +165,12 @@ class Supervised:
         data = config.model_dump().get("data", {})
         name = str(data.get("path") or data.get("name") or "generated")
         check_ranks_agree(hashes)
+        saved = self._saved.state if self._saved else {}
         for fact, here in self.job.facts.items():
-            if self._saved and (there := self._saved.state.get(fact, here)) != here:
-                here, there = truncate(here, 80), truncate(there, 80)
-                hint = f"has the {fact} {here}; the run was started with {there}: give its data back"
-                raise UserError("data", name, hint)
-        if self._saved and self._saved.state.get("data_hash", self.data_hash) != self.data_hash:
+            if (there := saved.get(fact, here)) != here:
+                hint = f"has the {fact} {truncate(here, 80)}; the run was started with {truncate(there, 80)}"
+                raise UserError("data", name, f"{hint}: give its data back")
+        if saved.get("data_hash", self.data_hash) != self.data_hash:
             hint = "are not the data that the run was started with; give those back, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
@@ -260,9 +250,8 @@ def smallest_micro_batch(feed: Feed) -> int:
 
 def means(names: Sequence[str], values: Tensor) -> Scores:
     """Of scores fp64 [N, scores], with `val_` before their names; and how many samples they are of."""
-    return {f"val_{name}": value for name, value in zip(names, values.mean(0).tolist(), strict=True)} | {
-        "val_samples": len(values)
-    }
+    scores = zip(names, values.mean(0).tolist(), strict=True)
+    return {f"val_{name}": value for name, value in scores} | {"val_samples": len(values)}
 
 
 def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[int], float]:
@@ -272,13 +261,9 @@ def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[in
         lr: the peak, of all processes. epoch_steps: optimizer steps of an epoch.
     """
     optim = config.optim
-    in_steps = OptimConfig(
-        lr=lr,
-        min_lr=0.0,
-        schedule="cosine" if optim.schedule == "cosine" else "constant",
-        warmup_steps=round(optim.warmup_epochs * epoch_steps),
-        decay_steps=config.train.epochs * epoch_steps,
-    )
+    warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
+    schedule = "cosine" if optim.schedule == "cosine" else "constant"
+    in_steps = OptimConfig(lr=lr, min_lr=0.0, schedule=schedule, warmup_steps=warmup, decay_steps=steps)
 
     def rate(step: int) -> float:
         falls = sum(step > epoch * epoch_steps for epoch in optim.step_epochs)
@@ -322,7 +307,7 @@ def score_each(
     """
     loader = prepare_loader(
         accelerator,
-        IndexedSamples(samples),
+        samples,
         BatchSampler(range(len(samples)), batch_size, drop_last=False),
         even_batches=True,
         num_workers=samples.workers,

@@ -27,7 +27,7 @@ from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
 from gpt2_ddp.tasks.images.sources import Split, join_first, read_source
-from gpt2_ddp.tasks.supervised import IndexedSamples, Samples, SampleSet, hash_of
+from gpt2_ddp.tasks.supervised import Samples, SampleSet, hash_of
 
 Stored = bytes | Path | np.ndarray | dict[str, Any]
 """A file's content, a file, pixels uint8 [H, W] or [H, W, 3], or a row of `datasets` with the keys bytes and path."""
@@ -57,8 +57,8 @@ class Images:
 
 
 @dataclass
-class StoredImages:
-    """Images that are decoded whenever they are read: `Samples` that take no memory.
+class StoredImages(SampleSet):
+    """Images that are decoded whenever they are read, and take no memory.
 
     Args:
         targets: int64 [N].
@@ -72,14 +72,8 @@ class StoredImages:
     rows: np.ndarray
     config: ClassifierDataConfig
     shape: tuple[int, ...]
+    workers: int
     digest: str | None = None
-
-    @property
-    def workers(self) -> int:
-        return self.config.workers
-
-    def __len__(self) -> int:
-        return len(self.targets)
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
@@ -111,7 +105,7 @@ class StoredImages:
         workers = 0 if keep else self.workers
         options = {"num_workers": workers, "multiprocessing_context": worker_context() if workers else None}
         options["generator"] = torch.Generator()  # the default would draw from that of the initial weights
-        loader = DataLoader(ErrorsAsItems(IndexedSamples(self)), SCANNED, collate_fn=as_read, **options)
+        loader = DataLoader(ErrorsAsItems(self), SCANNED, collate_fn=as_read, **options)
 
         def batches() -> Iterator[Tensor]:
             for images, _, items in map(unwrap, loader):
@@ -188,7 +182,7 @@ def read_images(
         rows, note = _hold_out(len(train.images), source, config, seed)
         notes.append(note)
     stored = {
-        name: StoredImages(split, torch.tensor(numbers[name])[rows[name]], rows[name], config, shape)
+        name: StoredImages(split, torch.tensor(numbers[name])[rows[name]], rows[name], config, shape, config.workers)
         for name, split in splits.items()
     }
     fits = sum(map(len, stored.values())) * math.prod(shape) <= config.memory_gb * 1e9
