@@ -106,9 +106,7 @@ def load_sets(
         most: items of each, evenly spread; None for all.
         validation: opens the split that `cloze` is cut from.
 
-    Raises:
-        UserError: a task is not there, an item of it is none, or two tasks have one name.
-    """
+    Raises: UserError if a task is not there, an item of it is none, or two tasks have one name."""
     sets: dict[str, ItemSet] = {}
     for task in tasks:
         name = task if task in HUB else re.sub(r"[^\w.-]", "_", Path(task).stem)
@@ -138,11 +136,7 @@ def _fetch(task: str) -> tuple[str, Iterable[tuple[str, Row]]]:
 
 
 def read_items(path: Path) -> list[Item]:
-    """The items of a file.
-
-    Raises:
-        UserError: naming the line that is none.
-    """
+    """The items of a file. Raises: UserError, which names the line that is none."""
     try:
         text = read_small(path, LONGEST).decode("utf-8-sig")
     except OSError as error:
@@ -231,9 +225,7 @@ def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
     A place gives no item where a document begins in it, where the cut goes through a character, or where 8 blanks
     follow. The right choice of item i is number i mod 4, so that guessing comes to 25%.
 
-    Raises:
-        UserError: the split has too few places.
-    """
+    Raises: UserError if the split has too few places."""
     length = CONTEXT + CONTINUATION
     count = min(PLACES, len(stream) // length)
     rows = stream.read(np.arange(count) * len(stream) // max(count, 1), length)

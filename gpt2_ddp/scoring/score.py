@@ -152,10 +152,7 @@ def _json(value: float) -> float | None:
 
 def save(folder: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
     """Writes `TASK.jsonl`, the items and their scores, and then `TASK.json`, what they come to, each by a rename.
-
-    Args:
-        facts: what was scored, and how.
-    """
+    `facts`: what was scored, and how."""
     told = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
     for name, (value, error) in result.metrics.items():
         told |= {name: _json(value), f"{name}_stderr": _json(error)}

@@ -45,11 +45,7 @@ PICTURES, COLUMNS = 24, 6
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
-    """evaluate.py: prints the scores of a checkpoint, whatever it is a training of; returns the exit code.
-
-    Raises:
-        UserError: on every rank, for whatever the user has to mend.
-    """
+    """evaluate.py: prints the scores of a checkpoint; returns the exit code. Raises: UserError on every rank."""
     accelerator = build_accelerator(config.device, config.mixed_precision)
     checkpoint = on_every_rank(accelerator, lambda: find_checkpoint(Path(config.checkpoint)))
     check_ranks_agree({"checkpoint": str(checkpoint.path)})
@@ -63,12 +59,8 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
 def open_splits(
     folders: Sequence[str], split: str, tokenizer: Tokenizer
 ) -> tuple[list[Manifest], dict[int, TokenStream]]:
-    """The manifests of folders, and the tokens of a split, by the number of each folder that has it, for a model that
-    knows texts by `tokenizer`.
-
-    Raises:
-        UserError: one is of another tokenizer, or none has such a split.
-    """
+    """Manifests of folders, and the tokens of a split by the number of each folder that has it.
+    Raises: UserError if a folder is of another tokenizer than `tokenizer`, or none has such a split."""
     manifests = [read_manifest(Path(folder)) for folder in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
@@ -213,11 +205,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
 
 
 def confusion(found: np.ndarray, classes: int) -> Counts:
-    """How many of class i are taken for class j.
-
-    Args:
-        found: int64 [2, N], each sample's class and the one that it is taken for.
-    """
+    """How many of class i are taken for class j. `found`: int64 [2, N], classes and predictions of the samples."""
     counts: Counts = [{} for _ in range(classes)]
     for (one, other), count in sorted(Counter(zip(*found.tolist(), strict=True)).items()):
         counts[one][other] = count
@@ -274,10 +262,7 @@ def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: Samp
 
 def predict(config: PredictConfig) -> int:
     """predict.py: prints a line for each image; returns the exit code.
-
-    Raises:
-        UserError: the run is no classifier of images, or an image cannot be read or is of another size.
-    """
+    Raises: UserError if the run is no classifier of images, or an image cannot be read or is of another size."""
     from gpt2_ddp.tasks.images.sources import image_files  # Pillow: not for those that score a GPT
 
     run, *named = config.run_and_images

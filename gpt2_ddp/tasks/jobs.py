@@ -29,20 +29,13 @@ PADDING = 4
 
 
 def run_job(config: JobConfig) -> Result:
-    """Trains the job that `config` describes, in this process or, under a launcher, as one of its ranks.
-
-    Raises:
-        UserError: for whatever the user has to mend.
-    """
+    """Trains the job of a configuration in this process, or as one of a launcher's ranks. Raises: UserError."""
     return train(config, partial(Supervised, make_job))
 
 
 def make_job(config: JobConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
     """The job of a configuration: data equal on every rank, and a freshly initialised model.
-
-    Args:
-        facts: what a checkpoint that the job is for keeps of its data; None: the data say it.
-    """
+    `facts`: what a checkpoint that the job is for keeps of its data; None: the data say it."""
     if isinstance(config, RegressionConfig):
         return regression_job(config)
     if isinstance(config, TransformerConfig):
@@ -97,10 +90,7 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
     """The model for the classes and the size that a checkpoint keeps, freshly initialised.
-
-    Raises:
-        UserError: it takes no images as small.
-    """
+    Raises: UserError if it takes no images as small."""
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
     if config.model.name == "lenet" and min(H, W) < LeNet.least:
         hint = (
@@ -143,11 +133,8 @@ def normalise(images: Tensor) -> Tensor:
 
 
 def crop_and_flip(images: Tensor) -> Tensor:
-    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2.
-
-    Args:
-        images: uint8 [B, 3, H, W]; torch's default generator of its device decides.
-    """
+    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2, drawn from torch's
+    default generator of the device. `images`: uint8 [B, 3, H, W]."""
     B, channels, H, W = images.shape
     device = images.device
     top, left = torch.randint(2 * PADDING + 1, (2, B, 1), device=device)
@@ -185,10 +172,7 @@ class MLP(nn.Sequential):
 
 class LeNet(nn.Module):
     """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's tutorials have it.
-
-    Args:
-        size: of the images, (H, W); at least `least` each.
-    """
+    `size`: of the images, (H, W); at least `least` each."""
 
     least = 16
 
@@ -250,10 +234,7 @@ class ResNet18(nn.Module):
 
 class TransformerLM(nn.Module):
     """Embedding, sinusoidal positions, post-LayerNorm ReLU blocks (Vaswani et al., 2017) behind a causal mask.
-
-    Args:
-        max_length: the longest sequence it will see.
-    """
+    `max_length`: the longest sequence it will see."""
 
     positions: Tensor
     mask: Tensor

@@ -43,16 +43,13 @@ if TYPE_CHECKING:
 
 
 class Corpus(NamedTuple):
-    """The opened shard folders, in the order of `data.path`.
+    """The opened shard folders, in the order of `data.path`, and their common tokenizer.
 
     Args:
-        manifests: one per folder.
-        tokenizer: the same for all folders.
         source: windows of the training splits.
         order: training order of these windows.
         validation: loss weight and validation split, by the name of the folder.
-        mixture: manifests and phases of several folders; None for one folder.
-    """
+        mixture: manifests and phases of several folders; None for one folder."""
 
     manifests: list[Manifest]
     tokenizer: Tokenizer
@@ -77,10 +74,7 @@ def missing_data(config: TrainingConfig) -> str | None:
 
 def open_corpus(config: TrainingConfig) -> Corpus:
     """Opens the folders by their small files; hashes only the tokenizer.
-
-    Raises:
-        UserError: a folder has no usable shards, or its tokenizer differs from the first folder's.
-    """
+    Raises: UserError if a folder has no usable shards, or another tokenizer than the first."""
     paths, size = config.data.paths, config.model.block_size
     if len(paths) == 1:
         manifests = [read_manifest(Path(paths[0]))]

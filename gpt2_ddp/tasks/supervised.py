@@ -116,10 +116,7 @@ class Supervised:
     """A model that learns targets from inputs; the loss is a mean over samples.
 
     An epoch is a permutation of the samples, and its last step may be short. Each rank computes one stretch of a step.
-
-    Args:
-        make_job: reads the data and makes the model, on every rank alike; torch is seeded before.
-    """
+    `make_job` reads the data and makes the model, on every rank alike; torch is seeded before."""
 
     unit = "samples"
     units_per_item = 1
@@ -256,10 +253,7 @@ def means(names: Sequence[str], values: Tensor) -> Scores:
 
 def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[int], float]:
     """The learning rate of each optimizer step, of which the first is 1: that of `model.optim.lr_at`, in epochs.
-
-    Args:
-        lr: the peak, of all processes. epoch_steps: optimizer steps of an epoch.
-    """
+    `lr`: the peak, of all processes. `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
     warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
     schedule = "cosine" if optim.schedule == "cosine" else "constant"
@@ -303,8 +297,7 @@ def score_each(
         model: plain or prepared, on the accelerator's device; in evaluation mode meanwhile.
         score: (model, inputs, targets) -> named scores [batch].
         batch_size: samples per forward pass and rank.
-        poll: called before each batch, by all ranks equally often; what it raises ends the scoring.
-    """
+        poll: called before each batch, by all ranks equally often; what it raises ends the scoring."""
     loader = prepare_loader(
         accelerator,
         samples,

@@ -30,19 +30,13 @@ LONGEST = 2**28
 
 def find_gpt(path: Path, field: str, weights: bool = True) -> Checkpoint:
     """Checkpoint of a GPT at `path` (`find_checkpoint`).
-
-    Raises:
-        UserError: no intact checkpoint, or one of another kind of training; names `field`.
-    """
+    Raises: UserError, which names `field`, for no intact checkpoint, or one of another kind of training."""
     return find_checkpoint(path, field, weights, kind="gpt2")
 
 
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded, or the weights do not fit the configuration.
-    """
+    Raises: UserError if the tokenizer cannot be loaded, or the weights do not fit the configuration."""
     settings, _ = complete(TrainingConfig, checkpoint.config)
     name = checkpoint.state["tokenizer"]
     file = checkpoint.path / name
@@ -55,10 +49,7 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copies a checkpoint's weights into the plain module.
-
-    Raises:
-        UserError: names or shapes differ, or the checkpoint was removed since it was verified.
-    """
+    Raises: UserError if names or shapes differ, or the checkpoint was removed since it was verified."""
     with still_there(checkpoint):
         weights = load_file(checkpoint.path / MODEL)
     fit_weights(weights, model, checkpoint.path)
@@ -87,10 +78,7 @@ def note_best(named: str, checkpoint: Checkpoint) -> str:
 
 class TextStream:
     """Text of tokens that come one by one. Incomplete characters wait for their remaining tokens.
-
-    Args:
-        write: called with each piece of text; joined, the pieces are the text of all tokens.
-    """
+    `write` is called with each piece of text; joined, the pieces are the text of all tokens."""
 
     def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
         self._tokenizer, self._write = tokenizer, write
@@ -110,10 +98,7 @@ class TextStream:
 
 def generate_text(config: GenerateConfig) -> int:
     """generate.py: prints the samples that `config` asks for, and the speed on stderr; returns the exit code.
-
-    Raises:
-        UserError: for whatever the user has to mend, such as a checkpoint that is no GPT's.
-    """
+    Raises: UserError, as for a checkpoint that is no GPT's."""
     typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
     prompts = () if typed else _read_prompts(config.prompts_file) if config.prompts_file else config.prompts
     device = pick_device(config.device)

@@ -95,11 +95,7 @@ class StoredImages(SampleSet):
         return self.split.where(int(self.rows[item]))
 
     def scan(self, keep: bool) -> tuple[SampleSet, list[bytes]]:
-        """Decodes all images once, in order; returns the samples, and a digest of the pixels of each.
-
-        Args:
-            keep: keep the pixels, and return `Samples`.
-        """
+        """Decodes all images once, in order: the samples, `Samples` if `keep`; and a digest of the pixels of each."""
         digests: list[bytes] = []
         inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
         workers = 0 if keep else self.workers
@@ -137,9 +133,7 @@ def load_images(
         seed: decides which images are held out to test on, where there is no test split.
         facts: of the checkpoint that uses them; None: of none.
 
-    Raises:
-        UserError: on every rank, when they cannot be read, or contradict the configuration.
-    """
+    Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
     first = accelerator.is_local_main_process
 
     def read() -> Images:
@@ -163,10 +157,7 @@ def read_images(
 ) -> Images:
     """As `load_images`, in one process.
 
-    Args:
-        look: decode also images that are not kept, which finds broken ones.
-        tell: print notes.
-    """
+    `look`: also decode images that are not kept, which finds broken ones. `tell`: print notes."""
     facts = facts or {}
     splits, notes = read_source(config)
     source = config.path or config.name
@@ -230,9 +221,7 @@ def number_classes(
         known: the classes of a run, which allows no others; None: those of the data.
         count: how many classes there may be, for CIFAR; None: as many as there are.
 
-    Raises:
-        UserError: a label is none of these, or there are less than two.
-    """
+    Raises: UserError if a label is none of these, or there are less than two."""
     given = next((of.names for of in splits.values() if of.names), None)
     named = {split: [_name(of.names or given, label) for label in of.labels] for split, of in splits.items()}
     if known is None and not given:
@@ -267,10 +256,8 @@ def _name(names: Sequence[str] | None, label: Any) -> str | None:
 def decode_image(
     stored: Stored, where: str, size: int | None, as_stored: bool = False, field: str = "data.path"
 ) -> np.ndarray:
-    """uint8 [H, W, 3] of an image of any mode; the first frame where there are several.
-
-    It is turned upright as its EXIF orientation says; what is transparent is laid on white, and of 16 bits of grey the
-    upper 8 count.
+    """uint8 [H, W, 3] of an image of any mode, the first frame where there are several. It is turned upright by its EXIF
+    orientation; what is transparent is laid on white, and of 16 bits of grey the upper 8 count.
 
     Args:
         where: the file or row, for messages.
@@ -278,9 +265,7 @@ def decode_image(
         as_stored: take 32 x 32 x 3 alone, as CIFAR has it.
         field: where the user named it, for messages.
 
-    Raises:
-        UserError: it is no image, or one of 32 bits per channel.
-    """
+    Raises: UserError if it is no image, or one of 32 bits per channel."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet

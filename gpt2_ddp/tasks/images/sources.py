@@ -82,11 +82,7 @@ Splits = dict[str, Callable[[], Split]]
 
 
 def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[str]]:
-    """The splits `train` and, where there is one, `test`; and notes for the user.
-
-    Raises:
-        UserError: the source cannot be read.
-    """
+    """The splits `train` and, where there is one, `test`; and notes for the user. Raises: UserError."""
     field, source = ("data.path", config.path) if config.path else ("data.name", config.name)
     splits = _open_folder(config, config.path) if config.path else _open_hub(config)
     if "train" not in splits:
@@ -201,10 +197,7 @@ def _read_rows(config: ClassifierDataConfig, split: str, rows: Any) -> Split:
 
 def _pick_columns(features: Mapping[str, Any], config: ClassifierDataConfig, split: str) -> list[str]:
     """The columns of images and labels: the ones in the configuration, or of usual names, or the only one of its type.
-
-    Raises:
-        UserError: there are none.
-    """
+    Raises: UserError where there are none."""
     import datasets
 
     labels = {"cifar10": ("label",), "cifar100": ("fine_label", "label")}.get(config.name, LABEL_COLUMNS)
@@ -223,11 +216,7 @@ def _pick_columns(features: Mapping[str, Any], config: ClassifierDataConfig, spl
 
 def split_files(folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Files by the word at the beginning of their names, or of their folders': train, test, val or validation. If no
-    name has such a word, all files are for training.
-
-    Raises:
-        UserError: names begin with several words, none of which is a split's.
-    """
+    name has such a word, all files are for training. Raises: UserError if names then begin with several words."""
     found: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files, key=str):
         words = map(_first_word, reversed(file.relative_to(folder).parts))
@@ -334,10 +323,7 @@ def join_first(names: Sequence[str]) -> str:
 
 def read_archive(folder: Path, label_column: str | None) -> dict[str, tuple[np.ndarray, list[Any]]]:
     """Images uint8 [N, H, W] or [N, 32, 32, 3] of each split, and their labels; {} for a folder of other files.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    Raises: UserError for a damaged file."""
     for names, splits in CIFAR.items():
         if all((folder / file).is_file() for files in ([names], *splits.values()) for file in files):
             kinds = [f"{label_column.rstrip('s')}s"] if label_column else ["labels", "fine_labels"]
