@@ -27,28 +27,19 @@ def lines(path: Path, *rows: object) -> Path:
 
 
 CHOICE = {"context": "The capital of France is", "choices": ["Paris", "Rome"], "label": 0}
-SWAG = {
-    "activity_label": "Cooking",
-    "ctx_a": "He boils  water.",
-    "ctx_b": "then HE",
-    "endings": ["a", " b"],
-    "label": "1",
-}
+SWAG = {"activity_label": "Cooking", "ctx_a": "He boils  water.", "ctx_b": "then HE", "label": "1"}
+SWAG |= {"endings": ["a", " b"]}
 MARKED = {**SWAG, "ctx_a": "Do [header] it. [title] Now", "ctx_b": "", "endings": ["[step] Go [x]on", "b"]}
 
 
-@pytest.mark.parametrize(
-    ("row", "item"),
-    [
-        (CHOICE, ("The capital of France is", ("Paris", "Rome"), 0, " ")),
-        ({**CHOICE, "label": 1, "delimiter": "", "more": 3}, ("The capital of France is", ("Paris", "Rome"), 1, "")),
-        ({"context": "", "continuation": "Ünï"}, ("", ("Ünï",), 0, " ")),
-        ({"text": "He said  hello"}, ("He said ", ("hello",), 0, " ")),
-        ({"text": "hello"}, ("", ("hello",), 0, " ")),
-        (SWAG, ("Cooking: He boils water. Then he", ("a", "b"), 1, " ")),
-        (MARKED, ("Cooking: Do it.. Now", (" Go on", "b"), 1, " ")),
-    ],
-)
+@pytest.mark.parametrize(("row", "item"), [
+    (CHOICE, ("The capital of France is", ("Paris", "Rome"), 0, " ")),
+    ({**CHOICE, "label": 1, "delimiter": "", "more": 3}, ("The capital of France is", ("Paris", "Rome"), 1, "")),
+    ({"context": "", "continuation": "Ünï"}, ("", ("Ünï",), 0, " ")),
+    ({"text": "He said  hello"}, ("He said ", ("hello",), 0, " ")), ({"text": "hello"}, ("", ("hello",), 0, " ")),
+    (SWAG, ("Cooking: He boils water. Then he", ("a", "b"), 1, " ")),
+    (MARKED, ("Cooking: Do it.. Now", (" Go on", "b"), 1, " ")),
+])  # fmt: skip
 def test_each_form_of_a_line(tmp_path, row, item):
     assert read_items(lines(tmp_path / "x.jsonl", row)) == [Item(*item, f"{tmp_path}/x.jsonl, line 1")]
 
@@ -64,24 +55,20 @@ def test_line_ends_marks_and_blank_lines(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        (json.dumps(CHOICE)[:-20], "line 2: is not JSON"),
-        ("[1]", "line 2: is not an object"),
-        ("{}", "line 2: has no keys; an item has context, choices, label; or"),
-        ({"question": "?"}, "line 2: has question; an item has context, choices, label; or context, continuation; or"),
-        ({**CHOICE, "label": 2}, "line 2: its label is 2, and its 2 choices are 0 to 1"),
-        ({**CHOICE, "label": True}, "line 2: its label is true, not the index of a choice"),
-        ({**SWAG, "label": ""}, 'line 2: its label is "", not the index of a choice'),
-        ({**CHOICE, "choices": ["Paris", ""]}, "line 2: choice 1 is empty"),
-        ({**CHOICE, "choices": ["Paris"]}, "line 2: its choices are not a list of two or more texts"),
-        ({**CHOICE, "context": None}, "line 2: its context is not a text"),
-        ({**CHOICE, "delimiter": 1}, "line 2: its delimiter is not a text"),
-        ({**SWAG, "endings": ["[step]", "b"]}, "line 2: choice 0 is empty"),
-        ({"text": "ends in a blank "}, "line 2: choice 0 is empty"),
-    ],
-)
+@pytest.mark.parametrize(("second", "said"), [
+    (json.dumps(CHOICE)[:-20], "line 2: is not JSON"), ("[1]", "line 2: is not an object"),
+    ("{}", "line 2: has no keys; an item has context, choices, label; or"),
+    ({"question": "?"}, "line 2: has question; an item has context, choices, label; or context, continuation; or"),
+    ({**CHOICE, "label": 2}, "line 2: its label is 2, and its 2 choices are 0 to 1"),
+    ({**CHOICE, "label": True}, "line 2: its label is true, not the index of a choice"),
+    ({**SWAG, "label": ""}, 'line 2: its label is "", not the index of a choice'),
+    ({**CHOICE, "choices": ["Paris", ""]}, "line 2: choice 1 is empty"),
+    ({**CHOICE, "choices": ["Paris"]}, "line 2: its choices are not a list of two or more texts"),
+    ({**CHOICE, "context": None}, "line 2: its context is not a text"),
+    ({**CHOICE, "delimiter": 1}, "line 2: its delimiter is not a text"),
+    ({**SWAG, "endings": ["[step]", "b"]}, "line 2: choice 0 is empty"),
+    ({"text": "ends in a blank "}, "line 2: choice 0 is empty"),
+])  # fmt: skip
 def test_what_is_no_item_is_refused_by_its_line(tmp_path, second, said):
     with pytest.raises(UserError, match=r"^tasks = ") as error:
         read_items(lines(tmp_path / "x.jsonl", CHOICE, second, "not reached"))

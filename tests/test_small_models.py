@@ -45,12 +45,6 @@ def test_a_position_sees_nothing_after_itself(training):
         assert not torch.allclose(model(earlier)[:, t], logits[:, t], atol=1e-3), t
 
 
-def test_a_shorter_sequence_is_a_prefix():
-    model = transformer()
-    tokens = torch.randint(100, (2, 10))
-    assert torch.allclose(model(tokens[:, :6]), model(tokens)[:, :6], atol=1e-6)
-
-
 def test_post_layernorm_relu_blocks():
     block = transformer().blocks[0]
     assert isinstance(block, nn.TransformerEncoderLayer)

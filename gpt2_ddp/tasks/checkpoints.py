@@ -88,8 +88,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     def load():
         model, tokenizer = load_model(checkpoint)
         manifests, streams = open_splits(folders, config.split, tokenizer)
-        weights = source_weights(settings, manifests, config.split) if len(folders) > 1 else {0: 1.0}
-        return model, tokenizer, streams, weights
+        return model, tokenizer, streams, source_weights(settings, manifests, config.split) if len(folders) > 1 else {}
 
     model, tokenizer, streams, weights = on_every_rank(accelerator, load)
     size, lengths = model.config.block_size, tokenizer.token_bytes()
@@ -98,11 +97,11 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
         number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
         for number, stream in streams.items()
     }
-    whole = mixed([(weights[number], one) for number, one in found.items()]) if weights else None
-    parts = [
-        f"{settings.data.names[number]}: {_told(config, one)}" for number, one in found.items() if len(folders) > 1
-    ]
-    return "\n  ".join([*([_told(config, whole)] if whole else []), *parts])
+    told = {number: _told(config, one) for number, one in found.items()}
+    if len(folders) == 1:
+        return told[0]
+    whole = [_told(config, mixed([(weights[number], one) for number, one in found.items()]))] if weights else []
+    return "\n  ".join([*whole, *(f"{settings.data.names[number]}: {text}" for number, text in told.items())])
 
 
 def _told(config: EvaluateConfig, result: Evaluation) -> str:
@@ -144,9 +143,8 @@ def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
     """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
     lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
     for name, (items, result) in results.items():
-        shown = (
-            "{0.value:.4f} ± {0.error:.4f}".format(result.metrics[m]) if m in result.metrics else "-" for m in METRICS
-        )
+        known = result.metrics
+        shown = ("{0.value:.4f} ± {0.error:.4f}".format(known[name]) if name in known else "-" for name in METRICS)
         lines.append((name, f"{len(items.items):,}", *shown, "-" if items.chance is None else f"{items.chance:.4f}"))
     return text_table(lines)
 

@@ -49,7 +49,7 @@ def find_initial_weights(config: TrainingConfig) -> Path:
 
 def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokenizer: Tokenizer) -> None:
     """Loads the weights of `find_initial_weights` into the plain model; prints a note on omitted parts.
-    Raises: UserError for a missing or damaged file, other ids than the data's tokenizer, or a tensor that does not fit."""
+    Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit."""
     named = config.train.init_from or ""
     if named.startswith(HUB):
         path = _fetch(named, NEEDED)

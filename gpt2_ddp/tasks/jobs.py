@@ -93,10 +93,8 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
     Raises: UserError if it takes no images as small."""
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
     if config.model.name == "lenet" and min(H, W) < LeNet.least:
-        hint = (
-            f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}; use resnet18, or data.image_size"
-        )
-        raise UserError("model.name", "lenet", hint)
+        hint = f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}"
+        raise UserError("model.name", "lenet", f"{hint}; use resnet18, or data.image_size")
     model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 
@@ -133,8 +131,8 @@ def normalise(images: Tensor) -> Tensor:
 
 
 def crop_and_flip(images: Tensor) -> Tensor:
-    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2, drawn from torch's
-    default generator of the device. `images`: uint8 [B, 3, H, W]."""
+    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2, drawn from
+    torch's default generator of the device. `images`: uint8 [B, 3, H, W]."""
     B, channels, H, W = images.shape
     device = images.device
     top, left = torch.randint(2 * PADDING + 1, (2, B, 1), device=device)

@@ -202,9 +202,8 @@ class Pretraining:
             chance = "" if items.chance is None else f", of which guessing gets {items.chance:.1%}"
             self._note(f"{items.name} is scored on {len(items.items):,} items{chance}")
             if saved.get(items.name, items.sha256) != items.sha256:
-                self._note(
-                    f"the items of {items.name} are others than before; scores do not compare with earlier rows'"
-                )
+                note = f"the items of {items.name} are others than before"
+                self._note(f"{note}; scores do not compare with earlier rows'")
 
     def _read_tasks(self) -> "list[ItemSet]":
         from gpt2_ddp.scoring.items import load_sets

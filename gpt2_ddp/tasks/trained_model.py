@@ -71,9 +71,8 @@ def note_best(named: str, checkpoint: Checkpoint) -> str:
     place = checkpoint.path.with_name(f"step-{best.step:08d}")
     if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
         return ""
-    return (
-        f"note: this is {checkpoint.path}, the newest; the run's lowest val_loss, {best.val_loss:.4f}, is {place}'s\n"
-    )
+    lowest = f"the run's lowest val_loss, {best.val_loss:.4f}, is {place}'s"
+    return f"note: this is {checkpoint.path}, the newest; {lowest}\n"
 
 
 class TextStream:
@@ -100,18 +99,13 @@ def generate_text(config: GenerateConfig) -> int:
     """generate.py: prints the samples that `config` asks for, and the speed on stderr; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
     typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
-    prompts = () if typed else _read_prompts(config.prompts_file) if config.prompts_file else config.prompts
+    batches = _typed_prompts() if typed else [_read_prompts(config)]
     device = pick_device(config.device)
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     model, tokenizer = load_model(checkpoint)
     model.to(device)
-    if typed:
-        print("type what the model is to continue; Ctrl-D ends", file=sys.stderr)
-        for line in iter(_typed_line, ""):
-            _print_samples(config, model, tokenizer, [line.rstrip("\n")])
-        print(file=sys.stderr)
-    else:
+    for prompts in batches:
         _print_samples(config, model, tokenizer, prompts)
     return 0
 
@@ -145,14 +139,18 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, pro
     print(speed, file=sys.stderr)
 
 
-def _typed_line() -> str:
-    """A line from the terminal; nothing at the end."""
-    print("> ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline()
+def _typed_prompts() -> Iterator[list[str]]:
+    print("type what the model is to continue; Ctrl-D ends\n> ", end="", file=sys.stderr, flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        yield [line.rstrip("\n")]
+        print("> ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
 
 
-def _read_prompts(name: str) -> list[str]:
-    """The lines of a file, or of standard input, that are not empty. Raises: UserError where there are none."""
+def _read_prompts(config: GenerateConfig) -> Sequence[str]:
+    """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
+    if not (name := config.prompts_file):
+        return config.prompts
     try:
         text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
     except OSError as error:

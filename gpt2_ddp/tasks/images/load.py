@@ -256,8 +256,8 @@ def _name(names: Sequence[str] | None, label: Any) -> str | None:
 def decode_image(
     stored: Stored, where: str, size: int | None, as_stored: bool = False, field: str = "data.path"
 ) -> np.ndarray:
-    """uint8 [H, W, 3] of an image of any mode, the first frame where there are several. It is turned upright by its EXIF
-    orientation; what is transparent is laid on white, and of 16 bits of grey the upper 8 count.
+    """uint8 [H, W, 3] of an image of any mode, the first frame where there are several. It is turned upright by
+    its EXIF orientation; what is transparent is laid on white, and of 16 bits of grey the upper 8 count.
 
     Args:
         where: the file or row, for messages.
