@@ -297,11 +297,12 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
         if len(names) < 2 + of_splits:
             depth = "SPLIT/CLASS" if of_splits else "CLASS"
             raise UserError("data.path", file, f"is not in a folder {depth}, as others are; {HINT}")
-        found[names[0] if of_splits else "train"].append(file)
-    for name, chosen in found.items():
-        split, top = name.lower(), Path(folder, name) if of_splits else Path(folder)
+        found[names[0].lower() if of_splits else "train"].append(file)
+    for split, chosen in found.items():
+        top = Path(folder, images[chosen[0]][0]) if of_splits else Path(folder)
         labels = [images[file][of_splits] for file in chosen]
-        left_out = _left_out(top, [file for file in files if file.is_relative_to(top)], {*labels})
+        here = [file for file in files if not of_splits or parts[file][0].lower() == split]
+        left_out = _left_out(top, here, {*labels})
         pictures = np.array(chosen, dtype=object)
         splits[split] = partial(Split, f"{folder}, split {split}", pictures, labels, None, left_out)
     return splits
