@@ -13,7 +13,7 @@ from gpt2_ddp.config.tools import GenerateConfig
 
 
 def main(config: GenerateConfig) -> int:
-    from gpt2_ddp.tasks.checkpoints import generate_text
+    from gpt2_ddp.tasks.trained_model import generate_text
 
     return generate_text(config)
 

@@ -9,7 +9,7 @@ from gpt2_ddp.config.tools import PredictConfig
 
 
 def main(config: PredictConfig) -> int:
-    from gpt2_ddp.tasks.predict import predict
+    from gpt2_ddp.tasks.checkpoints import predict
 
     return predict(config)
 

@@ -77,19 +77,6 @@ def write_idx(folder: Path, split: str, images: np.ndarray, labels: np.ndarray, 
         (folder / f"{name}{'.gz' * compressed}").write_bytes(gzip.compress(content) if compressed else content)
 
 
-class _Reconstruct:
-    """An array, pickled as numpy did it when CIFAR's archives were made."""
-
-    def __init__(self, array: np.ndarray):
-        self.array = array
-
-    def __reduce__(self):
-        import numpy._core.multiarray as numpy_multiarray
-
-        state = (1, self.array.shape, self.array.dtype, False, self.array.tobytes())
-        return numpy_multiarray._reconstruct, (np.ndarray, (0,), b"b"), state
-
-
 def write_archive(folder: Path, kind: str, images: np.ndarray, labels: np.ndarray) -> None:
     """cifar-10-batches-py or cifar-100-python, whose first five sixths are for training."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,12 +90,12 @@ def write_archive(folder: Path, kind: str, images: np.ndarray, labels: np.ndarra
     if kind == "cifar10":
         for number, part in enumerate(parts, 1):
             name = f"data_batch_{number}" if number < 6 else "test_batch"
-            dump(name, {"data": _Reconstruct(rows[part]), "labels": labels[part].tolist()})
+            dump(name, {"data": rows[part], "labels": labels[part].tolist()})
         dump("batches.meta", {"label_names": [f"class_{number}" for number in range(10)]})
     else:
         for name, part in (("train", slice(0, 5 * n)), ("test", parts[5])):
             coarse = (labels[part] // 5).tolist()
-            content = {"data": _Reconstruct(rows[part]), "fine_labels": labels[part].tolist(), "coarse_labels": coarse}
+            content = {"data": rows[part], "fine_labels": labels[part].tolist(), "coarse_labels": coarse}
             dump(name, content)
         names = {"fine_label_names": [f"f{i}" for i in range(100)], "coarse_label_names": [f"c{i}" for i in range(20)]}
         dump("meta", names)

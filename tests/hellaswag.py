@@ -25,18 +25,10 @@ def made_items(count: int) -> list[dict]:
         others = [" ".join(SENTENCES[place + 2 + other].split()[4:]) for other in range(3)]
         label = index % 4
         first, second = SENTENCES[place] + mark + accent, " ".join(words[:4]) if index % 7 else ""
-        rows.append(
-            {
-                "ind": index,
-                "activity_label": "Reading a manual",
-                "ctx_a": first,
-                "ctx_b": second,
-                "ctx": f"{first} {second}",
-                "split": "val",
-                "endings": [*others[:label], right, *others[label:]],
-                "label": label,
-            }
-        )
+        texts = {"ctx_a": first, "ctx_b": second, "ctx": f"{first} {second}"}
+        endings = [*others[:label], right, *others[label:]]
+        of_all = {"ind": index, "activity_label": "Reading a manual", "split": "val", "label": label}
+        rows.append({**of_all, **texts, "endings": endings})
     return rows
 
 

@@ -104,9 +104,7 @@ def test_derived_numbers():
     assert math.isnan(Evaluation(1.0, 1, 0).bits_per_byte)
 
 
-@pytest.mark.parametrize(
-    ("shown", "terminal", "seconds"), [(True, True, 1.0), (False, False, 1.0), (False, True, 0.01)]
-)
+@pytest.mark.parametrize(("shown", "terminal", "seconds"), [(1, True, 1.0), (0, False, 1.0), (0, True, 0.01)])
 def test_a_long_evaluation_has_a_progress_bar(corpus, monkeypatch, shown, terminal, seconds):
     """On a terminal, once it has taken two seconds; `seconds` pass with every batch."""
     screen, now = io.StringIO(), iter(np.arange(1000) * seconds)
@@ -116,15 +114,13 @@ def test_a_long_evaluation_has_a_progress_bar(corpus, monkeypatch, shown, termin
     accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
     evaluate(accelerator, model(), EvalSet(TokenStream(corpus, read_manifest(corpus), "val"), 48, 48 * 80), 8)
     assert ("evaluating" in screen.getvalue()) == shown
+    assert not shown or not screen.getvalue().rsplit("\r", 2)[1].strip(), "cleared at the end"
 
 
 # How many tokens
 
 
-@pytest.mark.parametrize(
-    ("every", "windows", "scored"),
-    [(100, 16, 96), (250, 512, 7680), (10, 24, 16), (1, 1, 16), (30, 9, 16), (31, 9, 17)],
-)
+@pytest.mark.parametrize(("every", "windows", "scored"), [(100, 16, 96), (10, 24, 16), (1, 1, 16), (31, 9, 17)])
 def test_automatic_is_a_share_of_what_is_trained_between_two(corpus, tmp_path, every, windows, scored):
     changes = {"eval": {"every": every}, "train.global_batch_tokens": windows * 32}
     assert training_config(corpus, tmp_path, changes).auto_eval_tokens == scored * 32
@@ -165,14 +161,3 @@ def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
     assert tokens is None
     assert said.startswith("note: evaluations score all tokens from here on, and 777 before (eval.tokens); the lowest")
     assert settled(some, None)[0] == 900
-
-
-def test_a_progress_bar_is_cleared_at_the_end(corpus, monkeypatch):
-    screen, now = io.StringIO(), iter(range(1000))
-    monkeypatch.setattr(screen, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr("tqdm.std.time", lambda: float(next(now)))
-    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)
-    evaluate(accelerator, model(), EvalSet(TokenStream(corpus, read_manifest(corpus), "val"), 48, 48 * 80), 8)
-    assert "evaluating" in screen.getvalue()
-    assert not screen.getvalue().rsplit("\r", 2)[1].strip()

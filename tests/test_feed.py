@@ -420,11 +420,13 @@ class Vanished(Numbers):
     def read(self, items: np.ndarray) -> Any:
         raise UserError("data.path", "photos/1.png", "is not an image")
 
+    __getitems__ = read
+
 
 def with_workers(ways: list[Way], folder: Path) -> tuple[list[list[tuple[Any, ...]]], list[str]]:
     """What `go` gives on this rank, and the mistakes that reading in a worker comes upon."""
     from gpt2_ddp.distributed.launch import build_accelerator
-    from gpt2_ddp.tasks.samples import score_each
+    from gpt2_ddp.tasks.supervised import score_each
 
     found = go(ways)
     accelerator = build_accelerator("cpu", "no")

@@ -16,16 +16,14 @@ from cifar import pictures, png, write_archive, write_idx, write_images, write_p
 from commands import expect_error
 from PIL import Image
 from ranks import RankError, run_ranks
-from runs import evaluate_checkpoint, job_config, run_small_job, same, weights
+from runs import job_config, run_small_job, same, weights
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images.decode import decode_image
-from gpt2_ddp.tasks.images.load import StoredImages, read_images
+from gpt2_ddp.tasks.images.load import StoredImages, decode_image, read_images
 from gpt2_ddp.tasks.images.sources import image_files, split_files
-from gpt2_ddp.tasks.samples import Samples
-from gpt2_ddp.tasks.small_models import LeNet
+from gpt2_ddp.tasks.supervised import Samples
 
 WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "validation", "training")
 """Names of classes by which others guess splits."""
@@ -63,13 +61,6 @@ def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
         with Image.open(files[int(item)]) as image:
             assert np.array_equal(found.test.inputs[number].permute(1, 2, 0), np.asarray(image))
     assert read_images(ClassifierDataConfig(name="images", path=str(tmp_path)), 1).test.sha256() != found.test.sha256()
-
-
-def test_other_splits_are_left_out_and_told(tmp_path, capsys):
-    for split in ("train", "test", "val", "extra"):
-        write_images(tmp_path / split, {"a": 2, "b": 2}, len(split))
-    assert len(read(tmp_path).test) == 4
-    assert f"note: {tmp_path}: extra, val left out; train and test used" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("files", "message"), [
@@ -145,8 +136,8 @@ def test_parquet_files_say_their_split_first(names, splits):
 
 
 def test_parquet_files_whose_names_say_something_else():
-    with pytest.raises(UserError, match="parquet files testing, training, none of which is a split's"):
-        split_files("/data", [Path("/data/training.parquet"), Path("/data/testing.parquet")])
+    files = [Path("/data/training.parquet"), Path("/data/testing.parquet")]
+    expect_error("parquet files testing, training, none of which is a split's", split_files, "/data", files)
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +186,8 @@ def test_a_pickle_runs_nothing(tmp_path, drawn, content, capsys):
 @pytest.mark.parametrize("compressed", [False, True])
 def test_idx_files(tmp_path, compressed):
     pixels, labels = pictures(40, 10, 1, size=28)
-    write_idx(tmp_path, "train", pixels[:30, :, :, 0], labels[:30], compressed)
-    write_idx(tmp_path, "t10k", pixels[30:, :, :, 0], labels[30:], compressed)
+    for word, part in (("train", slice(0, 30)), ("t10k", slice(30, 40))):
+        write_idx(tmp_path, word, pixels[part, :, :, 0], labels[part], compressed)
     found = read(tmp_path)
     assert found.classes == [*map(str, range(10))]
     held(found, (pixels[..., :1].repeat(3, 3), labels))
@@ -304,25 +295,6 @@ def test_parquet_files_in_folders_of_any_name(tmp_path):
     write_rows(folder, "test", ("image", [IMAGE]), ("label", [1]))
     found = read(folder)
     assert (found.train.targets.tolist(), found.test.targets.tolist()) == ([0, 1, 1], [1])
-
-
-def test_spare_classes_have_names_of_their_own(tmp_path):
-    images, _ = pictures(3)
-    for split in ("train", "test"):
-        for name, image in zip("567", images, strict=True):
-            (tmp_path / split / name).mkdir(parents=True)
-            (tmp_path / split / name / "0.png").write_bytes(png(image))
-    found = read(tmp_path, "cifar10")
-    assert found.classes == ["5", "6", "7", "3", "4", "8", "9", "10", "11", "12"]
-    assert found.train.targets.tolist() == [0, 1, 2]
-
-
-def test_one_list_of_classes_for_all_splits(tmp_path):
-    write_images(tmp_path / "train", {"b": 2, "c": 2}, 1)
-    write_images(tmp_path / "test", {"a": 2, "c": 1}, 2)
-    found = read(tmp_path)
-    assert (found.classes, found.train.targets.tolist()) == (["a", "b", "c"], [1, 1, 2, 2])
-    assert found.test.targets.tolist() == [0, 0, 2]
 
 
 def one_image(folder: Path, image: Image.Image, suffix: str = "png", **options) -> Path:
@@ -462,24 +434,3 @@ def test_a_run_keeps_its_classes(tmp_path):
     again = job_config("lenet", tmp_path, own | {"data.path": str(tmp_path / "other"), "train.epochs": 2})
     with pytest.raises(RankError, match=r"has the classes \['cat', 'owl'\]; the run was started with \['cat', 'dog'\]"):
         run_ranks(run_small_job, 1, again)
-
-
-FOREIGN = {"digits": {}, "photos": {"image_size": 40}, "tables": {"image_column": "photo", "label_column": "kind"}}
-"""Sets of images that are not CIFAR's, by folder, and the fields by which docs/small-jobs.md trains on them."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FOREIGN)
-def test_accuracy_on_3_processes_is_that_of_a_plain_loop(tmp_path, name):
-    cifar.write_sets_of_images(tmp_path)
-    fields = FOREIGN[name]
-    own = {"data.name": "images", "data.path": str(tmp_path / name), "train.epochs": 2, "data.memory_gb": 0}
-    own |= {"train.mixed_precision": "no"} | {f"data.{field}": value for field, value in fields.items()}
-    run_ranks(run_small_job, 1, job_config("lenet", tmp_path, own))
-    images = read(tmp_path / name, **fields)
-    lenet = LeNet(len(images.classes), images.shape[1:])
-    lenet.load_state_dict(weights(tmp_path / "run"))
-    right = (lenet(images.test.inputs.float() / 127.5 - 1).argmax(1) == images.test.targets).sum().item()
-    more = job_config("lenet", tmp_path, own | {"train.epochs": 3})  # or there would be nothing to build
-    for scores in run_ranks(evaluate_checkpoint, 3, more):
-        assert (scores["val_accuracy"], scores["val_samples"]) == (right / len(images.test), len(images.test))

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cifar import pictures, write_cifar, write_class_folders, write_parquet
+from cifar import pictures, write_cifar, write_parquet
 from commands import expect_error
 
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images.augment import crop_and_flip, normalise
 from gpt2_ddp.tasks.images.load import read_images
+from gpt2_ddp.tasks.jobs import crop_and_flip, normalise
 
 
 def read(folder, name: str = "cifar100") -> Any:
@@ -42,16 +42,6 @@ def test_cifar10_has_its_own_column(tmp_path):
     for split, seed in (("train", 1), ("test", 2)):
         write_parquet(tmp_path, split, *pictures(20, 10, seed), names=("img", "label"))
     assert read(tmp_path, "cifar10").train.targets.tolist() == [*range(10)] * 2
-
-
-def test_class_folders(tmp_path):
-    for split, seed in (("train", 1), ("test", 2)):
-        write_class_folders(tmp_path, split, *pictures(20, 10, seed))
-    found = read(tmp_path, "cifar10").test
-    images, labels = pictures(20, 10, 2)
-    for image, label in zip(found.inputs, found.targets, strict=True):
-        matches = [i for i, other in enumerate(images) if np.array_equal(image.permute(1, 2, 0).numpy(), other)]
-        assert [labels[i] for i in matches] == [label]
 
 
 def write_others(split: str, names: tuple[str, str] = ("img", "fine_label"), **changes) -> Callable[[Path], object]:
@@ -112,12 +102,9 @@ def test_crops_and_flips_are_those_of_the_padded_image():
     torch.manual_seed(0)
     found = crop_and_flip(image.expand(400, 3, 32, 32))
     padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
-    allowed = {}
-    for top in range(9):
-        for left in range(9):
-            crop = padded[:, top : top + 32, left : left + 32]
-            allowed[crop.numpy().tobytes()] = (top, left, False)
-            allowed[crop.flip(2).numpy().tobytes()] = (top, left, True)
+    crops = {(t, left): padded[:, t : t + 32, left : left + 32] for t in range(9) for left in range(9)}
+    allowed = {crop.numpy().tobytes(): (*place, False) for place, crop in crops.items()}
+    allowed |= {crop.flip(2).numpy().tobytes(): (*place, True) for place, crop in crops.items()}
     kinds = [allowed[result.contiguous().numpy().tobytes()] for result in found]
     assert {top for top, _, _ in kinds} == {left for _, left, _ in kinds} == set(range(9))
     assert 150 < sum(flipped for _, _, flipped in kinds) < 250

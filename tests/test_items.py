@@ -14,10 +14,8 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.scoring import cloze, sources
-from gpt2_ddp.scoring.items import Item, digest, read_items
-from gpt2_ddp.scoring.requests import encode_pair, make_set
-from gpt2_ddp.scoring.result import Answers, as_row, judge, save
+from gpt2_ddp.scoring.items import Item, cut_items, digest, encode_pair, load_sets, make_set, read_items
+from gpt2_ddp.scoring.score import Answers, as_row, judge, save
 from gpt2_ddp.tasks.checkpoints import task_table
 
 GPT2 = load_tokenizer("gpt2")
@@ -29,28 +27,19 @@ def lines(path: Path, *rows: object) -> Path:
 
 
 CHOICE = {"context": "The capital of France is", "choices": ["Paris", "Rome"], "label": 0}
-SWAG = {
-    "activity_label": "Cooking",
-    "ctx_a": "He boils  water.",
-    "ctx_b": "then HE",
-    "endings": ["a", " b"],
-    "label": "1",
-}
+SWAG = {"activity_label": "Cooking", "ctx_a": "He boils  water.", "ctx_b": "then HE", "label": "1"}
+SWAG |= {"endings": ["a", " b"]}
 MARKED = {**SWAG, "ctx_a": "Do [header] it. [title] Now", "ctx_b": "", "endings": ["[step] Go [x]on", "b"]}
 
 
-@pytest.mark.parametrize(
-    ("row", "item"),
-    [
-        (CHOICE, ("The capital of France is", ("Paris", "Rome"), 0, " ")),
-        ({**CHOICE, "label": 1, "delimiter": "", "more": 3}, ("The capital of France is", ("Paris", "Rome"), 1, "")),
-        ({"context": "", "continuation": "Ünï"}, ("", ("Ünï",), 0, " ")),
-        ({"text": "He said  hello"}, ("He said ", ("hello",), 0, " ")),
-        ({"text": "hello"}, ("", ("hello",), 0, " ")),
-        (SWAG, ("Cooking: He boils water. Then he", ("a", "b"), 1, " ")),
-        (MARKED, ("Cooking: Do it.. Now", (" Go on", "b"), 1, " ")),
-    ],
-)
+@pytest.mark.parametrize(("row", "item"), [
+    (CHOICE, ("The capital of France is", ("Paris", "Rome"), 0, " ")),
+    ({**CHOICE, "label": 1, "delimiter": "", "more": 3}, ("The capital of France is", ("Paris", "Rome"), 1, "")),
+    ({"context": "", "continuation": "Ünï"}, ("", ("Ünï",), 0, " ")),
+    ({"text": "He said  hello"}, ("He said ", ("hello",), 0, " ")), ({"text": "hello"}, ("", ("hello",), 0, " ")),
+    (SWAG, ("Cooking: He boils water. Then he", ("a", "b"), 1, " ")),
+    (MARKED, ("Cooking: Do it.. Now", (" Go on", "b"), 1, " ")),
+])  # fmt: skip
 def test_each_form_of_a_line(tmp_path, row, item):
     assert read_items(lines(tmp_path / "x.jsonl", row)) == [Item(*item, f"{tmp_path}/x.jsonl, line 1")]
 
@@ -66,24 +55,20 @@ def test_line_ends_marks_and_blank_lines(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        (json.dumps(CHOICE)[:-20], "line 2: is not JSON"),
-        ("[1]", "line 2: is not an object"),
-        ("{}", "line 2: has no keys; an item has context, choices, label; or"),
-        ({"question": "?"}, "line 2: has question; an item has context, choices, label; or context, continuation; or"),
-        ({**CHOICE, "label": 2}, "line 2: its label is 2, and its 2 choices are 0 to 1"),
-        ({**CHOICE, "label": True}, "line 2: its label is true, not the index of a choice"),
-        ({**SWAG, "label": ""}, 'line 2: its label is "", not the index of a choice'),
-        ({**CHOICE, "choices": ["Paris", ""]}, "line 2: choice 1 is empty"),
-        ({**CHOICE, "choices": ["Paris"]}, "line 2: its choices are not a list of two or more texts"),
-        ({**CHOICE, "context": None}, "line 2: its context is not a text"),
-        ({**CHOICE, "delimiter": 1}, "line 2: its delimiter is not a text"),
-        ({**SWAG, "endings": ["[step]", "b"]}, "line 2: choice 0 is empty"),
-        ({"text": "ends in a blank "}, "line 2: choice 0 is empty"),
-    ],
-)
+@pytest.mark.parametrize(("second", "said"), [
+    (json.dumps(CHOICE)[:-20], "line 2: is not JSON"), ("[1]", "line 2: is not an object"),
+    ("{}", "line 2: has no keys; an item has context, choices, label; or"),
+    ({"question": "?"}, "line 2: has question; an item has context, choices, label; or context, continuation; or"),
+    ({**CHOICE, "label": 2}, "line 2: its label is 2, and its 2 choices are 0 to 1"),
+    ({**CHOICE, "label": True}, "line 2: its label is true, not the index of a choice"),
+    ({**SWAG, "label": ""}, 'line 2: its label is "", not the index of a choice'),
+    ({**CHOICE, "choices": ["Paris", ""]}, "line 2: choice 1 is empty"),
+    ({**CHOICE, "choices": ["Paris"]}, "line 2: its choices are not a list of two or more texts"),
+    ({**CHOICE, "context": None}, "line 2: its context is not a text"),
+    ({**CHOICE, "delimiter": 1}, "line 2: its delimiter is not a text"),
+    ({**SWAG, "endings": ["[step]", "b"]}, "line 2: choice 0 is empty"),
+    ({"text": "ends in a blank "}, "line 2: choice 0 is empty"),
+])  # fmt: skip
 def test_what_is_no_item_is_refused_by_its_line(tmp_path, second, said):
     with pytest.raises(UserError, match=r"^tasks = ") as error:
         read_items(lines(tmp_path / "x.jsonl", CHOICE, second, "not reached"))
@@ -146,8 +131,8 @@ def test_a_part_is_spread_and_long_contexts_lose_their_beginning():
 def test_cloze_items_are_cut_by_the_stated_rule(corpus):
     manifest, tokenizer = read_manifest(corpus), load_tokenizer(str(corpus / "tokenizer.json"))
     stream = TokenStream(corpus, manifest, "val")
-    items, count = cloze.cut_items(stream, tokenizer), len(stream) // 72
-    assert items == cloze.cut_items(stream, tokenizer)
+    items, count = cut_items(stream, tokenizer), len(stream) // 72
+    assert items == cut_items(stream, tokenizer)
     assert 20 < len(items) <= count
     whole = tokenizer.decode(stream.read(np.array([0]), len(stream))[0])
     starts = [place * len(stream) // count for place in range(count)]
@@ -181,7 +166,7 @@ def test_cloze_leaves_out_what_cannot_be_asked():
         def read(self, starts: np.ndarray, length: int) -> np.ndarray:
             return np.stack([tokens[start : start + length] for start in starts])
 
-    items = cloze.cut_items(Stream(), letters)  # pyright: ignore[reportArgumentType]
+    items = cut_items(Stream(), letters)  # pyright: ignore[reportArgumentType]
     kept = [*ends[:2], *ends[3:8], "x" * 8]
     assert [item.choices[item.right] for item in items] == kept
     assert [{*item.choices} for item in items[:2]] == [{"one 1 2 ", "two 1 2 ", "three 1 ", "four 1 2"}] * 2
@@ -194,7 +179,7 @@ def test_cloze_needs_some_text(corpus, monkeypatch, length):
     tokenizer = load_tokenizer(str(corpus / "tokenizer.json"))
     monkeypatch.setattr(TokenStream, "__len__", lambda self: length)
     with pytest.raises(UserError, match=f"cloze: .* has {length}; prepare more text"):
-        cloze.cut_items(TokenStream(corpus, read_manifest(corpus), "val"), tokenizer)
+        cut_items(TokenStream(corpus, read_manifest(corpus), "val"), tokenizer)
 
 
 def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(tmp_path, monkeypatch):
@@ -208,7 +193,7 @@ def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(t
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     file = write(tmp_path / "hellaswag.jsonl", made_items(5))
-    load = lambda *tasks: sources.load_sets(tasks, 3, GPT2, 64, lambda: pytest.fail("not needed"))  # noqa: E731
+    load = lambda *tasks: load_sets(tasks, 3, GPT2, 64, lambda: pytest.fail("not needed"))  # noqa: E731
     (found,), (other,) = load("hellaswag"), load(str(file))
     assert (found.name, found.items[0].place, found.sha256) == ("hellaswag", "Rowan/hellaswag, row 0", other.sha256)
     with pytest.raises(UserError, match="there are two of the name hellaswag"):

@@ -19,11 +19,10 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.reports.picture import Picture
 from gpt2_ddp.reports.report import report
-from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint, generate_text
-from gpt2_ddp.tasks.confusion import confusion, format_confusion, save
-from gpt2_ddp.tasks.predict import predict
-from gpt2_ddp.tasks.samples import Samples
-from gpt2_ddp.tasks.small_models import LeNet
+from gpt2_ddp.tasks.checkpoints import confusion, evaluate_checkpoint, format_confusion, predict, save_classes
+from gpt2_ddp.tasks.jobs import LeNet
+from gpt2_ddp.tasks.supervised import Samples
+from gpt2_ddp.tasks.trained_model import generate_text
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +134,7 @@ def test_what_is_taken_for_what(runs, capsys):
     assert "<img" not in (run / "report.html").read_text()
     assert "wrong.png: unreadable" in (run / "report.html").read_text()
     evaluated = np.array([[0, 1, 2], [0, 1, 2]])
-    save(found, 3, evaluated, confusion(evaluated, 3), names, Samples(torch.zeros(3), torch.zeros(3)))
+    save_classes(found, 3, evaluated, confusion(evaluated, 3), names, Samples(torch.zeros(3), torch.zeros(3)))
     assert {file.name for file in found.iterdir()} == {"classes.json"}, "all are right"
     (found / "classes.json").write_text('{"step": 3}')
     report(ReportConfig(runs=(str(run),)))
@@ -150,14 +149,12 @@ def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     found[1, 4500:] = found[1, 9] = 7
     counts = confusion(found, len(names))
     assert sum(map(len, counts)) == 5000
-    assert (
-        format_confusion(counts, names).splitlines()[0]
-        == "  class 9: 0 of 1 right, 0.00%; mostly taken for class 7 (1)"
-    )
-    assert format_confusion(counts, names).endswith("  and 491 more classes that are not all right")
+    first, *_, last = format_confusion(counts, names)
+    assert first == "  class 9: 0 of 1 right, 0.00%; mostly taken for class 7 (1)"
+    assert last == "  and 491 more classes that are not all right"
     folder = runs / "kept/run/evaluations/step-00000003"
-    save(folder, 3, found, counts, names, Samples(torch.zeros(5000, 3, 4, 4, dtype=torch.uint8), torch.zeros(5000)))
-    assert (folder / "classes.json").stat().st_size < 400_000
+    tensors = torch.zeros(5000, 3, 4, 4, dtype=torch.uint8), torch.zeros(5000)
+    save_classes(folder, 3, found, counts, names, Samples(*tensors))
     report(ReportConfig(runs=(str(runs / "kept/run"),)))
     page = (runs / "kept/run/report.html").read_text()
     assert page.count("<th>class ") == 1000

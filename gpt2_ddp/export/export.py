@@ -27,8 +27,7 @@ from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.reports.picture import draw
 from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
-from gpt2_ddp.tasks.checkpoints import note_best
-from gpt2_ddp.tasks.trained_model import find_gpt, load_model, still_there
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model, note_best, still_there
 
 GGUF = "model.gguf"
 CURVE = "loss.png"

@@ -15,8 +15,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.sources import scan
-from gpt2_ddp.tasks.corpus import missing_data
-from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.pretraining import Pretraining, missing_data
 from gpt2_ddp.training.run import Run
 
 

@@ -1,4 +1,6 @@
-"""Items of a task, read from a jsonl file. A line is of one of four forms, which its keys tell:
+"""Items of a task: read from a jsonl file or the Hub, or cut from a validation split; and as tokens.
+
+A line of a file is of one of four forms, which its keys tell:
 
 - `context`, `choices`, `label`: which of the choices follows? `label` is the index of the right one.
 - `context`, `continuation`: would the model write this?
@@ -11,16 +13,30 @@ Between a context and what follows it stands a blank, or what an item of the fir
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from gpt2_ddp.data.shards import TokenStream
+from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 
 LONGEST = 2**30
 """Bytes of a file of items."""
+HUB = {
+    "hellaswag": ("Rowan/hellaswag", None, "validation"),
+    "lambada": ("EleutherAI/lambada_openai", "default", "test"),
+}
+"""Dataset, configuration and split of a task, as lm-eval has them (there, `lambada` is lambada_openai)."""
+PLACES, CONTEXT, CONTINUATION, CHOICES = 1000, 64, 8, 4
+"""Of `cloze`: most items, the tokens of a context and of a choice, and the choices of an item."""
+BROKEN = "\ufffd"
+"""What bytes that are no whole character decode to."""
 
 Row = dict[str, Any]
 
@@ -76,12 +92,51 @@ class ItemSet:
         return None if self.is_cloze else sum(1 / len(item.choices) for item in self.items) / len(self.items)
 
 
-def read_items(path: Path) -> list[Item]:
-    """The items of a file.
+def load_sets(
+    tasks: Sequence[str],
+    most: int | None,
+    tokenizer: Tokenizer,
+    block_size: int,
+    validation: Callable[[], TokenStream],
+) -> list[ItemSet]:
+    """The tasks, in their order, as requests to a model of this context.
 
-    Raises:
-        UserError: naming the line that is none.
-    """
+    Args:
+        tasks: names or files. A file's task is called by its name without the suffix.
+        most: items of each, evenly spread; None for all.
+        validation: opens the split that `cloze` is cut from.
+
+    Raises: UserError if a task is not there, an item of it is none, or two tasks have one name."""
+    sets: dict[str, ItemSet] = {}
+    for task in tasks:
+        name = task if task in HUB else re.sub(r"[^\w.-]", "_", Path(task).stem)
+        if name in sets:
+            raise UserError("tasks", task, f"there are two of the name {name}; rename the file, or leave one away")
+        if task == "cloze":
+            items = cut_items(validation(), tokenizer)
+        else:
+            items = _check_items(*_fetch(task)) if task in HUB else read_items(Path(task))
+        sets[name] = make_set(name, items, most, tokenizer, block_size)
+    return [*sets.values()]
+
+
+def _fetch(task: str) -> tuple[str, Iterable[tuple[str, Row]]]:
+    """The rows of a task on the Hub, or of what `datasets` has kept of it."""
+    import datasets
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    dataset, subset, split = HUB[task]
+    try:
+        rows = datasets.load_dataset(dataset, subset, split=split)
+    except (OSError, ValueError, HTTPError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        hint = f"{dataset} cannot be read from the Hub ({reason}); a jsonl file of its rows needs no network"
+        raise UserError("tasks", task, hint) from error
+    return dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows))
+
+
+def read_items(path: Path) -> list[Item]:
+    """The items of a file. Raises: UserError, which names the line that is none."""
     try:
         text = read_small(path, LONGEST).decode("utf-8-sig")
     except OSError as error:
@@ -89,10 +144,21 @@ def read_items(path: Path) -> list[Item]:
         raise UserError("tasks", path, hint) from error
     except UnicodeDecodeError as error:
         raise UserError("tasks", path, "is not UTF-8; save it as UTF-8") from error
-    return check_items(str(path), _rows(path, text))
+    lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), start=1))
+    return _check_items(str(path), ((place, _parse(line, place)) for place, line in lines if line.strip()))
 
 
-def check_items(name: str, rows: Iterator[tuple[str, Row]]) -> list[Item]:
+def _parse(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError("tasks", place, f"is not JSON ({error}); write one object a line") from error
+    if not isinstance(row, dict):
+        raise UserError("tasks", place, "is not an object; write one object a line")
+    return row
+
+
+def _check_items(name: str, rows: Iterable[tuple[str, Row]]) -> list[Item]:
     """Items of rows, each with its place; UserError where there is none, or they are of two kinds."""
     items = [_item(row, place) for place, row in rows]
     if not items:
@@ -105,97 +171,112 @@ def check_items(name: str, rows: Iterator[tuple[str, Row]]) -> list[Item]:
     return items
 
 
+def _item(row: Row, place: str) -> Item:
+    keys = next((keys for keys in FORMS if row.keys() >= {*keys}), None)
+    if keys is None:
+        wanted = "; or ".join(", ".join(keys) for keys in FORMS)
+        raise UserError("tasks", place, f"has {', '.join(row) or 'no keys'}; an item has {wanted}")
+    delimiter = row.get("delimiter", " ") if keys[0] == "context" else " "
+    for key, value in {**{key: row[key] for key in keys}, "delimiter": delimiter}.items():
+        if problem := _problem(key, value):
+            raise UserError("tasks", place, f"its {key} {problem}")
+    context, choices = FORMS[keys](row)
+    label = int(row["label"]) if "label" in keys else 0
+    if not 0 <= label < len(choices):
+        hint = f"its label is {label}, and its {len(choices)} choices are 0 to {len(choices) - 1}"
+        raise UserError("tasks", place, hint)
+    if "" in choices:
+        raise UserError("tasks", place, f"choice {choices.index('')} is empty; there is nothing to score")
+    return Item(context, tuple(choices), label, delimiter, place)
+
+
+def _problem(key: str, value: Any) -> str | None:
+    """What is wrong with the value of a row's key. A label may be digits, as in HellaSwag's files."""
+    if key == "label":
+        is_index = type(value) is int or (isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value))
+        return None if is_index else f"is {json.dumps(value)}, not the index of a choice"
+    if key in ("choices", "endings"):
+        several = isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) for text in value)
+        return None if several else "are not a list of two or more texts"
+    return None if isinstance(value, str) else "is not a text"
+
+
+def _hellaswag(row: Row) -> tuple[str, list[str]]:
+    """HellaSwag's texts as lm-eval has them: the marks of WikiHow are taken out."""
+    texts = [f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}", *row["endings"]]
+    whole = [re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ") for text in texts]
+    return whole[0], whole[1:]
+
+
+FORMS: dict[tuple[str, ...], Callable[[Row], tuple[str, list[str]]]] = {
+    ("context", "choices", "label"): lambda row: (row["context"], row["choices"]),
+    ("context", "continuation"): lambda row: (row["context"], [row["continuation"]]),
+    ("activity_label", "ctx_a", "ctx_b", "endings", "label"): _hellaswag,
+    ("text",): lambda row: (row["text"].rpartition(" ")[0], [row["text"].rpartition(" ")[2]]),
+}
+"""Context and choices of a row, by the keys that it has; the first form that fits counts."""
+
+
+def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
+    """The built-in task, which needs no network: what follows here in the validation split?
+
+    Places are spread evenly over the split, 1,000 of them or as many as fit. From each, 64 tokens are the context and
+    the next 8 what follows it. The three other choices are what follows at the next places, where it is something else.
+    A place gives no item where a document begins in it, where the cut goes through a character, or where 8 blanks
+    follow. The right choice of item i is number i mod 4, so that guessing comes to 25%.
+
+    Raises: UserError if the split has too few places."""
+    length = CONTEXT + CONTINUATION
+    count = min(PLACES, len(stream) // length)
+    rows = stream.read(np.arange(count) * len(stream) // max(count, 1), length)
+    cuts = [
+        (tokenizer.decode(row[:CONTEXT]), tokenizer.decode(row[CONTEXT:])) for row in rows if tokenizer.eot not in row
+    ]
+    pairs = [(before.lstrip(BROKEN), after.rstrip(BROKEN)) for before, after in cuts]
+    pairs = [(before, after) for before, after in pairs if BROKEN not in before + after and after.strip()]
+    items = []
+    for number, (before, right) in enumerate(pairs):
+        following = chain(pairs[number + 1 :], pairs[:number])
+        others = dict.fromkeys(after for _, after in following if after != right)
+        choices = [*islice(others, CHOICES - 1)]
+        choices.insert(number % CHOICES, right)
+        items.append(Item(before, tuple(choices), number % CHOICES, "", f"cloze, item {number}"))
+    if not items or any(len(item.choices) < CHOICES for item in items):
+        hint = f"cuts items of {length} tokens, and the validation split has {len(stream):,}; prepare more text"
+        raise UserError("tasks", "cloze", hint)
+    return items
+
+
+def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenizer, block_size: int) -> ItemSet:
+    """A task of these items, or of `most` of them, evenly spread. Raises: UserError for one that cannot be scored."""
+    count = min(most or len(items), len(items))
+    items = [items[index * len(items) // count] for index in range(count)]
+    whole = [request for item in items for request in _requests(item, tokenizer, block_size)]
+    requests = [Request(request.tokens[-block_size - 1 :], request.scored) for request in whole]
+    cut = sum(len(request.tokens) > block_size + 1 for request in whole)
+    return ItemSet(name, items, requests, digest(items), cut)
+
+
 def digest(items: list[Item]) -> str:
     """SHA-256 of the items, wherever they are from."""
-    hashed = hashlib.sha256()
-    for item in items:
-        hashed.update(json.dumps(item[:4]).encode() + b"\n")
-    return hashed.hexdigest()
+    return hashlib.sha256(b"".join(json.dumps(item[:4]).encode() + b"\n" for item in items)).hexdigest()
 
 
-def _rows(path: Path, text: str) -> Iterator[tuple[str, Row]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        place = f"{path}, line {number}"
-        if not line or line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError("tasks", place, f"is not JSON ({error}); write one object a line") from error
-        if not isinstance(row, dict):
-            raise UserError("tasks", place, "is not an object; write one object a line")
-        yield place, row
+def _requests(item: Item, tokenizer: Tokenizer, block_size: int) -> Iterator[Request]:
+    for number, choice in enumerate(item.choices):
+        before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
+        if not 0 < len(continuation) <= block_size:
+            hint = f"choice {number} is {len(continuation)} tokens behind its context, of model.block_size {block_size}"
+            raise UserError("tasks", item.place, f"{hint}; 1 or more that fit can be scored")
+        yield Request(before + continuation, len(continuation))
 
 
-def _item(row: Row, place: str) -> Item:
-    for keys, make in FORMS.items():
-        if row.keys() >= set(keys):
-            item = make(row, place)
-            for number, choice in enumerate(item.choices):
-                if not choice:
-                    raise UserError("tasks", place, f"choice {number} is empty; there is nothing to score")
-            return item
-    wanted = "; or ".join(", ".join(keys) for keys in FORMS)
-    raise UserError("tasks", place, f"has {', '.join(row) or 'no keys'}; an item has {wanted}")
+def encode_pair(context: str, continuation: str, tokenizer: Tokenizer, place: str) -> tuple[list[int], list[int]]:
+    """Tokens of a context and of what follows it, by lm-eval's rules (`TemplateLM._encode_pair` of lm_eval 0.4).
 
-
-def _choice(row: Row, place: str) -> Item:
-    choices = _texts(row, "choices", place)
-    return Item(_text(row, "context", place), choices, _label(row, len(choices), place), _delimiter(row, place), place)
-
-
-def _cloze(row: Row, place: str) -> Item:
-    choices = (_text(row, "continuation", place),)
-    return Item(_text(row, "context", place), choices, delimiter=_delimiter(row, place), place=place)
-
-
-def _lambada(row: Row, place: str) -> Item:
-    context, _, word = _text(row, "text", place).rpartition(" ")
-    return Item(context, (word,), place=place)
-
-
-def _hellaswag(row: Row, place: str) -> Item:
-    label, first, second = (_text(row, name, place) for name in ("activity_label", "ctx_a", "ctx_b"))
-    endings = tuple(map(_without_brackets, _texts(row, "endings", place)))
-    right = _label(row, len(endings), place)
-    return Item(_without_brackets(f"{label}: {first} {second.capitalize()}"), endings, right, place=place)
-
-
-FORMS: dict[tuple[str, ...], Callable[[Row, str], Item]] = {
-    ("context", "choices", "label"): _choice,
-    ("context", "continuation"): _cloze,
-    ("activity_label", "ctx_a", "ctx_b", "endings", "label"): _hellaswag,
-    ("text",): _lambada,
-}
-
-
-def _without_brackets(text: str) -> str:
-    """HellaSwag's text as lm-eval has it: the marks of WikiHow are taken out."""
-    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-
-def _text(row: Row, name: str, place: str) -> str:
-    if not isinstance(row[name], str):
-        raise UserError("tasks", place, f"its {name} is not a text")
-    return row[name]
-
-
-def _delimiter(row: Row, place: str) -> str:
-    return _text({"delimiter": " ", **row}, "delimiter", place)
-
-
-def _texts(row: Row, name: str, place: str) -> tuple[str, ...]:
-    texts = row[name]
-    if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(text, str) for text in texts):
-        raise UserError("tasks", place, f"its {name} are not a list of two or more texts")
-    return tuple(texts)
-
-
-def _label(row: Row, choices: int, place: str) -> int:
-    """An index, or, as in HellaSwag's files, its digits."""
-    label = row["label"]
-    if type(label) is not int and not (isinstance(label, str) and re.fullmatch("[0-9]{1,9}", label)):
-        raise UserError("tasks", place, f"its label is {json.dumps(label)}, not the index of a choice")
-    if not 0 <= int(label) < choices:
-        raise UserError("tasks", place, f"its label is {label}, and its {choices} choices are 0 to {choices - 1}")
-    return int(label)
+    Blanks at the context's end move to the continuation, which is what the two together have behind the context's own
+    tokens. The end-of-text token stands for an empty context, and is never before another one.
+    """
+    kept = context.rstrip()
+    before, both = (tokenizer.encode(text, place).tolist() for text in (kept, context + continuation))
+    return (before, both[len(before) :]) if kept else ([tokenizer.eot], both)

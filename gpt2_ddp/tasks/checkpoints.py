@@ -1,20 +1,22 @@
-"""What is done with a checkpoint once it is there: evaluate.py scores it, generate.py writes with it."""
+"""What is done with a checkpoint once it is there: evaluate.py scores it, predict.py classifies images with it."""
 
 import io
-import os
+import json
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import add
 from pathlib import Path
 
+import numpy as np
+import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
-from gpt2_ddp.config.jobs import JobConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, check_writable
+from gpt2_ddp.config.tools import EvaluateConfig, PredictConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
@@ -22,57 +24,28 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer
 from gpt2_ddp.distributed.launch import build_accelerator, pick_device
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small, writing
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import write_atomically, writing
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
-from gpt2_ddp.model.generate import Sampling, generate
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import text_table
-from gpt2_ddp.scoring.items import ItemSet
-from gpt2_ddp.scoring.result import METRICS, Result, judge, save
-from gpt2_ddp.scoring.score import answer
-from gpt2_ddp.scoring.sources import load_sets
-from gpt2_ddp.tasks.confusion import confusion, format_confusion, with_predictions
-from gpt2_ddp.tasks.confusion import save as save_classes
-from gpt2_ddp.tasks.jobs import make_job
-from gpt2_ddp.tasks.samples import score_each
-from gpt2_ddp.tasks.supervised import means
-from gpt2_ddp.tasks.trained_model import find_gpt, load_model, load_weights
-from gpt2_ddp.training.progress import Best
+from gpt2_ddp.scoring.items import ItemSet, load_sets
+from gpt2_ddp.scoring.score import METRICS, Result, answer, judge, save
+from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
+from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
+from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best
 
-LONGEST = 2**28
-"""Bytes of a file of prompts."""
-
-
-class TextStream:
-    """Text of tokens that come one by one. Incomplete characters wait for their remaining tokens.
-
-    Args:
-        write: called with each piece of text; joined, the pieces are the text of all tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
-        self._tokenizer, self._write = tokenizer, write
-        self._waiting: list[int] = []
-
-    def add(self, token: int) -> None:
-        """Writes the text since the last piece, unless it ends in U+FFFD, an incomplete character."""
-        self._waiting.append(token)
-        if not self._tokenizer.decode(self._waiting).endswith("\N{REPLACEMENT CHARACTER}"):
-            self.end()
-
-    def end(self) -> None:
-        """Writes the waiting tokens."""
-        self._write(self._tokenizer.decode(self._waiting))
-        self._waiting = []
+Counts = list[dict[int, int]]
+"""Of each class, how many of it are taken for which: no more numbers than samples, however many classes there are."""
+LONGEST_NAME = 4096
+"""Characters of a file's, as systems allow them."""
+WORST = 10
+"""Classes that are told."""
+PICTURES, COLUMNS = 24, 6
+"""Wrongly classified images that are drawn, and how many in a row."""
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
-    """evaluate.py: prints the scores of a checkpoint, whatever it is a training of; returns the exit code.
-
-    Raises:
-        UserError: on every rank, for whatever the user has to mend.
-    """
+    """evaluate.py: prints the scores of a checkpoint; returns the exit code. Raises: UserError on every rank."""
     accelerator = build_accelerator(config.device, config.mixed_precision)
     checkpoint = on_every_rank(accelerator, lambda: find_checkpoint(Path(config.checkpoint)))
     check_ranks_agree({"checkpoint": str(checkpoint.path)})
@@ -83,26 +56,11 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     return 0
 
 
-def note_best(named: str, checkpoint: Checkpoint) -> str:
-    """A line, where a run is named and its newest checkpoint is not the one with the lowest val_loss."""
-    best = Best(*(checkpoint.state.get("best_evaluation") or ()))
-    place = checkpoint.path.with_name(f"step-{best.step:08d}")
-    if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
-        return ""
-    return (
-        f"note: this is {checkpoint.path}, the newest; the run's lowest val_loss, {best.val_loss:.4f}, is {place}'s\n"
-    )
-
-
 def open_splits(
     folders: Sequence[str], split: str, tokenizer: Tokenizer
 ) -> tuple[list[Manifest], dict[int, TokenStream]]:
-    """The manifests of folders, and the tokens of a split, by the number of each folder that has it, for a model that
-    knows texts by `tokenizer`.
-
-    Raises:
-        UserError: one is of another tokenizer, or none has such a split.
-    """
+    """Manifests of folders, and the tokens of a split by the number of each folder that has it.
+    Raises: UserError if a folder is of another tokenizer than `tokenizer`, or none has such a split."""
     manifests = [read_manifest(Path(folder)) for folder in folders]
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
@@ -130,8 +88,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
     def load():
         model, tokenizer = load_model(checkpoint)
         manifests, streams = open_splits(folders, config.split, tokenizer)
-        weights = source_weights(settings, manifests, config.split) if len(folders) > 1 else {0: 1.0}
-        return model, tokenizer, streams, weights
+        return model, tokenizer, streams, source_weights(settings, manifests, config.split) if len(folders) > 1 else {}
 
     model, tokenizer, streams, weights = on_every_rank(accelerator, load)
     size, lengths = model.config.block_size, tokenizer.token_bytes()
@@ -140,11 +97,11 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
         number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
         for number, stream in streams.items()
     }
-    whole = mixed([(weights[number], one) for number, one in found.items()]) if weights else None
-    parts = [
-        f"{settings.data.names[number]}: {_told(config, one)}" for number, one in found.items() if len(folders) > 1
-    ]
-    return "\n  ".join([*([_told(config, whole)] if whole else []), *parts])
+    told = {number: _told(config, one) for number, one in found.items()}
+    if len(folders) == 1:
+        return told[0]
+    whole = [_told(config, mixed([(weights[number], one) for number, one in found.items()]))] if weights else []
+    return "\n  ".join([*whole, *(f"{settings.data.names[number]}: {text}" for number, text in told.items())])
 
 
 def _told(config: EvaluateConfig, result: Evaluation) -> str:
@@ -186,9 +143,8 @@ def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
     """A line for each task: its items, metrics ± standard errors, and the accuracy of guessing."""
     lines: list[tuple[str, ...]] = [("task", "items", *METRICS, "chance")]
     for name, (items, result) in results.items():
-        shown = (
-            "{0.value:.4f} ± {0.error:.4f}".format(result.metrics[m]) if m in result.metrics else "-" for m in METRICS
-        )
+        known = result.metrics
+        shown = ("{0.value:.4f} ± {0.error:.4f}".format(known[name]) if name in known else "-" for name in METRICS)
         lines.append((name, f"{len(items.items):,}", *shown, "-" if items.chance is None else f"{items.chance:.4f}"))
     return text_table(lines)
 
@@ -203,34 +159,38 @@ def _evaluations(checkpoint: Checkpoint) -> Path:
 def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """A small job is scored on its own test samples; `data` may name another folder of images."""
     saved = dict(checkpoint.config)
-    given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None, "data": config.data}
-    given["tasks"] = ", ".join(config.tasks) or None
-    if saved.get("data", {}).get("path"):
-        given.pop("data")
+    own = saved.get("data", {})
+    given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None}
+    given |= {"data": None if own.get("path") else config.data, "tasks": ", ".join(config.tasks) or None}
     for field, value in given.items():
         if value is not None:
             hint = f"is for others; this {checkpoint.kind} run is scored on all of its own test samples: leave it away"
             raise UserError(field, value, hint)
     if config.data:
-        saved["data"] = {**saved.get("data", {}), "path": config.data}
+        saved["data"] = {**own, "path": config.data}
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
     job = make_job(settings, accelerator, checkpoint.state)
-    data, hashed = saved.get("data", {}), checkpoint.state.get("data_hash")  # of training and test samples
+    hashed = checkpoint.state.get("data_hash")  # of training and test samples
     if hashed and not config.data and not hashed.endswith(job.test.sha256()):
         hint = "has other test samples than those that the run was started with; give them back"
-        raise UserError("data", data.get("path") or data.get("name") or "generated", hint)
+        raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
     on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
     names = job.facts.get("classes")
-    score = with_predictions(job).score if names else job.score
+
+    def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        outputs, scores = job.score(model, inputs, targets)
+        return {**scores, "class": targets, "taken for": outputs.argmax(1)} if names else scores
+
     kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
-    scores = means(kinds[:-2], values[:, :-2]) if names else means(kinds, values)
+    plain = len(kinds) - 2 * bool(names)
+    scores = means(kinds[:plain], values[:, :plain])
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
     if not names:
         return line
-    found = values[:, -2:].T.long().numpy()
+    found = values[:, plain:].T.long().numpy()
     counts = confusion(found, len(names))
     if not config.data:  # or they would stand for those of the run
         step, folder = checkpoint.state["step"], _evaluations(checkpoint)
@@ -239,76 +199,110 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
             line += f"; {folder} has the classes"
         except UserError as error:  # the run may be another's
             accelerator.print(f"note: {error}", file=sys.stderr)
-    return "\n".join([line, *filter(None, [format_confusion(counts, names)])])
+    return "\n".join([line, *format_confusion(counts, names)])
 
 
-def generate_text(config: GenerateConfig) -> int:
-    """generate.py: prints the samples that `config` asks for, and the speed on stderr; returns the exit code.
+def confusion(found: np.ndarray, classes: int) -> Counts:
+    """How many of class i are taken for class j. `found`: int64 [2, N], classes and predictions of the samples."""
+    counts: Counts = [{} for _ in range(classes)]
+    for (one, other), count in sorted(Counter(zip(*found.tolist(), strict=True)).items()):
+        counts[one][other] = count
+    return counts
 
-    Raises:
-        UserError: for whatever the user has to mend, such as a checkpoint that is no GPT's.
-    """
-    typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
-    prompts = () if typed else _read_prompts(config.prompts_file) if config.prompts_file else config.prompts
+
+def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
+    """Lines on the classes that are taken wrongly most often, the worst first."""
+    shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
+    worst = sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])
+    lines = []
+    for k in worst[:WORST]:
+        total, right = sum(counts[k].values()), counts[k].get(k, 0)
+        other, most = max(((other, n) for other, n in counts[k].items() if other != k), key=lambda pair: pair[1])
+        taken = f"mostly taken for {names[other]} ({most:,})"
+        lines.append(f"  {names[k]}: {right:,} of {total:,} right, {right / total:.2%}; {taken}")
+    more = len(worst) - WORST
+    return lines + [f"  and {more:,} more classes that are not all right"] * (more > 0)
+
+
+def save_classes(
+    folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet
+) -> None:
+    """Writes classes.json and, where there are some, the wrong ones as wrong.png; report.py shows both."""
+    wrong = np.flatnonzero(found[0] != found[1])[:PICTURES]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"step": step, "classes": [*names], "confusion": counts}
+        write_atomically(folder / "classes.json", json.dumps(content))
+        if len(wrong):
+            write_atomically(folder / "wrong.png", _draw(wrong, found, names, test))
+        else:
+            (folder / "wrong.png").unlink(missing_ok=True)
+
+
+def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
+    """A PNG of images, each with its class and the one that it is taken for."""
+    from matplotlib.figure import Figure
+
+    rows = -(-len(items) // COLUMNS)
+    figure = Figure(figsize=(2 * COLUMNS, 2.4 * rows), layout="constrained")
+    places = [*figure.subplots(rows, COLUMNS, squeeze=False).flat]
+    images = test.read(items)[0].permute(0, 2, 3, 1).numpy()
+    for place in places:
+        place.axis("off")
+    for place, item, image in zip(places, items, images, strict=False):
+        place.imshow(image)
+        one, other = (names[int(number)][:24] for number in found[:, item])
+        place.set_title(f"{one}\ntaken for {other}", fontsize=8, parse_math=False)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=80)
+    return file.getvalue()
+
+
+def predict(config: PredictConfig) -> int:
+    """predict.py: prints a line for each image; returns the exit code.
+    Raises: UserError if the run is no classifier of images, or an image cannot be read or is of another size."""
+    from gpt2_ddp.tasks.images.sources import image_files  # Pillow: not for those that score a GPT
+
+    run, *named = config.run_and_images
     device = pick_device(config.device)
-    checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
-    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
-    model, tokenizer = load_model(checkpoint)
-    model.to(device)
-    if typed:
-        print("type what the model is to continue; Ctrl-D ends", file=sys.stderr)
-        for line in iter(_typed_line, ""):
-            _print_samples(config, model, tokenizer, [line.rstrip("\n")])
-        print(file=sys.stderr)
-    else:
-        _print_samples(config, model, tokenizer, prompts)
+    checkpoint = find_checkpoint(Path(run), "run_and_images", kind="classifier")
+    settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
+    assert isinstance(settings, ClassifierConfig), "a classifier's"
+    if not settings.data.images:
+        raise UserError("run_and_images", run, "classifies points of clusters, and no images; name another run")
+    if config.output:
+        check_writable(config.output)
+    print(note_best(run, checkpoint), end="", file=sys.stderr)
+    model = image_model(settings, checkpoint.state)
+    load_weights(checkpoint, model)
+    model.to(device).eval()
+    files = [*image_files(named, "run_and_images")]
+    lines = []
+    for start in range(0, len(files), config.batch_size):
+        batch = files[start : start + config.batch_size]
+        images = _read_batch(batch, settings.data.image_size, checkpoint.state["image_shape"]).to(device)
+        with torch.no_grad():
+            probabilities = model(normalise(images)).float().softmax(1).tolist()
+        for file, row in zip(batch, probabilities, strict=True):
+            ranked = sorted(zip(checkpoint.state["classes"], row, strict=True), key=lambda pair: -pair[1])
+            best = ", ".join(f"{name} {share:.2%}" for name, share in ranked[: config.top])
+            print(f"{truncate(file, LONGEST_NAME)}: {best}")
+            lines.append({"file": str(file), "class": ranked[0][0], "probabilities": dict(ranked)})
+    if config.output:
+        with writing(Path(config.output)):
+            write_atomically(Path(config.output), "".join(f"{json.dumps(line)}\n" for line in lines))
     return 0
 
 
-def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
-    """Prints the samples, a single one while it is written; after a stop, of each what there is."""
-    rows = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts for _ in range(config.num_samples)]
-    written: list[list[int]] = [[] for _ in rows]
-    stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None
+def _read_batch(files: Sequence[Path], image_size: int | None, shape: Sequence[int]) -> Tensor:
+    """uint8 [b, 3, H, W] as the run took its images."""
+    from gpt2_ddp.tasks.images.load import decode_image
 
-    def heard(row: int, token: int) -> None:
-        written[row].append(token)
-        if stream:
-            stream.add(token)
-
-    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
-    begun = time.perf_counter()
-    try:
-        if stream:
-            print(tokenizer.decode(rows[0]), end="", flush=True)
-        generate(model, rows, tokenizer.eot, sampling, heard=heard)
-    finally:
-        seconds = time.perf_counter() - begun
-        if stream:
-            stream.end()
-            print()
-        else:
-            print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, map(add, rows, written))))
-    count = sum(map(len, written))
-    speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {model.wte.weight.device}"
-    print(speed, file=sys.stderr)
-
-
-def _typed_line() -> str:
-    """A line from the terminal; nothing at the end."""
-    print("> ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline()
-
-
-def _read_prompts(name: str) -> list[str]:
-    """The lines of a file, or of standard input, that are not empty. Raises: UserError where there are none."""
-    try:
-        text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
-    except OSError as error:
-        raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a file of text") from error
-    except UnicodeDecodeError as error:
-        raise UserError("prompts_file", name, "is not UTF-8; save it as UTF-8") from error
-    prompts = [line for line in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n") if line]
-    if not prompts:
-        raise UserError("prompts_file", name, "is empty; write a prompt in each line")
-    return prompts
+    found = [decode_image(file, str(file), image_size, field="run_and_images") for file in files]
+    _, H, W = shape
+    for file, image in zip(files, found, strict=True):
+        if image.shape != (H, W, 3):
+            size = f"is {image.shape[1]} x {image.shape[0]} pixels; the run was trained on {W} x {H}"
+            hint = f"{size}, without data.image_size to scale others to: scale it"
+            raise UserError("run_and_images", file, hint)
+    return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,14 @@ TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
 def find_initial_weights(config: TrainingConfig) -> Path:
-    """Folder of `train.init_from`: a checkpoint, or a transformers model whose config.json fits the model section.
-
-    Reads small files only.
-
-    Raises:
-        UserError: there is no such folder, or its model does not fit.
-    """
+    """Folder of `train.init_from`: a checkpoint, or a transformers model whose config.json fits the model section. It
+    reads small files only. Raises: UserError if there is no such folder, or its model does not fit."""
     named = config.train.init_from or ""
     path = _fetch(named, [TRANSFORMERS]) if named.startswith(HUB) else Path(named)
     if not os.path.isfile(path / TRANSFORMERS):
         return find_checkpoint(path, FIELD, weights=False, kind="gpt2").path
-    theirs = _read_json(path, TRANSFORMERS)
-    if mistakes := _choices(named, theirs) or _other_shape(named, theirs, config.model):
-        raise UserError.join([line for mistake in mistakes for line in mistake.mistakes])
+    if mistakes := _misfits(named, _read_json(path, TRANSFORMERS), config.model):
+        raise UserError.join([line for args in mistakes for line in UserError(*args).mistakes])
     if not named.startswith(HUB):
         _weight_files(path)
     return path
@@ -54,13 +49,7 @@ def find_initial_weights(config: TrainingConfig) -> Path:
 
 def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokenizer: Tokenizer) -> None:
     """Loads the weights of `find_initial_weights` into the plain model; prints a note on omitted parts.
-
-    Args:
-        tokenizer: tokenizer of the data; the weights need the same ids.
-
-    Raises:
-        UserError: a file is missing or damaged, the ids differ, or a tensor does not fit.
-    """
+    Raises: UserError for a missing or damaged file, other ids than the data's, or a tensor that does not fit."""
     named = config.train.init_from or ""
     if named.startswith(HUB):
         path = _fetch(named, NEEDED)
@@ -109,30 +98,28 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _choices(named: str, theirs: dict[str, Any]) -> list[UserError]:
-    """Fields of a config.json that a `GPT` does not support. (`reorder_and_upcast_attn` only changes the order.)"""
+def _misfits(named: str, theirs: dict[str, Any], model: ModelConfig) -> Sequence[tuple[str, object, str]]:
+    """Field, value and hint for what a `GPT` does not support of a config.json, or else for where the model section
+    differs. (`reorder_and_upcast_attn` only changes the order.)"""
     if theirs.get("model_type") != "gpt2":
-        return [UserError(FIELD, named, f"is a model of type {theirs.get('model_type')}; only a gpt2 can be continued")]
-    allowed = {"activation_function": TANH_GELUS, "n_inner": (None, 4 * theirs.get("n_embd", DEFAULTS["n_embd"]))}
-    return [
-        UserError(FIELD, named, f"has {field}: {json.dumps(theirs[field])}, and here it is {json.dumps(ours)} alone")
+        return [(FIELD, named, f"is a model of type {theirs.get('model_type')}; only a gpt2 can be continued")]
+    shape = {**DEFAULTS, **theirs}
+    positions = shape["n_positions"]
+    allowed = {"activation_function": TANH_GELUS, "n_inner": (None, 4 * shape["n_embd"])}
+    choices = [
+        (FIELD, named, f"has {field}: {json.dumps(theirs[field])}, and here it is {json.dumps(ours)} alone")
         for field, ours in {**FIXED, "n_inner": None, "quantization_config": None}.items()
         if theirs.get(field, ours) not in allowed.get(field, (ours,))
     ]
-
-
-def _other_shape(named: str, theirs: dict[str, Any], model: ModelConfig) -> list[UserError]:
-    shape = {**DEFAULTS, **theirs}
-    wrong = [
-        UserError(f"model.{field}", getattr(model, field), f"{named} has {shape[field]}; set it to {shape[field]}")
+    sizes = [
+        (f"model.{field}", getattr(model, field), f"{named} has {shape[field]}; set it to {shape[field]}")
         for field in ("n_layer", "n_head", "n_embd")
         if shape[field] != getattr(model, field)
     ]
-    positions = shape["n_positions"]
     if not isinstance(positions, int) or positions < model.block_size:
         hint = f"{named} has {positions} positions; set it to {positions} or less"
-        wrong.append(UserError("model.block_size", model.block_size, hint))
-    return wrong
+        sizes.append(("model.block_size", model.block_size, hint))
+    return choices or sizes
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -145,11 +132,9 @@ def _weight_files(path: Path) -> list[Path]:
     if not names and (pickles := sorted(file.name for suffix in PICKLES for file in path.glob(suffix))):
         hint = f"holds its weights as pickles alone ({pickles[0]}), which can run any code when they are read"
         raise UserError(FIELD, path, f"{hint}; have transformers save it again, as safetensors")
-    missing = [
-        name for name in names or [f"{MODEL}, nor {INDEX} that names several"] if not os.path.isfile(path / name)
-    ]
-    if missing:
-        raise UserError(FIELD, path, f"has no {missing[0]}; save the model again")
+    for name in names or [f"{MODEL}, nor {INDEX} that names several"]:
+        if not os.path.isfile(path / name):
+            raise UserError(FIELD, path, f"has no {name}; save the model again")
     return [path / name for name in names]
 
 
@@ -177,10 +162,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
     """Compares the tokens of all ids, the merges, and the ids of a text of all tokens. Returns notes.
-
-    Args:
-        rows: rows of the weights' vocabulary.
-    """
+    `rows`: rows of the weights' vocabulary."""
     theirs, size = _read_tokenizer(path), tokenizer.vocab_size
     if rows < size or (theirs is None and rows > size):
         raise UserError(FIELD, path, f"has {rows:,} rows of a vocabulary, and the data's tokenizer has {size:,} ids")
@@ -188,8 +170,12 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
         return [f"it has no {TOKENIZER_FILE}; all that is known is that the tokenizer has {size:,} ids as well"]
     encoding = tokenizer.encoding
     bytewise = b"\xff" in encoding._mergeable_ranks
-    ours = {rank: _spelled(token, bytewise) for token, rank in encoding._mergeable_ranks.items()}
-    for rank, token in sorted({**ours, **{rank: token for token, rank in encoding._special_tokens.items()}}.items()):
+    ours = {
+        rank: "".join(map(CHARACTER_OF_BYTE.__getitem__, token)) if bytewise else token.decode()
+        for token, rank in encoding._mergeable_ranks.items()
+    }
+    special = {rank: token for token, rank in encoding._special_tokens.items()}
+    for rank, token in sorted((ours | special).items()):
         if (found := theirs.id_to_token(rank)) != token:
             hint = f"its tokenizer is another one: id {rank} is {found!r} there, and {token!r} in the data's"
             raise UserError(FIELD, path, f"{hint}; prepare the text with its {TOKENIZER_FILE}")
@@ -200,10 +186,6 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
         hint = "its tokenizer has the ids of the data's, but splits or merges text otherwise"
         raise UserError(FIELD, path, f"{hint}; prepare the text with its {TOKENIZER_FILE}")
     return [f"the last {rows - size:,} rows of its vocabulary are of no token of the data"] if rows > size else []
-
-
-def _spelled(token: bytes, bytewise: bool) -> str:
-    return "".join(CHARACTER_OF_BYTE[byte] for byte in token) if bytewise else token.decode()
 
 
 def _read_tokenizer(path: Path) -> Any:

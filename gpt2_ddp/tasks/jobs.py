@@ -1,7 +1,12 @@
-"""The small jobs: each one's data, model and losses."""
+"""The small jobs: each one's data, model and losses.
 
-from collections.abc import Mapping
+Shapes: B samples, T tokens, C = n_embd, V = vocabulary, K classes; images of H x W pixels.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,30 +14,28 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.jobs import (
+    ClassifierConfig,
+    JobConfig,
+    RegressionConfig,
+    TransformerConfig,
+    TransformerModelConfig,
+)
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images.augment import crop_and_flip, normalise
-from gpt2_ddp.tasks.samples import Samples
-from gpt2_ddp.tasks.small_models import MLP, LeNet, Line, ResNet18, TransformerLM
-from gpt2_ddp.tasks.supervised import Job, Supervised
+from gpt2_ddp.tasks.supervised import Job, Samples, Supervised
 from gpt2_ddp.training.loop import Result, train
+
+PADDING = 4
 
 
 def run_job(config: JobConfig) -> Result:
-    """Trains the job that `config` describes, in this process or, under a launcher, as one of its ranks.
-
-    Raises:
-        UserError: for whatever the user has to mend.
-    """
+    """Trains the job of a configuration in this process, or as one of a launcher's ranks. Raises: UserError."""
     return train(config, partial(Supervised, make_job))
 
 
 def make_job(config: JobConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
     """The job of a configuration: data equal on every rank, and a freshly initialised model.
-
-    Args:
-        facts: what a checkpoint that the job is for keeps of its data; None: the data say it.
-    """
+    `facts`: what a checkpoint that the job is for keeps of its data; None: the data say it."""
     if isinstance(config, RegressionConfig):
         return regression_job(config)
     if isinstance(config, TransformerConfig):
@@ -81,22 +84,17 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
         return normalise(crop_and_flip(images) if training and config.data.augment else images)
 
     ranks = _top(1, 5) if len(images.classes) > 5 else _top(1)
-    least_rows = model.least_rows(*images.facts["image_shape"][1:]) if isinstance(model, ResNet18) else 1
-    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts, least_rows)
+    tiny = isinstance(model, ResNet18) and max(images.shape[1:]) <= 8  # whose last layers see one pixel
+    return Job(model, images.train, images.test, _cross_entropy, ranks, transform, images.facts, 1 + tiny)
 
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
     """The model for the classes and the size that a checkpoint keeps, freshly initialised.
-
-    Raises:
-        UserError: it takes no images as small.
-    """
+    Raises: UserError if it takes no images as small."""
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
     if config.model.name == "lenet" and min(H, W) < LeNet.least:
-        hint = (
-            f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}; use resnet18, or data.image_size"
-        )
-        raise UserError("model.name", "lenet", hint)
+        hint = f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}"
+        raise UserError("model.name", "lenet", f"{hint}; use resnet18, or data.image_size")
     model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 
@@ -125,3 +123,145 @@ def _top(*ks: int):
         return {"accuracy" if k == 1 else f"top{k}": ranked[:, :k].any(1) for k in ks}
 
     return scores
+
+
+def normalise(images: Tensor) -> Tensor:
+    """uint8 [B, 3, H, W] -> fp32 in [-1, 1]."""
+    return images.float().div_(127.5).sub_(1)
+
+
+def crop_and_flip(images: Tensor) -> Tensor:
+    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2, drawn from
+    torch's default generator of the device. `images`: uint8 [B, 3, H, W]."""
+    B, channels, H, W = images.shape
+    device = images.device
+    top, left = torch.randint(2 * PADDING + 1, (2, B, 1), device=device)
+    flipped = torch.rand(B, 1, device=device) < 0.5
+    columns = torch.arange(W, device=device).expand(B, W)
+    columns = torch.where(flipped, W - 1 - columns, columns) + left  # [B, W]
+    rows = torch.arange(H, device=device) + top  # [B, H]
+    padded = F.pad(images, (PADDING,) * 4)
+    sample = torch.arange(B, device=device)[:, None, None, None]
+    channel = torch.arange(channels, device=device)[:, None, None]
+    return padded[sample, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+class Line(nn.Module):
+    """y = weight * x + bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: fp32 [B] -> [B]."""
+        return self.linear(x[:, None])[:, 0]
+
+
+class MLP(nn.Sequential):
+    """Linear layers with ReLUs between: [B, inputs] -> logits [B, K]."""
+
+    def __init__(self, inputs: int, hidden: Sequence[int], classes: int):
+        layers: list[nn.Module] = []
+        for width, following in pairwise([inputs, *hidden, classes]):
+            layers += [nn.Linear(width, following), nn.ReLU()]
+        super().__init__(*layers[:-1])
+
+
+class LeNet(nn.Module):
+    """LeNet-5 (LeCun et al., 1998) for colour images, with ReLU and max-pooling, as today's tutorials have it.
+    `size`: of the images, (H, W); at least `least` each."""
+
+    least = 16
+
+    def __init__(self, classes: int, size: tuple[int, int] = (32, 32)):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        rows, columns = (((length - 4) // 2 - 4) // 2 for length in size)
+        self.fc1 = nn.Linear(16 * rows * columns, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, 3, H, W] -> logits [B, K]."""
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)  # [B, 6, 14, 14] of 32 x 32
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)  # [B, 16, 5, 5]
+        x = F.relu(self.fc1(x.flatten(1)))  # [B, 120]
+        return self.fc3(F.relu(self.fc2(x)))
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions with BatchNorm, and a shortcut (He et al., 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, inputs, S, S] -> [B, outputs, S / stride, S / stride]."""
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 (He et al., 2016) with the stem for small images, one 3 x 3 convolution without pooling; 11.2M."""
+
+    def __init__(self, classes: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        widths = (64, 64, 128, 256, 512)
+        blocks = []
+        for stage, (inputs, outputs) in enumerate(pairwise(widths)):
+            blocks += [ResidualBlock(inputs, outputs, 1 if stage == 0 else 2), ResidualBlock(outputs, outputs, 1)]
+        self.blocks = nn.Sequential(*blocks)
+        self.fc = nn.Linear(512, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, 3, H, W] -> logits [B, K]."""
+        x = self.blocks(F.relu(self.bn1(self.conv1(x))))  # [B, 512, H / 8, W / 8], rounded up
+        return self.fc(x.mean((2, 3)))
+
+
+class TransformerLM(nn.Module):
+    """Embedding, sinusoidal positions, post-LayerNorm ReLU blocks (Vaswani et al., 2017) behind a causal mask.
+    `max_length`: the longest sequence it will see."""
+
+    positions: Tensor
+    mask: Tensor
+
+    def __init__(self, config: TransformerModelConfig, max_length: int):
+        super().__init__()
+        block = config.n_embd, config.n_head, config.d_ff, config.dropout
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*block, batch_first=True) for _ in range(config.n_layer))
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+        self.register_buffer("positions", sinusoids(max_length, config.n_embd), persistent=False)
+        mask = torch.ones(max_length, max_length, dtype=torch.bool).triu(diagonal=1)  # True: must not be seen
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: int64 [B, T] -> logits [B, T, V]; those at t depend on tokens 0, ..., t alone."""
+        T = tokens.size(1)
+        x = self.embedding(tokens) * math.sqrt(self.embedding.embedding_dim) + self.positions[:T]  # [B, T, C]
+        x = self.dropout(x)
+        for block in self.blocks:
+            x = block(x, src_mask=self.mask[:T, :T])
+        return self.head(x)
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Position encodings fp32 [length, width], sines in even columns and cosines in odd ones (Vaswani et al., 3.5)."""
+    position = torch.arange(length)[:, None]
+    frequency = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
+    table = torch.empty(length, width)
+    table[:, 0::2], table[:, 1::2] = torch.sin(position * frequency), torch.cos(position * frequency)
+    return table

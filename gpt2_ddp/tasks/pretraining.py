@@ -1,13 +1,14 @@
-"""Pretraining of a GPT on token shards (a `training.task.Task`)."""
+"""Pretraining of a GPT on the shard folders of `data.path` (a `training.task.Task`)."""
 
 import math
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -17,9 +18,14 @@ from torch.optim import Optimizer
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.config.base import complete
+from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
-from gpt2_ddp.data.shards import verify_shards
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest
+from gpt2_ddp.data.order import Order
+from gpt2_ddp.data.shards import TokenStream, Windows, verify_shards
+from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
+from gpt2_ddp.distributed.process import run_script
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
@@ -27,13 +33,92 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
-from gpt2_ddp.tasks.corpus import check_same_data, open_corpus, prepare_missing_data
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
 
 if TYPE_CHECKING:
+    from gpt2_ddp.data.mixture import Identity, MixedOrder, MixedWindows
     from gpt2_ddp.scoring.items import ItemSet
+
+
+class Corpus(NamedTuple):
+    """The opened shard folders, in the order of `data.path`, and their common tokenizer.
+
+    Args:
+        source: windows of the training splits.
+        order: training order of these windows.
+        validation: loss weight and validation split, by the name of the folder.
+        mixture: manifests and phases of several folders; None for one folder."""
+
+    manifests: list[Manifest]
+    tokenizer: Tokenizer
+    source: "Windows | MixedWindows"
+    order: "Order | MixedOrder"
+    validation: dict[str, tuple[float, TokenStream]]
+    mixture: "Identity | None"
+
+
+def missing_data(config: TrainingConfig) -> str | None:
+    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError."""
+    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
+    if not config.data.prepare or not missing:
+        return None
+    output = str(read_yaml(config.data.prepare, "data.prepare").get("output"))
+    for folder in missing:
+        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
+            hint = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}"
+            raise UserError("data.path", folder, f"{hint}; prepare it first")
+    return config.data.prepare
+
+
+def open_corpus(config: TrainingConfig) -> Corpus:
+    """Opens the folders by their small files; hashes only the tokenizer.
+    Raises: UserError if a folder has no usable shards, or another tokenizer than the first."""
+    paths, size = config.data.paths, config.model.block_size
+    if len(paths) == 1:
+        manifests = [read_manifest(Path(paths[0]))]
+    else:
+        from gpt2_ddp.data.mixture import read_manifests
+
+        manifests = read_manifests(paths)
+    folders = [(Path(path), manifest) for path, manifest in zip(paths, manifests, strict=True)]
+    for folder, manifest in folders:
+        if not manifest.tokens("train"):
+            raise UserError("data.path", folder, "has no training split; prepare it with prepare_data.py")
+    file = folders[0][0] / manifests[0].tokenizer
+    tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
+    if tokenizer.sha256 != manifests[0].tokenizer_sha256:
+        hint = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
+        raise UserError("tokenizer", file, hint)
+    for folder, manifest in folders:
+        check_tokenizer(tokenizer, manifest, folder)
+    for prompt in config.tracking.sample_prompt:
+        tokenizer.encode(prompt, "tracking.sample_prompt")  # raises where the tokenizer has no such character
+    windows = [Windows(TokenStream(folder, manifest, "train"), size) for folder, manifest in folders]
+    for (folder, _), source in zip(folders, windows, strict=True):
+        if not len(source):
+            hint = f"a window needs {size + 1} tokens, the training split has {len(source.stream)}"
+            raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
+    if len(windows) == 1:
+        order, weights = Order(config.seed, len(windows[0])), {0: 1.0} if manifests[0].tokens("val") > 1 else {}
+        source, mixture = windows[0], None
+    else:
+        from gpt2_ddp.data.mixture import mix
+
+        source, order, weights, mixture = mix(config, manifests, windows)
+    names = config.data.names
+    validation = {names[number]: (weight, TokenStream(*folders[number], "val")) for number, weight in weights.items()}
+    return Corpus(manifests, tokenizer, source, order, validation, mixture)
+
+
+def check_same_data(config: TrainingConfig, corpus: Corpus, state: Mapping[str, Any]) -> None:
+    """Compares the data with those of the saved run. Raises: UserError where they differ."""
+    now, saved = corpus.manifests[0].hash, state.get("data_manifest")
+    if corpus.mixture or state.get("mixture") or saved not in (None, now):
+        from gpt2_ddp.data.mixture import Identity, check_goes_on
+
+        check_goes_on(config, state, corpus.mixture or Identity([now], []))
 
 
 class Pretraining:
@@ -71,9 +156,9 @@ class Pretraining:
 
     def load(self, watchdog: Watchdog) -> None:
         """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model. Raises: UserError."""
-        config, accelerator, long = self.config, self.accelerator, PREPARATION.total_seconds()
+        accelerator, long = self.accelerator, PREPARATION.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
-        on_every_rank(accelerator, lambda: prepare_missing_data(accelerator, config), patience=PREPARATION)
+        on_every_rank(accelerator, self._prepare_missing_data, patience=PREPARATION)
         self.open_data()
         watchdog.heartbeat("reading tasks", timeout=FIRST_TIMEOUT)
         self.load_tasks()
@@ -105,17 +190,33 @@ class Pretraining:
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files = (file,) if file.is_file() else ()
 
-    def load_tasks(self) -> None:
-        """Reads the items of `eval.tasks`, on the main process. Raises: UserError."""
-        self.item_sets: list[ItemSet] = []
-        if not self.config.eval.tasks:
-            return
-        from gpt2_ddp.tasks.eval_tasks import describe_items, load_items
+    def _prepare_missing_data(self) -> None:
+        if (recipe := missing_data(self.config)) and self.accelerator.is_local_main_process:
+            run_script("prepare_data", "--config", recipe)
 
-        streams = [stream for _, stream in self._corpus.validation.values()]
-        self.item_sets = on_main(self.accelerator, lambda: load_items(self.config, self.tokenizer, streams))
-        for note in describe_items(self.item_sets, self._state.get("tasks", {})):
-            self._note(note)
+    def load_tasks(self) -> None:
+        """Reads the items of `eval.tasks`, on the main process, and notes what they are. Raises: UserError."""
+        self.item_sets: list[ItemSet] = on_main(self.accelerator, self._read_tasks) if self.config.eval.tasks else []
+        saved = self._state.get("tasks", {})
+        for items in self.item_sets:
+            chance = "" if items.chance is None else f", of which guessing gets {items.chance:.1%}"
+            self._note(f"{items.name} is scored on {len(items.items):,} items{chance}")
+            if saved.get(items.name, items.sha256) != items.sha256:
+                note = f"the items of {items.name} are others than before"
+                self._note(f"{note}; scores do not compare with earlier rows'")
+
+    def _read_tasks(self) -> "list[ItemSet]":
+        from gpt2_ddp.scoring.items import load_sets
+
+        data, evals = self.config.data, self.config.eval
+        if not self.validates:
+            hint = f"are scored where the validation split is, and {' '.join(data.paths)} has none; leave them away"
+            raise UserError("eval.tasks", ", ".join(evals.tasks), hint)
+        _, first = next(iter(self._corpus.validation.values()))  # `cloze` is cut from it
+        try:
+            return load_sets(evals.tasks, evals.task_items, self.tokenizer, self.units_per_item, lambda: first)
+        except UserError as error:
+            raise UserError.join([f"eval.{mistake}" for mistake in error.mistakes]) from error
 
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError where `train.init_from` does not fit."""
@@ -186,8 +287,7 @@ class Pretraining:
         for name, (_, part) in losses.items() if len(self.manifests) > 1 else ():
             scores |= {f"val_loss/{name}": part.loss, f"val_bits_per_byte/{name}": part.bits_per_byte}
         for items in self.item_sets:
-            from gpt2_ddp.scoring.result import as_row
-            from gpt2_ddp.scoring.score import answer
+            from gpt2_ddp.scoring.score import answer, as_row
 
             length = size if is_compiled(model) else None
             scores |= as_row(items, answer(self.accelerator, model, items.requests, batch_size, length, poll))

@@ -1,29 +1,85 @@
 """Supervised training on samples: what all small jobs have in common (see `training.task.Task`)."""
 
+import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.utils.data import BatchSampler, Dataset
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, broadcast_tensors
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares
+from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares, prepare_loader, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
+from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.model.optim import lr_at, without_dynamo
-from gpt2_ddp.tasks.samples import SampleSet, score_each
 from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
+
+
+class SampleSet(Dataset):
+    """Samples that a job trains on, or is scored on; a `data.feed.Source`.
+
+    Attributes:
+        targets: one row per sample.
+        workers: loader processes that read the samples; 0: the training reads them itself.
+    """
+
+    targets: Tensor
+    workers: int = 0
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the samples int64 [b]."""
+        raise NotImplementedError
+
+    def sha256(self) -> str:
+        """Hash of everything in it."""
+        raise NotImplementedError
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, targets and the indices int64."""
+        index = np.array(indices)
+        return *self.read(index), torch.from_numpy(index)
+
+
+@dataclass(frozen=True)
+class Samples(SampleSet):
+    """Samples as two CPU tensors."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
+        index = torch.from_numpy(items)
+        return self.inputs[index], self.targets[index]
+
+    def sha256(self) -> str:
+        return hash_of((self.inputs.dtype, tuple(self.inputs.shape), [self.inputs]), self.targets)
+
+
+def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targets: Tensor) -> str:
+    """SHA-256 of samples, whose inputs may come in several parts, one after another."""
+    digest = hashlib.sha256()
+    for dtype, shape, parts in (inputs, (targets.dtype, tuple(targets.shape), [targets])):
+        digest.update(f"{dtype} {shape}".encode())
+        for part in parts:
+            digest.update(part.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -38,7 +94,7 @@ class Job:
         scores: (outputs, targets) -> further scores of each sample, [batch] by name.
         transform: (inputs as stored, training) -> what the model takes; on the device, a batch at a time.
         facts: of the data, that checkpoints keep and a resumed run has to have: the names of `classes`.
-        least_rows: that the model can be trained on at a time.
+        least_rows: that the model can be trained on at a time: BatchNorm needs two values.
     """
 
     model: nn.Module
@@ -50,20 +106,17 @@ class Job:
     facts: Mapping[str, Any] = field(default_factory=dict)
     least_rows: int = 1
 
-    def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """`loss` and further scores of each sample, [batch] by name."""
+    def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs of the model, and `loss` and further scores of each sample, [batch] by name."""
         outputs = model(self.transform(inputs, False)).float()
-        return {"loss": self.losses(outputs, targets), **self.scores(outputs, targets)}
+        return outputs, {"loss": self.losses(outputs, targets), **self.scores(outputs, targets)}
 
 
 class Supervised:
     """A model that learns targets from inputs; the loss is a mean over samples.
 
     An epoch is a permutation of the samples, and its last step may be short. Each rank computes one stretch of a step.
-
-    Args:
-        make_job: reads the data and makes the model, on every rank alike; torch is seeded before.
-    """
+    `make_job` reads the data and makes the model, on every rank alike; torch is seeded before."""
 
     unit = "samples"
     units_per_item = 1
@@ -90,10 +143,9 @@ class Supervised:
             hint = f"should be a multiple of the {processes} processes that share it"
             raise UserError("train.global_batch_size", self.batch_size, hint)
         if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
-            hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}; "
-            raise UserError(
-                "scale_with_processes", config.scale_with_processes, hint + "start as many processes as before"
-            )
+            hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}"
+            hint += "; start as many processes as before"
+            raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """Those of `train.epochs`."""
@@ -110,12 +162,12 @@ class Supervised:
         data = config.model_dump().get("data", {})
         name = str(data.get("path") or data.get("name") or "generated")
         check_ranks_agree(hashes)
+        saved = self._saved.state if self._saved else {}
         for fact, here in self.job.facts.items():
-            if self._saved and (there := self._saved.state.get(fact, here)) != here:
-                here, there = truncate(here, 80), truncate(there, 80)
-                hint = f"has the {fact} {here}; the run was started with {there}: give its data back"
-                raise UserError("data", name, hint)
-        if self._saved and self._saved.state.get("data_hash", self.data_hash) != self.data_hash:
+            if (there := saved.get(fact, here)) != here:
+                hint = f"has the {fact} {truncate(here, 80)}; the run was started with {truncate(there, 80)}"
+                raise UserError("data", name, f"{hint}: give its data back")
+        if saved.get("data_hash", self.data_hash) != self.data_hash:
             hint = "are not the data that the run was started with; give those back, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
@@ -145,7 +197,9 @@ class Supervised:
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
         broadcast_tensors(self.accelerator, dict(self.model.named_buffers()))
-        return score_job(self.accelerator, self.job, model, self.config.eval.batch_size, poll)
+        size = self.config.eval.batch_size
+        score = lambda *batch: self.job.score(*batch)[1]  # noqa: E731
+        return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))
 
     def sample(self, poll: Poll) -> None:
         """Nothing: a job writes no text."""
@@ -191,39 +245,19 @@ def smallest_micro_batch(feed: Feed) -> int:
     return min(len(part) or 1 for step in steps for ranks in feed.share(step) for part in ranks)
 
 
-def score_job(
-    accelerator: Accelerator, job: Job, model: nn.Module, batch_size: int, poll: Poll = lambda: None
-) -> Scores:
-    """Means over the test samples, each scored once; equal on every rank. Collective.
-
-    Args:
-        model: the job's, on the accelerator's device. batch_size: samples per forward pass and rank.
-        poll: called once a batch.
-    """
-    return means(*score_each(accelerator, model, job.test, job.score, batch_size, poll))
-
-
 def means(names: Sequence[str], values: Tensor) -> Scores:
     """Of scores fp64 [N, scores], with `val_` before their names; and how many samples they are of."""
-    return {f"val_{name}": value for name, value in zip(names, values.mean(0).tolist(), strict=True)} | {
-        "val_samples": len(values)
-    }
+    scores = zip(names, values.mean(0).tolist(), strict=True)
+    return {f"val_{name}": value for name, value in scores} | {"val_samples": len(values)}
 
 
 def job_schedule(config: JobConfig, lr: float, epoch_steps: int) -> Callable[[int], float]:
     """The learning rate of each optimizer step, of which the first is 1: that of `model.optim.lr_at`, in epochs.
-
-    Args:
-        lr: the peak, of all processes. epoch_steps: optimizer steps of an epoch.
-    """
+    `lr`: the peak, of all processes. `epoch_steps`: optimizer steps of an epoch."""
     optim = config.optim
-    in_steps = OptimConfig(
-        lr=lr,
-        min_lr=0.0,
-        schedule="cosine" if optim.schedule == "cosine" else "constant",
-        warmup_steps=round(optim.warmup_epochs * epoch_steps),
-        decay_steps=config.train.epochs * epoch_steps,
-    )
+    warmup, steps = round(optim.warmup_epochs * epoch_steps), config.train.epochs * epoch_steps
+    schedule = "cosine" if optim.schedule == "cosine" else "constant"
+    in_steps = OptimConfig(lr=lr, min_lr=0.0, schedule=schedule, warmup_steps=warmup, decay_steps=steps)
 
     def rate(step: int) -> float:
         falls = sum(step > epoch * epoch_steps for epoch in optim.step_epochs)
@@ -243,3 +277,53 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> 
         return optimizer
     kind = Adam if config.name == "adam" else AdamW
     return without_dynamo(kind)(parameters, lr, weight_decay=config.weight_decay, fused=True)
+
+
+@torch.no_grad()
+def score_each(
+    accelerator: Accelerator,
+    model: nn.Module,
+    samples: SampleSet,
+    score: Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]],
+    batch_size: int,
+    poll: Callable[[], None] = lambda: None,
+) -> tuple[list[str], Tensor]:
+    """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on every rank.
+
+    Accelerate fills up the last batches with samples seen before, and `gather_for_metrics` drops them; that each sample
+    was then scored once is checked by its index.
+
+    Args:
+        model: plain or prepared, on the accelerator's device; in evaluation mode meanwhile.
+        score: (model, inputs, targets) -> named scores [batch].
+        batch_size: samples per forward pass and rank.
+        poll: called before each batch, by all ranks equally often; what it raises ends the scoring."""
+    loader = prepare_loader(
+        accelerator,
+        samples,
+        BatchSampler(range(len(samples)), batch_size, drop_last=False),
+        even_batches=True,
+        num_workers=samples.workers,
+        multiprocessing_context=worker_context() if samples.workers else None,
+    )
+    rows: list[Tensor] = []
+    indices: list[Tensor] = []
+    names: list[str] = []
+    was_training = model.training
+    model.eval()
+    try:
+        for inputs, targets, index in map(unwrap, loader):
+            poll()
+            with accelerator.autocast():
+                scores = score(model, inputs, targets)
+            names = list(scores)
+            row = torch.stack([scores[name].float() for name in names])  # [scores, batch]
+            index, row = accelerator.gather_for_metrics((index, row.T.contiguous()))
+            indices.append(index)
+            rows.append(row)
+    finally:
+        model.train(was_training)
+    index = torch.cat(indices).cpu()
+    if not torch.equal(index.sort().values, torch.arange(len(samples))):
+        raise RuntimeError(f"{len(index)} scores for {len(samples)} samples: not each of them once")
+    return names, torch.cat(rows).cpu()[index.argsort()].double()

@@ -1,7 +1,12 @@
-"""A trained GPT and its tokenizer, from a checkpoint."""
+"""A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
-from collections.abc import Iterator
+import io
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import add
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -9,27 +14,29 @@ from torch import nn
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint, find_checkpoint, fit_weights
 from gpt2_ddp.config.base import complete
+from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.files import read_small
+from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
+from gpt2_ddp.training.progress import Best
+
+LONGEST = 2**28
+"""Bytes of a file of prompts."""
 
 
 def find_gpt(path: Path, field: str, weights: bool = True) -> Checkpoint:
     """Checkpoint of a GPT at `path` (`find_checkpoint`).
-
-    Raises:
-        UserError: no intact checkpoint, or one of another kind of training; names `field`.
-    """
+    Raises: UserError, which names `field`, for no intact checkpoint, or one of another kind of training."""
     return find_checkpoint(path, field, weights, kind="gpt2")
 
 
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
-
-    Raises:
-        UserError: the tokenizer cannot be loaded, or the weights do not fit the configuration.
-    """
+    Raises: UserError if the tokenizer cannot be loaded, or the weights do not fit the configuration."""
     settings, _ = complete(TrainingConfig, checkpoint.config)
     name = checkpoint.state["tokenizer"]
     file = checkpoint.path / name
@@ -42,10 +49,7 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Copies a checkpoint's weights into the plain module.
-
-    Raises:
-        UserError: names or shapes differ, or the checkpoint was removed since it was verified.
-    """
+    Raises: UserError if names or shapes differ, or the checkpoint was removed since it was verified."""
     with still_there(checkpoint):
         weights = load_file(checkpoint.path / MODEL)
     fit_weights(weights, model, checkpoint.path)
@@ -59,3 +63,101 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     except FileNotFoundError as error:
         hint = "is gone; a run that goes on removes old checkpoints: give the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
+
+
+def note_best(named: str, checkpoint: Checkpoint) -> str:
+    """A line, where a run is named and its newest checkpoint is not the one with the lowest val_loss."""
+    best = Best(*(checkpoint.state.get("best_evaluation") or ()))
+    place = checkpoint.path.with_name(f"step-{best.step:08d}")
+    if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
+        return ""
+    lowest = f"the run's lowest val_loss, {best.val_loss:.4f}, is {place}'s"
+    return f"note: this is {checkpoint.path}, the newest; {lowest}\n"
+
+
+class TextStream:
+    """Text of tokens that come one by one. Incomplete characters wait for their remaining tokens.
+    `write` is called with each piece of text; joined, the pieces are the text of all tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, write: Callable[[str], object]):
+        self._tokenizer, self._write = tokenizer, write
+        self._waiting: list[int] = []
+
+    def add(self, token: int) -> None:
+        """Writes the text since the last piece, unless it ends in U+FFFD, an incomplete character."""
+        self._waiting.append(token)
+        if not self._tokenizer.decode(self._waiting).endswith("\N{REPLACEMENT CHARACTER}"):
+            self.end()
+
+    def end(self) -> None:
+        """Writes the waiting tokens."""
+        self._write(self._tokenizer.decode(self._waiting))
+        self._waiting = []
+
+
+def generate_text(config: GenerateConfig) -> int:
+    """generate.py: prints the samples that `config` asks for, and the speed on stderr; returns the exit code.
+    Raises: UserError, as for a checkpoint that is no GPT's."""
+    typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
+    batches = _typed_prompts() if typed else [_read_prompts(config)]
+    device = pick_device(config.device)
+    checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
+    print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
+    model, tokenizer = load_model(checkpoint)
+    model.to(device)
+    for prompts in batches:
+        _print_samples(config, model, tokenizer, prompts)
+    return 0
+
+
+def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
+    """Prints the samples, a single one while it is written; after a stop, of each what there is."""
+    rows = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts for _ in range(config.num_samples)]
+    written: list[list[int]] = [[] for _ in rows]
+    stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None
+
+    def heard(row: int, token: int) -> None:
+        written[row].append(token)
+        if stream:
+            stream.add(token)
+
+    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_k, config.top_p, config.seed)
+    begun = time.perf_counter()
+    try:
+        if stream:
+            print(tokenizer.decode(rows[0]), end="", flush=True)
+        generate(model, rows, tokenizer.eot, sampling, heard=heard)
+    finally:
+        seconds = time.perf_counter() - begun
+        if stream:
+            stream.end()
+            print()
+        else:
+            print(f"\n{'-' * 80}\n".join(map(tokenizer.decode, map(add, rows, written))))
+    count = sum(map(len, written))
+    speed = f"{count} tokens in {seconds:.1f} s, {count / seconds:.0f} tokens/s on {model.wte.weight.device}"
+    print(speed, file=sys.stderr)
+
+
+def _typed_prompts() -> Iterator[list[str]]:
+    print("type what the model is to continue; Ctrl-D ends\n> ", end="", file=sys.stderr, flush=True)
+    for line in iter(sys.stdin.readline, ""):
+        yield [line.rstrip("\n")]
+        print("> ", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+
+def _read_prompts(config: GenerateConfig) -> Sequence[str]:
+    """`prompts`, or the lines of `prompts_file` or standard input that are not empty. Raises: UserError for none."""
+    if not (name := config.prompts_file):
+        return config.prompts
+    try:
+        text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
+    except OSError as error:
+        raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a file of text") from error
+    except UnicodeDecodeError as error:
+        raise UserError("prompts_file", name, "is not UTF-8; save it as UTF-8") from error
+    prompts = [line for line in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n") if line]
+    if not prompts:
+        raise UserError("prompts_file", name, "is empty; write a prompt in each line")
+    return prompts

@@ -30,7 +30,7 @@ NASTY: list[Any] = [
 
 def open_data(folder: Path) -> str:
     """What a training does with its data before the first step; the identity that it finds."""
-    from gpt2_ddp.tasks.corpus import open_corpus
+    from gpt2_ddp.tasks.pretraining import open_corpus
 
     (manifest,), *_ = open_corpus(training_config(folder, folder / "runs"))
     verify_shards(folder, manifest, remember=True)

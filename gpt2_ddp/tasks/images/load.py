@@ -1,17 +1,21 @@
-"""Images as samples: kept decoded where they fit into memory, otherwise decoded whenever they are read."""
+"""Images as samples: decoded to pixels, kept where they fit into memory, otherwise decoded whenever they are read."""
 
 import hashlib
+import io
 import math
 import sys
+import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -21,10 +25,16 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, on_every_rank
 from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.tasks.images.decode import decode_image
-from gpt2_ddp.tasks.images.sources import Split, join_first, number_classes, read_source
-from gpt2_ddp.tasks.samples import IndexedSamples, Samples, SampleSet, hash_of
+from gpt2_ddp.files import regular
+from gpt2_ddp.tasks.images.sources import Split, join_first, read_source
+from gpt2_ddp.tasks.supervised import Samples, SampleSet, hash_of
 
+Stored = bytes | Path | np.ndarray | dict[str, Any]
+"""A file's content, a file, pixels uint8 [H, W] or [H, W, 3], or a row of `datasets` with the keys bytes and path."""
+CIFAR = (32, 32, 3)
+SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
+"""Pillow's modes of 8 bits that have no transparency, or say it elsewhere."""
 NOTE = 600
 """Characters of a note."""
 SCANNED = 64
@@ -46,33 +56,29 @@ class Images:
         return {"classes": self.classes, "image_shape": [*self.shape]}
 
 
-class StoredImages:
-    """Images that are decoded whenever they are read: `Samples` that take no memory.
+@dataclass
+class StoredImages(SampleSet):
+    """Images that are decoded whenever they are read, and take no memory.
 
     Args:
         targets: int64 [N].
         rows: int64 [N], the rows of the split.
         shape: [3, H, W] of each.
-
-    Attributes:
         digest: hash of all of it, as `Samples.sha256`; None until it is known.
-        workers: loader processes that read them.
     """
 
-    def __init__(
-        self, split: Split, targets: Tensor, rows: np.ndarray, config: ClassifierDataConfig, shape: tuple[int, ...]
-    ):
-        self.split, self.targets, self.rows, self.config, self.shape = split, targets, rows, config, shape
-        self.workers = config.workers
-        self.digest: str | None = None
-
-    def __len__(self) -> int:
-        return len(self.targets)
+    split: Split
+    targets: Tensor
+    rows: np.ndarray
+    config: ClassifierDataConfig
+    shape: tuple[int, ...]
+    workers: int
+    digest: str | None = None
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
         decoded = list(_decode(self.split, self.rows[items].tolist(), self.config))
-        (H, W) = self.shape[1:]
+        _, H, W = self.shape
         for item, image in zip(items, decoded, strict=True):
             if image.shape[:2] != (H, W):
                 hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; have all of them scaled "
@@ -89,22 +95,13 @@ class StoredImages:
         return self.split.where(int(self.rows[item]))
 
     def scan(self, keep: bool) -> tuple[SampleSet, list[bytes]]:
-        """Decodes all images once, in order; returns the samples, and a digest of the pixels of each.
-
-        Args:
-            keep: keep the pixels, and return `Samples`.
-        """
+        """Decodes all images once, in order: the samples, `Samples` if `keep`; and a digest of the pixels of each."""
         digests: list[bytes] = []
         inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
         workers = 0 if keep else self.workers
-        loader = DataLoader(
-            ErrorsAsItems(IndexedSamples(self)),
-            SCANNED,
-            num_workers=workers,
-            collate_fn=as_read,
-            multiprocessing_context=worker_context() if workers else None,
-            generator=torch.Generator(),  # the default would draw from the generator of the initial weights
-        )
+        options = {"num_workers": workers, "multiprocessing_context": worker_context() if workers else None}
+        options["generator"] = torch.Generator()  # the default would draw from that of the initial weights
+        loader = DataLoader(ErrorsAsItems(self), SCANNED, collate_fn=as_read, **options)
 
         def batches() -> Iterator[Tensor]:
             for images, _, items in map(unwrap, loader):
@@ -123,7 +120,7 @@ class StoredImages:
 def _decode(split: Split, rows: list[int], config: ClassifierDataConfig) -> Iterator[np.ndarray]:
     """uint8 [H, W, 3] of each row."""
     as_stored = config.name in CIFAR_CLASSES and config.image_size is None
-    for row, stored in zip(rows, split.read(rows), strict=True):
+    for row, stored in zip(rows, split.images[rows], strict=True):
         yield decode_image(stored, split.where(row), config.image_size, as_stored)
 
 
@@ -136,23 +133,19 @@ def load_images(
         seed: decides which images are held out to test on, where there is no test split.
         facts: of the checkpoint that uses them; None: of none.
 
-    Raises:
-        UserError: on every rank, when they cannot be read, or contradict the configuration.
-    """
-    found: list[Images] = []
+    Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
     first = accelerator.is_local_main_process
 
-    def read(reads: bool) -> None:
-        if reads:
-            found.append(read_images(config, seed, facts, look=first, tell=accelerator.is_main_process))
+    def read() -> Images:
+        return read_images(config, seed, facts, look=first, tell=accelerator.is_main_process)
 
-    for reads in (first, not first):
-        on_every_rank(accelerator, lambda reads=reads: read(reads), patience=PREPARATION)
-    for split in (found[0].train, found[0].test):
+    early = on_every_rank(accelerator, lambda: read() if first else None, patience=PREPARATION)
+    images = on_every_rank(accelerator, lambda: early or read(), patience=PREPARATION)
+    for split in (images.train, images.test):
         if isinstance(split, StoredImages):
             of_ranks = gather_object([split.digest])  # collective: only local main processes have it
             split.digest = split.digest or of_ranks[0]
-    return found[0]
+    return images
 
 
 def read_images(
@@ -164,10 +157,7 @@ def read_images(
 ) -> Images:
     """As `load_images`, in one process.
 
-    Args:
-        look: decode also images that are not kept, which finds broken ones.
-        tell: print notes.
-    """
+    `look`: also decode images that are not kept, which finds broken ones. `tell`: print notes."""
     facts = facts or {}
     splits, notes = read_source(config)
     source = config.path or config.name
@@ -183,7 +173,7 @@ def read_images(
         rows, note = _hold_out(len(train.images), source, config, seed)
         notes.append(note)
     stored = {
-        name: StoredImages(split, torch.tensor(numbers[name])[rows[name]], rows[name], config, shape)
+        name: StoredImages(split, torch.tensor(numbers[name])[rows[name]], rows[name], config, shape, config.workers)
         for name, split in splits.items()
     }
     fits = sum(map(len, stored.values())) * math.prod(shape) <= config.memory_gb * 1e9
@@ -220,3 +210,109 @@ def _notes(
     if twice:
         one, other = stored["test"].where(twice[0]), stored["train"].where(trained[digests["test"][twice[0]]])
         yield f"{len(twice):,} of {len(stored['test']):,} test images are training images, too, such as {one} = {other}"
+
+
+def number_classes(
+    splits: Mapping[str, Split], source: str, known: Sequence[str] | None, count: int | None
+) -> tuple[list[str], dict[str, list[int]]]:
+    """The names of the classes of all splits, and the number of each image's class.
+
+    Args:
+        known: the classes of a run, which allows no others; None: those of the data.
+        count: how many classes there may be, for CIFAR; None: as many as there are.
+
+    Raises: UserError if a label is none of these, or there are less than two."""
+    given = next((of.names for of in splits.values() if of.names), None)
+    named = {split: [_name(of.names or given, label) for label in of.labels] for split, of in splits.items()}
+    if known is None and not given:
+        there = {name for names in named.values() for name in names if name is not None}
+        numbers = all(isinstance(label, int) for of in splits.values() for label in of.labels)
+        known = [*map(str, range(count))] if numbers and count else sorted(there, key=int if numbers else str)
+    classes = [*(known or given or ())]
+    number_of = {name: number for number, name in enumerate(classes)}
+    told = join_first(classes) or "whole numbers from 0, or texts"
+    told = f"0 to {len(classes) - 1}" if classes and classes == [*map(str, range(len(classes)))] else told
+    for split, names in named.items():
+        wrong = next((row for row, name in enumerate(names) if name not in number_of), None)
+        if wrong is not None:
+            hint = f"has the label {truncate(splits[split].labels[wrong])}; labels are {told}"
+            raise UserError("data.path", splits[split].where(wrong), hint)
+    if not 2 <= len(classes) <= (count or len(classes)):
+        wanted = f"{count} at most" if count else "2 at least"
+        hint = f"has {len(classes)} classes ({told}), where there should be {wanted}; data.name images takes any"
+        raise UserError("data.path", source, hint)
+    return classes, {split: [number_of[str(name)] for name in names] for split, names in named.items()}
+
+
+def _name(names: Sequence[str] | None, label: Any) -> str | None:
+    """The class of a label; None for an invalid label."""
+    if isinstance(label, str):
+        return label
+    if type(label) is not int or not 0 <= label < (len(names) if names else math.inf):
+        return None
+    return names[label] if names else str(label)
+
+
+def decode_image(
+    stored: Stored, where: str, size: int | None, as_stored: bool = False, field: str = "data.path"
+) -> np.ndarray:
+    """uint8 [H, W, 3] of an image of any mode, the first frame where there are several. It is turned upright by
+    its EXIF orientation; what is transparent is laid on white, and of 16 bits of grey the upper 8 count.
+
+    Args:
+        where: the file or row, for messages.
+        size: the largest centred square is scaled to so many pixels each way (bicubic); None leaves the size.
+        as_stored: take 32 x 32 x 3 alone, as CIFAR has it.
+        field: where the user named it, for messages.
+
+    Raises: UserError if it is no image, or one of 32 bits per channel."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet
+            image = _open(stored)
+            found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size, field))
+    except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        # by its own words, the file would be named again, or an object in memory
+        told = "of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        strerror = getattr(error, "strerror", None)  # where the system refused
+        hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({told})"
+        raise UserError(field, where, hint) from error
+    if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
+        shape = " x ".join(map(str, found.shape))
+        hint = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"
+        raise UserError("data.path", where, hint)
+    return found
+
+
+def _open(stored: Stored) -> Image.Image:
+    if isinstance(stored, np.ndarray):
+        return Image.fromarray(stored)
+    if isinstance(stored, dict):
+        content, path = stored.get("bytes"), stored.get("path")
+        return _open(Path(path) if content is None and path else content)  # pyright: ignore[reportArgumentType]
+    if not isinstance(stored, bytes | Path):  # a table's cell may hold anything
+        raise TypeError(f"there is {truncate(stored, 40)} instead")
+    return Image.open(io.BytesIO(stored if isinstance(stored, bytes) else regular(stored).read_bytes()))
+
+
+def _upright_rgb(image: Image.Image, where: str, size: int | None, field: str) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode in SIXTEEN_BITS:
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode == "I":  # how Pillow opens some files of 16 bits, and those of 32
+        values = np.asarray(image)
+        if values.min() < 0 or values.max() >= 2**16:
+            raise UserError(field, where, "is an image of 32 bits per pixel; save it with 8 or 16")
+        image = Image.fromarray((values >> 8).astype(np.uint8))
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    elif image.mode not in PLAIN:
+        raise UserError(field, where, f"is an image of Pillow's mode {image.mode}; save it as 8-bit RGB")
+    image = image.convert("RGB")
+    if size is not None and image.size != (size, size):
+        side = min(image.size)
+        left, top = ((length - side) // 2 for length in image.size)
+        # cropped first: `ImageOps.fit` would mix in what is beside the square
+        image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+    return image

@@ -4,10 +4,13 @@ The split of an image is never guessed: only the name of a split's own file or f
 """
 
 import glob
-import itertools
+import gzip
+import io
 import os
+import pickle
 import re
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -16,11 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import read_small, regular
 from gpt2_ddp.preparation.source_files import find_files
-from gpt2_ddp.tasks.images.archives import read_archive
-from gpt2_ddp.tasks.images.decode import Stored
 
 TEST = ("test", "validation", "val")
 """Splits that can be the one to test on; the first that is there is."""
@@ -34,6 +38,20 @@ HINT = (
     "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
     "unpacked archive of CIFAR or MNIST"
 )
+LARGEST = 2**31
+"""Bytes of a file that is read whole."""
+ERRORS = OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError
+ERRORS = *ERRORS, pickle.UnpicklingError, zlib.error
+"""What reading a damaged file raises, of a pickle, gzip, JSON or parquet."""
+MNIST = ("train", "train"), ("test", "test"), ("test", "t10k")
+"""Splits, and the first word of their files' names; later ones take precedence."""
+CIFAR = {
+    "batches.meta": {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]},
+    "meta": {"train": ["train"], "test": ["test"]},
+}
+"""Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
+ARRAYS = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
+"""What the pickle of an array calls, by name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class Split:
 
     Args:
         place: the split's name in messages.
-        images: a list, or a column of `datasets`.
+        images: `Stored` ones, indexed by lists of rows: an array, or a column of `datasets`.
         names: of the classes, by number, where the source has them.
         left_out: a line on files of the split that are not used; empty if there are none.
     """
@@ -53,13 +71,9 @@ class Split:
     names: list[str] | None = None
     left_out: str = ""
 
-    def read(self, rows: list[int]) -> Sequence[Stored]:
-        """The images of the rows. A column of `datasets` reads many at once several times faster."""
-        return [self.images[row] for row in rows] if isinstance(self.images, list) else self.images[rows]
-
     def where(self, row: int) -> str:
         """The image's name in messages."""
-        stored = self.images[row] if isinstance(self.images, list) else None
+        stored = self.images[row] if isinstance(self.images, np.ndarray) else None
         return str(stored) if isinstance(stored, Path) else f"{self.place}, row {row}"
 
 
@@ -68,22 +82,19 @@ Splits = dict[str, Callable[[], Split]]
 
 
 def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[str]]:
-    """The splits `train` and, where there is one, `test`; and notes for the user.
-
-    Raises:
-        UserError: the source cannot be read.
-    """
+    """The splits `train` and, where there is one, `test`; and notes for the user. Raises: UserError."""
     field, source = ("data.path", config.path) if config.path else ("data.name", config.name)
     splits = _open_folder(config, config.path) if config.path else _open_hub(config)
     if "train" not in splits:
         hint = f"has no split train, but {', '.join(sorted(splits)) or 'none'}; name files or folders train and test"
         raise UserError(field, source, hint)
     found, used = {"train": splits["train"]()}, ["train"]
-    for name in TEST:
-        split = splits[name]() if name in splits and len(used) == 1 else None
-        if split and not (split.labels and all(label == -1 for label in split.labels)):  # -1: unlabelled
+    for name in [name for name in TEST if name in splits]:
+        split = splits[name]()
+        if not split.labels or any(label != -1 for label in split.labels):  # -1: unlabelled
             found["test"] = split
             used.append(name)
+            break
     rest = sorted(name or "files of no split" for name in splits if name not in used)
     notes = [f"{source}: {', '.join(rest)} left out; {' and '.join(used)} used"] if rest else []
     return found, notes + [split.left_out for split in found.values() if split.left_out]
@@ -111,11 +122,10 @@ def _reading(field: str, source: str, hint: str) -> Iterator[None]:
     import pyarrow as pa
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
-    wrong = OSError, ValueError, LookupError, TypeError, AttributeError  # for JSON files of other contents
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the message below has the reason
     try:
         yield
-    except (*wrong, pa.ArrowException, HTTPError, datasets.exceptions.DatasetsError) as error:
+    except (*ERRORS, pa.ArrowException, HTTPError, datasets.exceptions.DatasetsError) as error:
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
         reason = " ".join(str(cause or error).split())[:200]
         raise UserError(field, source, hint.format(reason=reason, kind=type(error).__name__)) from error
@@ -130,8 +140,11 @@ def _open_saved(config: ClassifierDataConfig, folder: str) -> Splits:
 
     with _reading("data.path", folder, UNREADABLE):
         found = datasets.load_from_disk(folder)
-    splits = found if isinstance(found, datasets.DatasetDict) else {"train": found}
-    return {str(split): partial(_read_rows, config, str(split), rows) for split, rows in splits.items()}
+    return _splits_of(config, found if isinstance(found, datasets.DatasetDict) else {"train": found})
+
+
+def _splits_of(config: ClassifierDataConfig, found: Mapping[Any, Any]) -> Splits:
+    return {str(split): partial(_read_rows, config, str(split), rows) for split, rows in found.items()}
 
 
 def _open_hub(config: ClassifierDataConfig) -> Splits:
@@ -149,8 +162,8 @@ def _open_hub(config: ClassifierDataConfig) -> Splits:
     hint = "cannot be had from the Hub here ({kind}); download the parquet files of "
     hint += f"huggingface.co/datasets/{source} where there is a network and give their folder as --data.path"
     with _reading("data.name", config.name, hint):
-        splits: Any = datasets.load_dataset(source)
-    return {str(split): partial(_read_rows, config, str(split), rows) for split, rows in splits.items()}
+        found: Any = datasets.load_dataset(source)
+    return _splits_of(config, found)
 
 
 def _read_parquet(config: ClassifierDataConfig, split: str, files: Sequence[Path]) -> Split:
@@ -162,66 +175,62 @@ def _read_parquet(config: ClassifierDataConfig, split: str, files: Sequence[Path
         schemas = [pyarrow.parquet.read_schema(file) for file in files]
         features = datasets.Features.from_arrow_schema(schemas[0])
         everywhere = [name for name in features if all(schema.names.count(name) == 1 for schema in schemas)]
-    columns = pick_columns({name: features[name] for name in everywhere}, config, split)
+    columns = _pick_columns({name: features[name] for name in everywhere}, config, split)
     hint = f"split {split} {UNREADABLE}, and room in the cache of datasets (HF_DATASETS_CACHE)"
     with _reading("data.path", str(config.path), hint):
         names = {split: [glob.escape(str(file.absolute())) for file in files]}
-        rows = datasets.load_dataset("parquet", data_files=names, split=split, columns=list(columns))
+        rows = datasets.load_dataset("parquet", data_files=names, split=split, columns=columns)
     return _read_rows(config, split, rows)
 
 
 def _read_rows(config: ClassifierDataConfig, split: str, rows: Any) -> Split:
     import datasets
 
-    image, label = pick_columns(rows.features, config, split)
+    image, label = _pick_columns(rows.features, config, split)
     labels = rows.select_columns([label]).with_format("arrow")[:][label].to_pylist()
-    names = getattr(rows.features[label], "names", None)
     images = rows.with_format(None).select_columns([image])
     if isinstance(rows.features[image], datasets.Image):
         images = images.cast_column(image, datasets.Image(decode=False))
+    names = getattr(rows.features[label], "names", None)
     return Split(f"{config.path or config.name}, split {split}", images[image], labels, names)
 
 
-def pick_columns(features: Mapping[str, Any], config: ClassifierDataConfig, split: str) -> tuple[str, str]:
+def _pick_columns(features: Mapping[str, Any], config: ClassifierDataConfig, split: str) -> list[str]:
     """The columns of images and labels: the ones in the configuration, or of usual names, or the only one of its type.
-
-    Raises:
-        UserError: there are none.
-    """
+    Raises: UserError where there are none."""
     import datasets
 
     labels = {"cifar10": ("label",), "cifar100": ("fine_label", "label")}.get(config.name, LABEL_COLUMNS)
     found = []
     for field, usual, kind in (("image", IMAGE_COLUMNS, datasets.Image), ("label", labels, datasets.ClassLabel)):
         given = getattr(config, f"{field}_column")
-        typed = [] if given else [name for name, feature in features.items() if isinstance(feature, kind)]
+        typed = [name for name, feature in features.items() if isinstance(feature, kind)]
         names = [name for name in ((given,) if given else usual) if name in features]
-        names = names or (typed if len(typed) == 1 else [])
-        if not names:
-            there = ", ".join(features) or "none"
+        if not names and (given or len(typed) != 1):
             wanted = given or " or ".join(usual)
-            hint = f"split {split} has no column {wanted}, but {there}, in all of its files; name it"
-            raise UserError(f"data.{field}_column", given, hint)
-        found.append(names[0])
-    return found[0], found[1]
+            hint = f"split {split} has no column {wanted}, but {', '.join(features) or 'none'}, in all of its files"
+            raise UserError(f"data.{field}_column", given, f"{hint}; name it")
+        found.append([*names, *typed][0])
+    return found
 
 
 def split_files(folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
     """Files by the word at the beginning of their names, or of their folders': train, test, val or validation. If no
-    name has such a word, all files are for training.
-
-    Raises:
-        UserError: names begin with several words, none of which is a split's.
-    """
+    name has such a word, all files are for training. Raises: UserError if names then begin with several words."""
     found: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(files, key=str):
-        words = [re.split("[^a-z]", part.lower())[0] for part in reversed(file.relative_to(folder).parts)]
+        words = map(_first_word, reversed(file.relative_to(folder).parts))
         found[next((word for word in words if word in ("train", *TEST)), "")].append(file)
-    words = sorted({re.split("[^a-z]", file.name.lower())[0] for file in files})
-    if set(found) == {""} and len(words) > 1:
+    if {*found} != {""}:
+        return dict(found)
+    if len(words := sorted({_first_word(file.name) for file in files})) > 1:
         hint = f"has parquet files {', '.join(words)}, none of which is a split's; name them train and test"
         raise UserError("data.path", folder, hint)
-    return {"train": found[""]} if set(found) == {""} else dict(found)
+    return {"train": found[""]}
+
+
+def _first_word(name: str) -> str:
+    return re.split("[^a-z]", name.lower())[0]
 
 
 def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
@@ -231,10 +240,10 @@ def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
             yield Path(name)
             continue
         files = _files_below(name, field)
-        found, others = [file for file in files if _is_image(file)], _others(files)
+        found = [file for file in files if _is_image(file)]
         if not found:
-            raise UserError(field, name, f"has no images in it{others and f', but {others}'}; name others")
-        if others:
+            raise UserError(field, name, f"{_no_images(files)}; name others")
+        if others := _others(files):
             print(f"note: {truncate(name)}: {others} left out", file=sys.stderr)
         yield from found
 
@@ -255,6 +264,11 @@ def _files_below(folder: str, field: str) -> list[Path]:
     return found
 
 
+def _no_images(files: Iterable[Path]) -> str:
+    others = _others(files)
+    return f"has no images in it{others and f', but {others}'}"
+
+
 def _others(files: Iterable[Path]) -> str:
     """Numbers of files by suffix, without images and the suffixes BESIDE; the most frequent first."""
     counts = Counter(truncate(file.suffix or "without a suffix", 20) for file in files if not _is_image(file))
@@ -269,27 +283,28 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
     parts = {file: file.relative_to(folder).parts for file in files}
     images = {file: names for file, names in parts.items() if _is_image(file)}
     if not images:
-        others = _others(files)
-        raise UserError("data.path", folder, f"has no images in it{others and f', but {others}'}; {HINT}")
+        raise UserError("data.path", folder, f"{_no_images(files)}; {HINT}")
     of_splits = any(names[0].lower() == "train" and len(names) > 2 for names in images.values())
-    nested = {names[0] for names in images.values() if len(names) > 2}
-    nested -= {names[0] for names in images.values() if len(names) == 2}
-    if nested and not of_splits:
-        hint = f"has folders of folders ({', '.join(sorted(nested)[:4])}), but none named train; name the splits "
+    nested, flat = ({names[0] for names in images.values() if (len(names) > 2) == deep} for deep in (True, False))
+    if nested - flat and not of_splits:
+        hint = (
+            f"has folders of folders ({', '.join(sorted(nested - flat)[:4])}), but none named train; name the splits "
+        )
         raise UserError("data.path", folder, f"{hint}train and test, or put each class's images into its own folder")
-    found: dict[str, dict[Path, str]] = defaultdict(dict)
+    splits: Splits = {}
+    found: dict[str, list[Path]] = defaultdict(list)
     for file, names in images.items():
         if len(names) < 2 + of_splits:
             depth = "SPLIT/CLASS" if of_splits else "CLASS"
             raise UserError("data.path", file, f"is not in a folder {depth}, as others are; {HINT}")
-        found[names[0].lower() if of_splits else "train"][file] = names[of_splits]
-
-    splits: Splits = {}
-    for split, labels in found.items():
-        top = Path(folder, parts[next(iter(labels))][0]) if of_splits else Path(folder)
-        here = [file for file, names in parts.items() if not of_splits or names[0].lower() == split]
-        left_out = _left_out(top, here, {*labels.values()})
-        splits[split] = partial(Split, f"{folder}, split {split}", [*labels], [*labels.values()], None, left_out)
+        found[names[0].lower() if of_splits else "train"].append(file)
+    for split, chosen in found.items():
+        top = Path(folder, images[chosen[0]][0]) if of_splits else Path(folder)
+        labels = [images[file][of_splits] for file in chosen]
+        here = [file for file in files if not of_splits or parts[file][0].lower() == split]
+        left_out = _left_out(top, here, {*labels})
+        pictures = np.array(chosen, dtype=object)
+        splits[split] = partial(Split, f"{folder}, split {split}", pictures, labels, None, left_out)
     return splits
 
 
@@ -302,52 +317,73 @@ def _left_out(folder: Path, files: Iterable[Path], classes: Set[str]) -> str:
     return f"{folder}: {'; '.join(notes)}" if notes else ""
 
 
-def number_classes(
-    splits: Mapping[str, Split], source: str, known: Sequence[str] | None, count: int | None
-) -> tuple[list[str], dict[str, list[int]]]:
-    """The names of the classes of all splits, and the number of each image's class.
-
-    Args:
-        known: the classes of a run, which allows no others; None: those of the data.
-        count: how many classes there have to be, for CIFAR; None: as many as there are.
-
-    Raises:
-        UserError: a label is none of these, or there are less than two.
-    """
-    given = next((of.names for of in splits.values() if of.names), None)
-    named = {split: [_name(of.names or given, label) for label in of.labels] for split, of in splits.items()}
-    numbers = not given and all(isinstance(label, int) for of in splits.values() for label in of.labels)
-    if known is None:
-        there = {name for names in named.values() for name in names if name is not None}
-        known = given or ([] if numbers and count else sorted(there, key=int if numbers else str))
-        spare = (name for name in map(str, itertools.count(len(known))) if name not in known)
-        known = [*known, *itertools.islice(spare, max((count or 0) - len(known), 0))]
-    number_of = {name: number for number, name in enumerate(known)}
-    told = join_first(known) or "whole numbers from 0, or texts"
-    told = f"0 to {len(known) - 1}" if known and [*known] == [*map(str, range(len(known)))] else told
-    for split, names in named.items():
-        wrong = next((row for row, name in enumerate(names) if name not in number_of), None)
-        if wrong is not None:
-            hint = f"has the label {truncate(splits[split].labels[wrong])}; labels are {told}"
-            raise UserError("data.path", splits[split].where(wrong), hint)
-    if not 2 <= len(known) <= (count or len(known)):
-        wanted = f"{count} at most" if count else "2 at least"
-        hint = f"has {len(known)} classes ({told}), where there should be {wanted}; data.name images takes any"
-        raise UserError("data.path", source, hint)
-    return [*known], {split: [number_of[str(name)] for name in names] for split, names in named.items()}
-
-
-def _name(names: Sequence[str] | None, label: Any) -> str | None:
-    """The class of a label; None for an invalid label."""
-    if isinstance(label, str):
-        return label
-    if isinstance(label, bool) or not isinstance(label, int) or label < 0:
-        return None
-    if names:
-        return names[label] if label < len(names) else None
-    return str(label)
-
-
 def join_first(names: Sequence[str]) -> str:
     """The first eight names, and an ellipsis for more."""
     return ", ".join([*map(str, names[:8]), *(["..."] if len(names) > 8 else [])])
+
+
+def read_archive(folder: Path, label_column: str | None) -> dict[str, tuple[np.ndarray, list[Any]]]:
+    """Images uint8 [N, H, W] or [N, 32, 32, 3] of each split, and their labels; {} for a folder of other files.
+    Raises: UserError for a damaged file."""
+    for names, splits in CIFAR.items():
+        if all((folder / file).is_file() for files in ([names], *splits.values()) for file in files):
+            kinds = [f"{label_column.rstrip('s')}s"] if label_column else ["labels", "fine_labels"]
+            return {split: _read_cifar(folder, names, files, kinds) for split, files in splits.items()}
+    found = {}
+    for split, word in MNIST:
+        images, labels = (sorted(folder.glob(f"{word}-{kind}?idx?-ubyte*")) for kind in ("images", "labels"))
+        if images and labels:
+            pixels, numbers = _read_idx(images[0]), _read_idx(labels[0])
+            if pixels.ndim != 3 or numbers.shape != pixels.shape[:1]:
+                hint = f"holds {pixels.shape} pixels for {numbers.shape} labels; give the files of one set"
+                raise UserError("data.path", images[0], hint)
+            found[split] = pixels, numbers.tolist()
+    return found
+
+
+def _read_idx(path: Path) -> np.ndarray:
+    """uint8 [N, ...] of an idx file, plain or compressed by gzip."""
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(regular(path), "rb") as file:
+            content = file.read(LARGEST)
+        if content[:3] != b"\0\0\x08":
+            raise ValueError("not an idx file of bytes")
+        shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
+        return np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape)
+    except ERRORS as error:
+        raise UserError("data.path", path, f"cannot be read ({error}); give MNIST's own files") from error
+
+
+def _read_cifar(folder: Path, names: str, files: list[str], kinds: list[str]) -> tuple[np.ndarray, list[str]]:
+    """Images and the names of their classes; `kinds` are lists of labels, of which the first that is there counts."""
+    images, labels, path = [], [], folder / names
+    try:
+        known = _unpickle(path)
+        for path in (folder / file for file in files):
+            batch = _unpickle(path)
+            kind = next((kind for kind in kinds if kind in batch), kinds[0])
+            classes = known["label_names" if kind == "labels" else f"{kind[:-1]}_names"]
+            pixels, numbers = batch["data"], batch[kind]
+            if pixels.dtype != np.uint8 or min(numbers, default=0) < 0:
+                raise ValueError("not pixels and labels")
+            images.append(pixels.reshape(len(numbers), 3, 32, 32).transpose(0, 2, 3, 1))
+            labels += [str(classes[number]) for number in numbers]
+    except ERRORS as error:
+        hint = f"is not a file of CIFAR's archive ({error}); unpack the archive again"
+        raise UserError("data.path", path, hint) from error
+    return np.concatenate(images), labels
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """What the pickles of arrays call. Raises: UnpicklingError for all other names, so that nothing else runs."""
+        if module.partition(".")[0] == "numpy" and name in ARRAYS:
+            return ARRAYS[name]
+        if (module, name) == ("_codecs", "encode"):
+            return lambda text, encoding: text.encode("latin1")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _unpickle(path: Path) -> dict[str, Any]:
+    found = _Unpickler(io.BytesIO(read_small(path, LARGEST)), encoding="latin1").load()
+    return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in found.items()}
