@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -72,9 +73,9 @@ def make_rows(seed: int, count: int) -> tuple[Tensor, Tensor]:
     return inputs, inputs.sin().sum(1, keepdim=True)
 
 
-def share(rows: Tensor, accelerator: Accelerator) -> Tensor:
-    """This rank's part of the rows, in order: the first half is rank 0's."""
-    return rows.chunk(accelerator.num_processes)[accelerator.process_index]
+def share(rows: Sequence[Tensor], accelerator: Accelerator) -> list[Tensor]:
+    """This rank's rows of each tensor, in order: the first half is rank 0's."""
+    return [part.chunk(accelerator.num_processes)[accelerator.process_index] for part in rows]
 
 
 def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -82,14 +83,38 @@ def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
+def train(model: nn.Module, rows: Sequence[Tensor], steps: int, lr: float, called: nn.Module | None = None) -> None:
+    """Steps of SGD on the same rows. `called` computes the loss; None: the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mse(called or model, *rows).backward()
+        optimizer.step()
+
+
+def steps_done(model: nn.Module, rows: Sequence[Tensor]) -> tuple[int, str]:
+    """How many of 5 forward and backward passes succeed, and the first sentence of the error that ended them."""
+    for step in range(5):
+        try:
+            mse(model, *rows).backward()
+        except RuntimeError as error:
+            return step, str(error).partition(".")[0]
+    return 5, "no error"
+
+
+def failed_after(work: Callable[[], object]) -> float:
+    """Seconds after which `work` raised a RuntimeError; 0 if it did not."""
+    start = time.perf_counter()
+    try:
+        work()
+    except RuntimeError:
+        return time.perf_counter() - start
+    return 0.0
+
+
 def gradient(model: nn.Module) -> Tensor:
     """All gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
-
-
-def weights(model: nn.Module) -> Tensor:
-    """All parameters as one vector."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -99,9 +124,10 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def gap(model: nn.Module) -> float:
     """The largest difference between ranks of one of the model's weights, from rank 0's."""
-    rank_0s = weights(model)
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    rank_0s = weights.clone()
     dist.broadcast(rank_0s, src=0)
-    return largest((weights(model) - rank_0s).abs().max().item())
+    return largest((weights - rank_0s).abs().max().item())
 
 
 def brief_group(seconds: float) -> dist.ProcessGroup:

@@ -21,20 +21,15 @@ from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.spawn import start_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.lab import data, gradients, loop, ranks, wrapper
+from gpt2_ddp.lab import loop, ranks, wrapper
 from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.output import markdown_table
 from gpt2_ddp.project import PROJECT, command_for
 
-TOPICS = {
-    "Gradients and weights": gradients,
-    "The wrapper": wrapper,
-    "Samples": data,
-    "One rank and all": ranks,
-    "The loop": loop,
-}
-"""The modules of experiments, by the headings of docs/ddp-lab.md."""
-EXPERIMENTS = [value for topic in TOPICS.values() for value in vars(topic).values() if isinstance(value, Experiment)]
+EXPERIMENTS = [
+    value for topic in (wrapper, ranks, loop) for value in vars(topic).values() if isinstance(value, Experiment)
+]
+"""In the order of docs/ddp-lab.md."""
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 PROCESSES = 2
@@ -69,9 +64,6 @@ def run_lab(config: LabConfig) -> int:
         hint = f"the lab starts its own two processes: `{command_for('ddp_lab')}`, without a launcher"
         raise UserError("processes", world_size(), hint)
     if config.output:
-        if config.output.endswith(".html"):
-            hint = "is not written any more: the page of the lessons is docs/ddp-lab.md; name an .md or .json file"
-            raise UserError("output", config.output, hint)
         check_writable(config.output)
     rows = []
     with closing(run_experiments(choose(config.only), config.seed)) as measured:  # or its ranks outlive a failing print
@@ -110,10 +102,11 @@ def lesson(experiment: Experiment) -> str:
 
 def as_markdown(rows: list[Row]) -> str:
     """The table that is printed."""
-    cells = [(row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured) for row in rows]
+    cells = [
+        (row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured + " FAILS" * (not row.holds))
+        for row in rows
+    ]
     lines = [[" ".join(cell.split()) for cell in line] for line in cells]
-    for row, line in zip(rows, lines, strict=True):
-        line[-1] += "" if row.holds else " FAILS"
     return markdown_table(("claim", "wrong way", "right way", "measured"), lines, align=False)
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt2_ddp.lab.experiment import distance, experiment, gradient, make_model, make_rows, mse, share
+from gpt2_ddp.lab.experiment import distance, experiment, gradient, make_model, make_rows, mse, share, train
 
 
 @experiment(
@@ -24,18 +24,16 @@ from gpt2_ddp.lab.experiment import distance, experiment, gradient, make_model, 
     holds=lambda m: m.sums < 1e-5 and m.means > 0.1,
 )
 def unequal_shares(accelerator: Accelerator, seed: int):
-    inputs, targets = make_rows(seed, 4)
-    big = make_model(seed)
-    mse(big, inputs, targets).backward()
-    mine = slice(0, 3) if accelerator.is_main_process else slice(3, 4)
-    rows = accelerator.reduce(torch.tensor(len(inputs[mine])), reduction="sum")
-    assert isinstance(rows, Tensor)
+    rows, big = make_rows(seed, 4), make_model(seed)
+    mse(big, *rows).backward()
+    mine = [part[:3] if accelerator.is_main_process else part[3:] for part in rows]
+    count = torch.as_tensor(accelerator.reduce(torch.tensor(len(mine[0])), reduction="sum"))
     found = {}
     for way in ("means", "sums"):
         model = DDP(make_model(seed))
-        loss = mse(model, inputs[mine], targets[mine])
+        loss = mse(model, *mine)
         if way == "sums":
-            loss = loss * len(inputs[mine]) * accelerator.num_processes / rows
+            loss = loss * len(mine[0]) * accelerator.num_processes / count
         loss.backward()
         found[way] = distance(gradient(model), gradient(big))
     return found
@@ -49,12 +47,10 @@ def unequal_shares(accelerator: Accelerator, seed: int):
     holds=lambda m: abs(m.reduced / m.true - 1) < 1e-5 and abs(m.logged / m.true - 1) > 0.01,
 )
 def rank_0s_loss(accelerator: Accelerator, seed: int):
-    inputs, targets = make_rows(seed, 32)
-    model = DDP(make_model(seed))
-    loss = mse(model, share(inputs, accelerator), share(targets, accelerator)).detach()
-    reduced = accelerator.reduce(loss, reduction="mean")
-    assert isinstance(reduced, Tensor)
-    return {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), inputs, targets).item()}
+    rows = make_rows(seed, 32)
+    loss = mse(DDP(make_model(seed)), *share(rows, accelerator)).detach()
+    reduced = torch.as_tensor(accelerator.reduce(loss, reduction="mean"))
+    return {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), *rows).item()}
 
 
 LOG_EVERY = 10
@@ -82,22 +78,20 @@ class Waits(TorchDispatchMode):
     ),
 )
 def logging_each_step(accelerator: Accelerator, seed: int):
-    inputs, targets = (share(rows, accelerator) for rows in make_rows(seed, 32))
+    rows = share(make_rows(seed, 32), accelerator)
     found = {}
     for way, every in (("each", 1), ("summed", LOG_EVERY)):
         model, waits = DDP(make_model(seed)), Waits()
         optimizer, total, logged = SGD(model.parameters(), lr=0.01), torch.zeros(()), []
         for step in range(1, 21):
             optimizer.zero_grad()
-            loss = mse(model, inputs, targets)
+            loss = mse(model, *rows)
             loss.backward()
             optimizer.step()
             with waits:
                 total += loss.detach()
                 if step % every == 0:
-                    mean = accelerator.reduce(total / every, reduction="mean")
-                    assert isinstance(mean, Tensor)
-                    logged.append(mean.item())
+                    logged.append(torch.as_tensor(accelerator.reduce(total / every, reduction="mean")).item())
                     total.zero_()
         mean = sum(logged) / len(logged)
         found |= {way: waits.collectives, f"{way}_reads": waits.reads, f"{way}_mean": mean}
@@ -131,8 +125,7 @@ def short_last_window(accelerator: Accelerator, seed: int):
             with accumulating.accumulate(model):
                 accumulating.backward(mse(model, inputs, targets) * (window / length if way == "scaled" else 1))
             mse(by_hand, inputs, targets).backward()
-        expected = accumulating.reduce(gradient(by_hand), reduction="mean")
-        assert isinstance(expected, Tensor)
+        expected = torch.as_tensor(accumulating.reduce(gradient(by_hand), reduction="mean"))
         found[way] = (gradient(model).norm() / (expected / 2).norm()).item()  # of the last two micro-batches
     return found
 
@@ -195,25 +188,16 @@ def scheduler_steps(accelerator: Accelerator, seed: int):
     holds=lambda m: abs(m.same / m.one - 1) < 1e-3 and m.multiplied > 10 * m.one,
 )
 def multiplied_learning_rate(accelerator: Accelerator, seed: int):
-    inputs, targets = make_rows(seed, 32)
+    rows = make_rows(seed, 32)
     # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges above (1.2 x 2)
-    curvature = torch.linalg.eigvalsh(2 * inputs.T @ inputs / len(inputs))[-1].item()
-
-    def train(model: nn.Module, rate: float, ours: bool) -> float:
-        optimizer = SGD(model.parameters(), lr=rate / curvature)
-        for _ in range(30):
-            optimizer.zero_grad()
-            mine = (share(inputs, accelerator), share(targets, accelerator)) if ours else (inputs, targets)
-            mse(model, *mine).backward()
-            optimizer.step()
-        return mse(model, inputs, targets).item()
-
-    def build() -> nn.Linear:
+    curvature = torch.linalg.eigvalsh(2 * rows[0].T @ rows[0] / len(rows[0]))[-1].item()
+    found = {}
+    for way, times in (("one", 1), ("same", 1), ("multiplied", accelerator.num_processes)):
         torch.manual_seed(seed)
-        return nn.Linear(8, 1, bias=False)
-
-    return {
-        "one": train(build(), 1.2, ours=False),
-        "same": train(DDP(build()), 1.2, ours=True),
-        "multiplied": train(DDP(build()), 1.2 * accelerator.num_processes, ours=True),
-    }
+        model = nn.Linear(8, 1, bias=False)
+        if way == "one":
+            train(model, rows, steps=30, lr=1.2 / curvature)
+        else:
+            train(DDP(model), share(rows, accelerator), steps=30, lr=1.2 * times / curvature)
+        found[way] = mse(model, *rows).item()
+    return found
