@@ -7,7 +7,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from gpt2_ddp.cluster.rendezvous import NodeInfo, RankEnv, connect, format_ranks, gather_facts, rendezvous
+from gpt2_ddp.cluster.rendezvous import Facts, RankEnv, connect, format_ranks, gather_facts, rendezvous
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
@@ -71,14 +70,12 @@ def check_cluster(config: CheckClusterConfig) -> None:
         raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")
 
 
-def _measure(config: CheckClusterConfig, store: Store, ranks: list[NodeInfo], rank: int) -> list[dict]:
+def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
     """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
     watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
     watchdog.explain, watchdog.exit_code = partial(explain_verdict, ranks), 2
     watchdog.heartbeat("connecting to the other ranks")
-    patience = timedelta(
-        seconds=2 * config.timeout_seconds + 60
-    )  # longer than the watchdog's, whose error names the ranks
+    patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
     mine = []
     try:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
@@ -99,12 +96,12 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[NodeInfo], ra
     return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
 
 
-def explain_verdict(ranks: list[NodeInfo], verdict: Verdict) -> str:
+def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
     """The hint for ranks that live but do not finish a collective, without their stacks."""
     lines = [line for line in verdict.reason.splitlines() if line[:1] != " "]
     if not verdict.living:
         return "\n".join(lines)
-    ways = ", ".join(dict.fromkeys(f"{facts.host}: {facts.interface} {facts.ip}" for facts in ranks))
+    ways = ", ".join(dict.fromkeys(f"{facts['host']}: {facts['interface']} {facts['ip']}" for facts in ranks))
     return (
         f"ranks = {format_ranks(verdict.living)}: alive like all others, but not connected ({lines[0]}); open all "
         "ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME and "
@@ -158,15 +155,15 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     }
 
 
-def _notes(ranks: list[NodeInfo]) -> Iterator[str]:
+def _notes(ranks: list[Facts]) -> Iterator[str]:
     """Warnings about devices, host names and routes."""
-    hosts = {facts.host for facts in ranks}
-    if len({facts.device for facts in ranks}) > 1:
+    hosts = {facts["host"] for facts in ranks}
+    if len({facts["device"] for facts in ranks}) > 1:
         yield "devices differ: the slowest sets the pace of every step"
-    deceived = sorted({facts.host for facts in ranks if facts.host_ip.startswith("127.")})
+    deceived = sorted({facts["host"] for facts in ranks if facts["host_ip"].startswith("127.")})
     if len(hosts) > 1 and deceived and "GLOO_SOCKET_IFNAME" not in os.environ:
         yield f"the host name of {', '.join(deceived)} resolves to a loopback address; set GLOO_SOCKET_IFNAME"
-    if len(hosts) > 1 and any(facts.interface == "lo" for facts in ranks if facts.host != ranks[0].host):
+    if len(hosts) > 1 and any(facts["interface"] == "lo" for facts in ranks if facts["host"] != ranks[0]["host"]):
         yield "several hosts, yet some reach rank 0 over loopback: are they containers of one machine?"
 
 
@@ -191,7 +188,7 @@ def share_of_a_step(communication: float, computation: float) -> tuple[float, fl
 
 
 def network_notes(
-    config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[NodeInfo], rows: list[dict]
+    config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
 ) -> Iterator[str]:
     """What the measured speed means for `training`, and beside the speed of the network's interface.
 
@@ -207,45 +204,33 @@ def network_notes(
             least, most = share_of_a_step(seconds, config.step_seconds)
             line += f": {least:.0%} of it where they travel during the backward pass, {most:.0%} at most"
         yield line
-    speeds = {facts.host: facts.link_gb_per_s for facts in ranks if facts.link_gb_per_s}
-    if len({facts.host for facts in ranks}) > 1 and speeds and ranks[0].device_type == "cpu":
-        host = min(speeds, key=lambda name: speeds[name])
-        if (times := speeds[host] / largest["bus_gb_per_s"]) >= SLOW:
-            yield (
-                f"the network is {times:.0f} times slower than its interface says ({largest['bus_gb_per_s']:.3g} of "
-                f"{speeds[host]:.3g} GB/s on {host}): a slower switch or cable between, a tunnel, or others who use it"
-            )
+    speeds = {facts["host"]: facts["link_gb_per_s"] for facts in ranks if facts["link_gb_per_s"]}
+    if len({facts["host"] for facts in ranks}) > 1 and speeds and ranks[0]["device_type"] == "cpu":
+        host, bus = min(speeds, key=speeds.__getitem__), largest["bus_gb_per_s"]
+        if speeds[host] / bus >= SLOW:
+            line = f"the network is {speeds[host] / bus:.0f} times slower than its interface says ({bus:.3g} of "
+            line += f"{speeds[host]:.3g} GB/s on {host}): a slower switch or cable between, a tunnel, or others"
+            yield f"{line} who use it"
 
 
-def _report(config: CheckClusterConfig, ranks: list[NodeInfo], results: list[dict], notes: list[str]) -> None:
+def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict], notes: list[str]) -> None:
     shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
-    print(text_table([shown, *([str(getattr(facts, name)) for name in shown] for facts in ranks)]))
+    print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
     if results:
-        backend = "nccl" if ranks[0].device_type == "cuda" else "gloo"
+        backend = "nccl" if ranks[0]["device_type"] == "cuda" else "gloo"
         heads = ("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")
-        cells = [
-            (
-                spell_bytes(row["bytes"]),
-                f"{row['median_us']:.1f}",
-                f"{row['algorithm_gb_per_s']:.3f}",
-                f"{row['bus_gb_per_s']:.3f}",
-                f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right",
-            )
-            for row in results
-        ]
+        cells = []
+        for row in results:
+            figures = f"{row['median_us']:.1f}", f"{row['algorithm_gb_per_s']:.3f}", f"{row['bus_gb_per_s']:.3f}"
+            sums = f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right"
+            cells.append((spell_bytes(row["bytes"]), *figures, sums))
         print(f"\n{text_table([heads, *cells])}")
         print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
     for note in notes:
         print(f"note: {note}")
     if config.output:
-        found = {
-            "processes": len(ranks),
-            "checked_from": socket.gethostname(),
-            "ranks": [asdict(facts) for facts in ranks],
-            "all_reduce": results,
-            "notes": notes,
-        }
-        Path(config.output).write_text(json.dumps(found, indent=1) + "\n")
+        found = {"processes": len(ranks), "checked_from": socket.gethostname(), "ranks": ranks}
+        Path(config.output).write_text(json.dumps({**found, "all_reduce": results, "notes": notes}, indent=1) + "\n")
 
 
 def spell_bytes(size: int) -> str:

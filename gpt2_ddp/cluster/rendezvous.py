@@ -13,12 +13,12 @@ import platform
 import socket
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import psutil
@@ -33,7 +33,10 @@ from gpt2_ddp.errors import UserError
 AFTERMATH = 5.0
 """Seconds that other ranks wait longer than rank 0, for what it found."""
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
-"""Fields of `NodeInfo` that must not differ between ranks."""
+"""Facts that must not differ between ranks."""
+
+Facts = dict[str, Any]
+"""What a rank tells of itself and its machine (`gather_facts`)."""
 
 
 @dataclass(frozen=True)
@@ -114,79 +117,46 @@ def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
             f"rank {place.rank} on {host} got no answer from rank 0 there within {timeout:g} s; is it started, and may "
             "this machine reach that port?"
         )
-    own = [
-        f"{address.address} ({name})"
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET and name != "lo"
-    ]
+    addresses = [(one, name) for name, ones in psutil.net_if_addrs().items() for one in ones if name != "lo"]
+    own = [f"{one.address} ({name})" for one, name in addresses if one.family == socket.AF_INET]
     return (
         f"rank 0 on {host} serves this port, and is not reached by this address; is it this machine's? It has "
         f"{', '.join(own) or 'none but 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
     )
 
 
-@dataclass(frozen=True)
-class NodeInfo:
-    """The facts about a rank and its machine.
-
-    Args:
-        interface, ip: of its route to MASTER_ADDR.
-        host_ip: address of its host name, where gloo listens unless GLOO_SOCKET_IFNAME names an interface.
-        link_gb_per_s: the interface's own speed, in 10^9 bytes per second; 0 if unknown.
-        gpt2_ddp: hash of this package's code.
-    """
-
-    rank: int
-    local_rank: int
-    host: str
-    device: str
-    device_type: str
-    interface: str
-    ip: str
-    host_ip: str
-    link_gb_per_s: float
-    world_size: int
-    python: str
-    torch: str
-    accelerate: str
-    gpt2_ddp: str
-    cuda: str
-    nccl: str
-
-
-def gather_facts(place: RankEnv, device: torch.device) -> NodeInfo:
+def gather_facts(place: RankEnv, device: torch.device) -> Facts:
     """The facts about this process, which uses `device`. Raises: UserError if it has no CUDA device."""
     interface, ip, link = _route(place.address, place.port)
-    name, nccl, host_ip = platform.machine(), "-", "?"
+    host, name, nccl, host_ip = socket.gethostname(), platform.machine(), "-", "?"
     with suppress(OSError):
-        host_ip = socket.gethostbyname(socket.gethostname())
+        host_ip = socket.gethostbyname(host)
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if place.local_rank >= count:
-            hint = f"there are {count} CUDA devices on {socket.gethostname()}; start {count} processes here"
+            hint = f"there are {count} CUDA devices on {host}; start {count} processes here"
             raise UserError("LOCAL_RANK", place.local_rank, hint)
         name = torch.cuda.get_device_name(place.local_rank)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return NodeInfo(
-        rank=place.rank,
-        local_rank=place.local_rank,
-        host=socket.gethostname(),
-        device=name,
-        device_type=device.type,
-        interface=interface,
-        ip=ip,
-        host_ip=host_ip,
-        link_gb_per_s=link,
-        world_size=place.world_size,
-        python=".".join(platform.python_version_tuple()[:2]),
-        torch=torch.__version__,
-        accelerate=accelerate.__version__,
-        gpt2_ddp=hashlib.sha256(sources).hexdigest()[:12],
-        cuda=torch.version.cuda or "-",
-        nccl=nccl,
-    )
+    return {
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "host": host,
+        "device": name,
+        "device_type": device.type,
+        "interface": interface,  # of the route to MASTER_ADDR, as `ip`
+        "ip": ip,
+        "host_ip": host_ip,  # of the host's name, where gloo listens unless GLOO_SOCKET_IFNAME names an interface
+        "link_gb_per_s": link,  # the interface's own speed, in 10^9 bytes per second; 0 if unknown
+        "world_size": place.world_size,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "gpt2_ddp": hashlib.sha256(sources).hexdigest()[:12],  # of this package's code
+        "cuda": torch.version.cuda or "-",
+        "nccl": nccl,
+    }
 
 
 def _route(address: str, port: int) -> tuple[str, str, float]:
@@ -203,7 +173,7 @@ def _route(address: str, port: int) -> tuple[str, str, float]:
     return interface, ip, stats.speed / 8e3 if stats else 0.0  # from Mbit/s
 
 
-def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) -> list[NodeInfo]:
+def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
     """Waits until all ranks have arrived; returns their facts in order of rank.
 
     Rank 0 waits `timeout` seconds for the others. They wait as long for rank 0, and then for its result.
@@ -213,13 +183,12 @@ def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) ->
         SystemExit: 2 on other ranks, after rank 0 has printed the error.
     """
     if store.add(f"seats/{place.rank}", 1) > 1:
-        hint = f"a second process (on {facts.host}) has this rank; give each its own (--machine_rank, --node_rank)"
+        hint = f"a second process (on {facts['host']}) has this rank; give each its own (--machine_rank, --node_rank)"
         raise UserError("RANK", place.rank, hint)
-    store.set(f"facts/{place.rank}", json.dumps(asdict(facts)))
+    store.set(f"facts/{place.rank}", json.dumps(facts))
     if place.rank == 0:
         try:
             found = _wait_for_all(store, place.world_size, timeout)
-            check_alike(found)
         except UserError as error:
             store.set("arrivals", json.dumps(error.mistakes))
             others = [f"facts/{rank}" for rank in range(1, place.world_size)]
@@ -228,9 +197,9 @@ def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) ->
         store.set("arrivals", "[]")
         return found
     if not wait_until(lambda: store.check(["facts/0"]), timeout):
-        raise UserError("rank", 0, f"did not arrive within {timeout:g} s; rank {place.rank} ({facts.host}) is here")
+        raise UserError("rank", 0, f"did not arrive within {timeout:g} s; rank {place.rank} ({facts['host']}) is here")
     if not wait_until(lambda: store.check(["arrivals"]), timeout + AFTERMATH):
-        raise UserError("rank", 0, f"arrived, but fell silent; rank {place.rank} ({facts.host}) is here")
+        raise UserError("rank", 0, f"arrived, but fell silent; rank {place.rank} ({facts['host']}) is here")
     mistakes = json.loads(store.get("arrivals"))
     store.add("heard", 1)
     if mistakes:
@@ -238,7 +207,8 @@ def rendezvous(store: Store, place: RankEnv, facts: NodeInfo, timeout: float) ->
     return _read_facts(store, range(place.world_size))
 
 
-def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[NodeInfo]:
+def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
+    """Raises: UserError for missing ranks, or naming every fact in which ranks differ and must not."""
     keys = [f"facts/{rank}" for rank in range(world_size)]
     if not wait_until(lambda: store.check(keys), timeout):
         here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
@@ -247,32 +217,25 @@ def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[NodeInf
         hint = f"did not arrive within {timeout:g} s (arrived: {arrived}); each needs the same MASTER_ADDR and "
         hint += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
         raise UserError("rank" if len(missing) == 1 else "ranks", format_ranks(missing), hint)
-    return _read_facts(store, range(world_size))
+    found = _read_facts(store, range(world_size))
+    differing = [name for name in SAME_EVERYWHERE if len({facts[name] for facts in found}) > 1]
+    if differing:
+        errors = [UserError(name, by_value(found, name), "must be the same on all ranks") for name in differing]
+        raise UserError.join([mistake for error in errors for mistake in error.mistakes])
+    return found
 
 
-def _read_facts(store: Store, ranks: range | list[int]) -> list[NodeInfo]:
-    return [NodeInfo(**json.loads(text)) for text in store.multi_get([f"facts/{rank}" for rank in ranks])]
+def _read_facts(store: Store, ranks: range | list[int]) -> list[Facts]:
+    return [json.loads(text) for text in store.multi_get([f"facts/{rank}" for rank in ranks])]
 
 
-def check_alike(found: list[NodeInfo]) -> None:
-    """Raises: UserError naming every fact in which ranks differ and must not, with the ranks and their hosts."""
-    mistakes = []
-    for name in SAME_EVERYWHERE:
-        if len({getattr(facts, name) for facts in found}) > 1:
-            mistakes += UserError(name, by_value(found, name), "must be the same on all ranks").mistakes
-    if mistakes:
-        raise UserError.join(mistakes)
-
-
-def by_value(found: list[NodeInfo], name: str) -> str:
+def by_value(found: list[Facts], name: str) -> str:
     """Like `2.13.0 on ranks 0-7 (host a), 2.11.0 on rank 8 (host b)`."""
-    groups: dict[object, list[NodeInfo]] = defaultdict(list)
-    for facts in found:
-        groups[getattr(facts, name)].append(facts)
     parts = []
-    for value, members in groups.items():
-        hosts = "" if name == "host" else f" ({', '.join(dict.fromkeys(facts.host for facts in members))})"
-        ranks = [facts.rank for facts in members]
+    for value in dict.fromkeys(facts[name] for facts in found):
+        members = [facts for facts in found if facts[name] == value]
+        hosts = "" if name == "host" else f" ({', '.join(dict.fromkeys(facts['host'] for facts in members))})"
+        ranks = [facts["rank"] for facts in members]
         parts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}{hosts}")
     return ", ".join(parts)
 
