@@ -170,11 +170,16 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
 
 def setting(**changes: Any) -> Setting:
     values: dict[str, Any] = {
-        "kind": "cuda", "model": ModelConfig(), "parameters": 124_475_904, "matrices": 124_354_560,
-        "state": 2 * 124_475_904, "vocab_size": 50_304, "micro_batch": 16, "eval_batch": 16, "precision": "bf16",
-        "checkpointing": False, "processes": 8, "background": True, "base": 0.0,
+        "config": memory_config(), "kind": "cuda", "processes": 8, "precision": "bf16", "parameters": 124_475_904,
+        "matrices": 124_354_560, "state": 2 * 124_475_904, "vocab_size": 50_304, "micro_batch": 16, "base": 0.0,
+        "background": True,
     }  # fmt: skip
     return Setting(**(values | changes))
+
+
+def memory_config(model: dict[str, Any] | None = None, **train: Any) -> TrainingConfig:
+    train = {"steps": 1, "loss_chunk": None, "activation_checkpointing": False, **train}
+    return TrainingConfig.model_validate({"train": train, "model": model or {}, "eval": {"batch_size": 16}})
 
 
 def test_memory_by_part():
@@ -187,9 +192,12 @@ def test_memory_by_part():
     assert memory.parts["logits"] == 12 * n * 50_304
     per_layer = 36 * n * 768  # bytes, half of them in bf16: docs/plan.md has the sum
     assert memory.parts["activations"] == pytest.approx(12 * per_layer + 12 * n * 768 + 24 * n * 768)
-    chunked = estimate(setting(loss_chunk=8192)).parts["logits"]
+    chunked = estimate(setting(config=memory_config(loss_chunk=8192))).parts["logits"]
     assert chunked == 12 * 8192 * 50_304 + 4 * 50_304 * 768, "and the head's gradient"
-    assert estimate(setting(checkpointing=True)).parts["activations"] < memory.parts["activations"] / 4
+    assert (
+        estimate(setting(config=memory_config(activation_checkpointing=True))).parts["activations"]
+        < memory.parts["activations"] / 4
+    )
 
 
 def test_a_checkpoint_behind_the_training_takes_its_copy():
@@ -234,7 +242,7 @@ def test_what_training_saves_is_what_autograd_saves():
                 loss = model(tokens, tokens)
             kept = sum(size for _, size in storages.values())
             del loss
-        told = setting(kind="cpu", model=config, precision="bf16" if half else "no")
+        told = setting(kind="cpu", config=memory_config(config.model_dump()), precision="bf16" if half else "no")
         return kept, sum(block.total for block in _activations(told, 128))
 
     for dropout, half in ((0.0, False), (0.1, False), (0.0, True)):

@@ -3,7 +3,7 @@
 import inspect
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
@@ -15,7 +15,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 T = TypeVar("T")
-Measure = Callable[[Accelerator, int], Mapping[str, float | str]]
+Numbers = Mapping[str, float | str]
+Measure = Callable[[Accelerator, int], Iterator[Numbers]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Experiment:
         claim, wrong, right: cells of the table.
         measured: the fourth cell, with the measured numbers' names in braces.
         holds: whether the claim follows from the numbers.
-        measure: runs on both ranks, given the Accelerator and a seed; rank 0's numbers count.
+        measure: runs on both ranks, given the Accelerator and a seed, and yields numbers; rank 0's count.
     """
 
     claim: str
@@ -40,6 +41,10 @@ class Experiment:
     def name(self) -> str:
         """The measuring function's."""
         return self.measure.__name__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def run(self, accelerator: Accelerator, seed: int) -> Numbers:
+        """All numbers that are measured, on this rank."""
+        return {name: value for part in self.measure(accelerator, seed) for name, value in part.items()}
 
     @property
     def code(self) -> str:

@@ -28,15 +28,13 @@ def unequal_shares(accelerator: Accelerator, seed: int):
     mse(big, *rows).backward()
     mine = [part[:3] if accelerator.is_main_process else part[3:] for part in rows]
     count = torch.as_tensor(accelerator.reduce(torch.tensor(len(mine[0])), reduction="sum"))
-    found = {}
     for way in ("means", "sums"):
         model = DDP(make_model(seed))
         loss = mse(model, *mine)
         if way == "sums":
             loss = loss * len(mine[0]) * accelerator.num_processes / count
         loss.backward()
-        found[way] = distance(gradient(model), gradient(big))
-    return found
+        yield {way: distance(gradient(model), gradient(big))}
 
 
 @experiment(
@@ -50,7 +48,7 @@ def rank_0s_loss(accelerator: Accelerator, seed: int):
     rows = make_rows(seed, 32)
     loss = mse(DDP(make_model(seed)), *share(rows, accelerator)).detach()
     reduced = torch.as_tensor(accelerator.reduce(loss, reduction="mean"))
-    return {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), *rows).item()}
+    yield {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), *rows).item()}
 
 
 LOG_EVERY = 10
@@ -79,7 +77,6 @@ class Waits(TorchDispatchMode):
 )
 def logging_each_step(accelerator: Accelerator, seed: int):
     rows = share(make_rows(seed, 32), accelerator)
-    found = {}
     for way, every in (("each", 1), ("summed", LOG_EVERY)):
         model, waits = DDP(make_model(seed)), Waits()
         optimizer, total, logged = SGD(model.parameters(), lr=0.01), torch.zeros(()), []
@@ -94,8 +91,7 @@ def logging_each_step(accelerator: Accelerator, seed: int):
                     logged.append(torch.as_tensor(accelerator.reduce(total / every, reduction="mean")).item())
                     total.zero_()
         mean = sum(logged) / len(logged)
-        found |= {way: waits.collectives, f"{way}_reads": waits.reads, f"{way}_mean": mean}
-    return found
+        yield {way: waits.collectives, f"{way}_reads": waits.reads, f"{way}_mean": mean}
 
 
 def window_length(index: int, batches: int, window: int) -> int:
@@ -112,7 +108,7 @@ def window_length(index: int, batches: int, window: int) -> int:
 )
 def short_last_window(accelerator: Accelerator, seed: int):
     rows = TensorDataset(*make_rows(seed, 10 * 4 * accelerator.num_processes))
-    window, found = 4, {}
+    window = 4
     for way in ("plain", "scaled"):
         accumulating = Accelerator(cpu=True, gradient_accumulation_steps=window)
         loader = accumulating.prepare_data_loader(DataLoader(rows, batch_size=4))
@@ -126,8 +122,7 @@ def short_last_window(accelerator: Accelerator, seed: int):
                 accumulating.backward(mse(model, inputs, targets) * (window / length if way == "scaled" else 1))
             mse(by_hand, inputs, targets).backward()
         expected = torch.as_tensor(accumulating.reduce(gradient(by_hand), reduction="mean"))
-        found[way] = (gradient(model).norm() / (expected / 2).norm()).item()  # of the last two micro-batches
-    return found
+        yield {way: (gradient(model).norm() / (expected / 2).norm()).item()}  # of the last two micro-batches
 
 
 @experiment(
@@ -145,17 +140,17 @@ def end_of_loader(accelerator: Accelerator, seed: int):
         "steps": GradientAccumulationPlugin(num_steps=window),
         "carried": GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False),
     }
-    found = {"reckoned": epochs * batches // window, "rounded": epochs * ceil(batches / window)}
+    yield {"reckoned": epochs * batches // window, "rounded": epochs * ceil(batches / window)}
     for way, plugin in plugins.items():
         accumulating = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
         loader = accumulating.prepare_data_loader(DataLoader(rows, batch_size=4))
-        model, found[way] = accumulating.prepare_model(make_model(seed)), 0
+        model, steps = accumulating.prepare_model(make_model(seed)), 0
         for _ in range(epochs):
             for inputs, targets in loader:
                 with accumulating.accumulate(model):
                     accumulating.backward(mse(model, inputs, targets))
-                found[way] += accumulating.sync_gradients
-    return found
+                steps += accumulating.sync_gradients
+        yield {way: steps}
 
 
 @experiment(
@@ -167,7 +162,6 @@ def end_of_loader(accelerator: Accelerator, seed: int):
 )
 def scheduler_steps(accelerator: Accelerator, seed: int):
     preparing = Accelerator(cpu=True)  # Accelerate's own defaults
-    found = {}
     for way in ("prepared", "own"):
         plain = SGD(make_model(seed).parameters(), lr=1.0)
         scheduler = LinearLR(plain, start_factor=1.0, end_factor=0.0, total_iters=20)
@@ -176,8 +170,7 @@ def scheduler_steps(accelerator: Accelerator, seed: int):
         for _ in range(10):
             optimizer.step()
             stepped.step()
-        found[way] = plain.param_groups[0]["lr"]
-    return found
+        yield {way: plain.param_groups[0]["lr"]}
 
 
 @experiment(
@@ -191,7 +184,6 @@ def multiplied_learning_rate(accelerator: Accelerator, seed: int):
     rows = make_rows(seed, 32)
     # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges above (1.2 x 2)
     curvature = torch.linalg.eigvalsh(2 * rows[0].T @ rows[0] / len(rows[0]))[-1].item()
-    found = {}
     for way, times in (("one", 1), ("same", 1), ("multiplied", accelerator.num_processes)):
         torch.manual_seed(seed)
         model = nn.Linear(8, 1, bias=False)
@@ -199,5 +191,4 @@ def multiplied_learning_rate(accelerator: Accelerator, seed: int):
             train(model, rows, steps=30, lr=1.2 / curvature)
         else:
             train(DDP(model), share(rows, accelerator), steps=30, lr=1.2 * times / curvature)
-        found[way] = mse(model, *rows).item()
-    return found
+        yield {way: mse(model, *rows).item()}

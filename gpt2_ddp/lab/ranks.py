@@ -49,7 +49,7 @@ def set_epoch(accelerator: Accelerator, seed: int):
         orders["told"].append(union(told))
         orders["forgotten"].append(union(forgotten))
         orders["prepared"].append(union(int(index) for (batch,) in loader for index in batch))
-    return {way: sum(map(int.__eq__, *epochs)) / len(SAMPLES) for way, epochs in orders.items()}
+    yield {way: sum(map(int.__eq__, *epochs)) / len(SAMPLES) for way, epochs in orders.items()}
 
 
 @experiment(
@@ -62,7 +62,7 @@ def set_epoch(accelerator: Accelerator, seed: int):
 def seed_per_rank(accelerator: Accelerator, seed: int):
     own = DistributedSampler(SAMPLES, seed=seed + accelerator.process_index)
     common = DistributedSampler(SAMPLES, seed=seed)
-    return {"own": len(set(union(own))), "common": len(set(union(common)))}
+    yield {"own": len(set(union(own))), "common": len(set(union(common)))}
 
 
 def _rare_accuracy(labels: Tensor, right: Tensor) -> float:
@@ -87,11 +87,10 @@ def padded_test_set(accelerator: Accelerator, seed: int):
     even = Accelerator(cpu=True)  # Accelerate's own defaults
     loader = even.prepare_data_loader(DataLoader(TensorDataset(labels, right), batch_size=8))
     gathered = [(even.gather(tuple(batch)), even.gather_for_metrics(tuple(batch))) for batch in loader]
-    found = {"true_accuracy": _rare_accuracy(labels, right)}
+    yield {"true_accuracy": _rare_accuracy(labels, right)}
     for way, batches in zip(("padded", "dropped"), zip(*gathered, strict=True), strict=True):
         seen_labels, seen_right = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        found |= {way: len(seen_labels), f"{way}_accuracy": _rare_accuracy(seen_labels, seen_right)}
-    return found
+        yield {way: len(seen_labels), f"{way}_accuracy": _rare_accuracy(seen_labels, seen_right)}
 
 
 @experiment(
@@ -107,11 +106,10 @@ def training_sampler_on_test_set(accelerator: Accelerator, seed: int):
     right = torch.arange(100) < 64  # the samples that the model gets right come first
     test = TensorDataset(torch.arange(100), right)
     samplers = {"borrowed": DistributedSampler(training, seed=seed), "own": DistributedSampler(test, shuffle=False)}
-    found = {"true_accuracy": right.float().mean().item()}
+    yield {"true_accuracy": right.float().mean().item()}
     for way, sampler in samplers.items():
         scored = union(int(index) for batch, _ in DataLoader(test, batch_size=8, sampler=sampler) for index in batch)
-        found |= {way: len(set(scored)), f"{way}_accuracy": right[scored].float().mean().item()}
-    return found
+        yield {way: len(set(scored)), f"{way}_accuracy": right[scored].float().mean().item()}
 
 
 @experiment(
@@ -124,17 +122,17 @@ def training_sampler_on_test_set(accelerator: Accelerator, seed: int):
 )
 def unequal_batches(accelerator: Accelerator, seed: int):
     rows = make_rows(seed, 8)
-    found = {"timeout": 2.0}
+    timeout = 2.0
+    yield {"timeout": timeout}
     for way in ("alone", "joined"):
-        model, done, waited = DDP(make_model(seed), process_group=brief_group(found["timeout"])), 0, 0.0
+        model, done, waited = DDP(make_model(seed), process_group=brief_group(timeout)), 0, 0.0
         with Join([model]) if way == "joined" else nullcontext():
             for _ in range(3 + accelerator.process_index):
                 if waited := failed_after(mse(model, *rows).backward):
                     break
                 done += 1
         dist.barrier()
-        found |= {way: largest(done), f"{way}_waited": largest(waited)}
-    return found
+        yield {way: largest(done), f"{way}_waited": largest(waited)}
 
 
 TIMEOUT = 1.0
@@ -166,7 +164,7 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
     rows = make_rows(seed, 32)
     model = make_model(seed)
     loss = mse(model, *share(rows, accelerator)).item()
-    found = {"timeout": TIMEOUT, "true_mean": mse(model, *rows).item(), "waited": 0.0, "error": "no error"}
+    yield {"timeout": TIMEOUT, "true_mean": mse(model, *rows).item(), "waited": 0.0, "error": "no error"}
     for way, logs in (("alone", accelerator.is_main_process), ("all", True)):
         group, logged, counted, start = brief_group(TIMEOUT), [], [], time.perf_counter()
         try:
@@ -175,10 +173,9 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
                 if logs:
                     logged.append(sum_over_ranks(loss, group) / accelerator.num_processes)
         except RuntimeError as error:
-            found |= {"waited": time.perf_counter() - start, "error": str(error).partition("] ")[2]}
+            yield {"waited": time.perf_counter() - start, "error": str(error).partition("] ")[2]}
         rank_1s = union(counted[1:2])[-1]
-        found |= {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
-    return found
+        yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
 
 
 @experiment(
@@ -194,7 +191,7 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
 )
 def early_stopping(accelerator: Accelerator, seed: int):
     training, validation = (share(make_rows(*made), accelerator) for made in ((seed, 16), (seed + 1, 32)))
-    found: dict[str, float | str] = {"timeout": TIMEOUT}
+    yield {"timeout": TIMEOUT}
     for way in ("own", "mean"):
         group = brief_group(TIMEOUT)
         model = DDP(make_model(seed), process_group=group)
@@ -214,8 +211,7 @@ def early_stopping(accelerator: Accelerator, seed: int):
                 stopped.append(str(accelerator.process_index))
                 break
             best = loss
-        found |= {way: " and ".join(union(stopped)), f"{way}_epochs": largest(epochs), f"{way}_waited": largest(waited)}
-    return found
+        yield {way: " and ".join(union(stopped)), f"{way}_epochs": largest(epochs), f"{way}_waited": largest(waited)}
 
 
 @experiment(
@@ -241,7 +237,7 @@ def dropout_seed(accelerator: Accelerator, seed: int):
             gradients.append(gradient(model))
         agreeing = sum(map(bool.__eq__, mask[:1000], mask[1000:])) / 1000
         found |= {way: torch.stack(gradients).var(0).sum().item(), f"{way}_masks": agreeing}
-    return {**found, "ratio": found["same"] / found["own"]}
+    yield {**found, "ratio": found["same"] / found["own"]}
 
 
 @contextmanager
@@ -264,7 +260,8 @@ def half_saved(path: Path, data: bytes) -> Generator[None, None, None]:
 def every_rank_saves(accelerator: Accelerator, seed: int):
     state = io.BytesIO()
     torch.save(make_model(seed).state_dict(), state)
-    data, found = state.getvalue(), {"error": "no error"}
+    data = state.getvalue()
+    yield {"error": "no error"}
     with TemporaryDirectory(prefix="ddp_lab") as own:
         folder = Path(union([own])[0])
         for way, saves in (("every", True), ("one", accelerator.is_main_process)):
@@ -278,10 +275,9 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
                     try:
                         read = len(torch.load(path))
                     except RuntimeError as error:
-                        found["error"] = str(error).partition(". ")[0]
+                        yield {"error": str(error).partition(". ")[0]}
                 accelerator.wait_for_everyone()
-            found |= {way: sum(union([saves])), f"{way}_read": read}
-    return found
+            yield {way: sum(union([saves])), f"{way}_read": read}
 
 
 @experiment(
@@ -292,7 +288,6 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
     holds=lambda m: m.together == 2 and m.main_first == 1,
 )
 def every_rank_downloads(accelerator: Accelerator, seed: int):
-    found = {}
     with TemporaryDirectory(prefix="ddp_lab") as own:
         folder = Path(union([own])[0])
         for way, turns in (("together", nullcontext()), ("main_first", accelerator.main_process_first())):
@@ -303,5 +298,4 @@ def every_rank_downloads(accelerator: Accelerator, seed: int):
                     accelerator.wait_for_everyone()  # a download takes longer than the other rank takes to look
                 if downloads:
                     path.touch()
-            found[way] = sum(union([downloads]))
-    return found
+            yield {way: sum(union([downloads]))}

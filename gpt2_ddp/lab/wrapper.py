@@ -39,11 +39,9 @@ def mean_of_gradients(accelerator: Accelerator, seed: int):
     rows = make_rows(seed, 32)
     big = make_model(seed)
     mse(big, *rows).backward()
-    found = {}
     for way, model in (("alone", make_model(seed)), ("ddp", DDP(make_model(seed)))):
         mse(model, *share(rows, accelerator)).backward()
-        found[way] = largest(distance(gradient(model), gradient(big)))
-    return found
+        yield {way: largest(distance(gradient(model), gradient(big)))}
 
 
 @experiment(
@@ -55,12 +53,10 @@ def mean_of_gradients(accelerator: Accelerator, seed: int):
 )
 def different_replicas(accelerator: Accelerator, seed: int):
     rows = share(make_rows(seed, 32), accelerator)
-    found = {}
     for way, init_sync in (("kept", False), ("broadcast", True)):
         model = DDP(make_model(seed + accelerator.process_index), init_sync=init_sync)
         train(model, rows, steps=10, lr=0.01)
-        found[way] = gap(model)
-    return found
+        yield {way: gap(model)}
 
 
 def record_traffic(model: DDP) -> list[int]:
@@ -93,7 +89,7 @@ def no_sync(accelerator: Accelerator, seed: int):
                 (mse(model, *rows) / 4).backward()
         gradients.append(gradient(model))
     size, apart = gradients[0].nbytes, distance(gradients[1], gradients[0])
-    return {"every": sum(traffic[0]), "last": sum(traffic[1]), "parameter_bytes": size, "apart": apart}
+    yield {"every": sum(traffic[0]), "last": sum(traffic[1]), "parameter_bytes": size, "apart": apart}
 
 
 @experiment(
@@ -105,7 +101,6 @@ def no_sync(accelerator: Accelerator, seed: int):
     holds=lambda m: m.small >= 10 * m.default and m.small_bytes == m.default_bytes,
 )
 def bucket_size(accelerator: Accelerator, seed: int):
-    found = {}
     rows = torch.ones(4, 128)
     for way, megabytes in (("small", 0.1), ("default", 25)):
         torch.manual_seed(seed)
@@ -116,8 +111,7 @@ def bucket_size(accelerator: Accelerator, seed: int):
         for _ in range(10):
             model(rows).sum().backward()
         milliseconds = (time.perf_counter() - start) * 100
-        found |= {way: len(traffic) / 10, f"{way}_bytes": sum(traffic) / 10, f"{way}_ms": milliseconds}
-    return found
+        yield {way: len(traffic) / 10, f"{way}_bytes": sum(traffic) / 10, f"{way}_ms": milliseconds}
 
 
 class TwoHeads(nn.Module):
@@ -142,7 +136,7 @@ def unused_parameters(accelerator: Accelerator, seed: int):
     rows = share(make_rows(seed, 32), accelerator)
     default, error = steps_done(DDP(TwoHeads(seed)), rows)
     found, _ = steps_done(DDP(TwoHeads(seed), find_unused_parameters=True), rows)
-    return {"default": default, "found": found, "error": error}
+    yield {"default": default, "found": found, "error": error}
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -197,7 +191,7 @@ def batch_norm(accelerator: Accelerator, seed: int):
         sync = "works"
     except ValueError as error:
         sync = str(error)
-    return {
+    yield {
         "plain": off(nn.BatchNorm1d(16), nn.BatchNorm1d(16)),
         "reduced": off(AllReducedBatchNorm(16), nn.BatchNorm1d(16)),
         "group": off(nn.GroupNorm(4, 16), nn.GroupNorm(4, 16)),
@@ -217,7 +211,7 @@ def called_module(accelerator: Accelerator, seed: int):
     rows, past, through = share(make_rows(seed, 32), accelerator), DDP(make_model(seed)), DDP(make_model(seed))
     train(past, rows, steps=10, lr=0.01, called=past.module)
     train(through, rows, steps=10, lr=0.01)
-    return {"module": gap(past), "model": gap(through)}
+    yield {"module": gap(past), "model": gap(through)}
 
 
 @experiment(
@@ -230,7 +224,6 @@ def called_module(accelerator: Accelerator, seed: int):
 )
 def loaded_after_wrapping(accelerator: Accelerator, seed: int):
     saved = make_model(seed + 1).state_dict()
-    found = {}
     for way in ("after", "before"):
         bare = make_model(seed)
         model = DDP(bare) if way == "after" else bare
@@ -238,8 +231,7 @@ def loaded_after_wrapping(accelerator: Accelerator, seed: int):
             bare.load_state_dict(saved)
         model = model if way == "after" else DDP(bare)
         train(model, share(make_rows(seed, 32), accelerator), steps=10, lr=0.01)
-        found[way] = gap(model)
-    return found
+        yield {way: gap(model)}
 
 
 @experiment(
@@ -258,13 +250,13 @@ def module_prefix(accelerator: Accelerator, seed: int):
         bare.load_state_dict(state, strict=strict)
         return sum(map(torch.equal, bare.parameters(), trained.parameters()))
 
-    wrapped, found = trained.state_dict(), {"error": "no error"}
+    wrapped, message = trained.state_dict(), "no error"
     try:
         load(wrapped, strict=True)
     except RuntimeError as error:
-        found["error"] = " ".join(str(error).split())
+        message = " ".join(str(error).split())
     unwrapped = accelerator.unwrap_model(trained).state_dict()
-    return {**found, "forced": load(wrapped, strict=False), "unwrapped": load(unwrapped, strict=False)}
+    yield {"error": message, "forced": load(wrapped, strict=False), "unwrapped": load(unwrapped, strict=False)}
 
 
 class Checkpointed(nn.Module):
@@ -293,4 +285,4 @@ def reentrant_checkpointing(accelerator: Accelerator, seed: int):
     reentrant, error = steps_done(DDP(Checkpointed(seed, True), find_unused_parameters=True), rows)
     plain, _ = steps_done(DDP(Checkpointed(seed, False), find_unused_parameters=True), rows)
     static, _ = steps_done(DDP(Checkpointed(seed, True), static_graph=True), rows)
-    return {"reentrant": reentrant, "plain": plain, "static": static, "error": error}
+    yield {"reentrant": reentrant, "plain": plain, "static": static, "error": error}

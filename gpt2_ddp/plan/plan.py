@@ -78,9 +78,9 @@ def find_target(config: PlanConfig, started: int) -> Target:
         kind = "cuda"
         name = config.gpu if config.gpu in GPUS else f"NVIDIA {config.gpu.removeprefix('NVIDIA ')}"
         if memory is None and name not in GPUS:
-            near = "; the nearest are ".join(["", *difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3)])
-            hint = f"is not known here{near}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s"
-            raise UserError("gpu", config.gpu, hint)
+            near = ", ".join(difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3))
+            known = f"is not known here; the nearest are {near}" if near else "is not known here"
+            raise UserError("gpu", config.gpu, f"{known}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s")
         memory = memory or GPUS[name].memory * 1e9
     peak = config.tracking.peak_flops or peak_flops(name)
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
@@ -248,8 +248,7 @@ class Plan:
             size = 4 * (setting.parameters + setting.state)
             background = should_save_async(config.checkpoint.background, size, has_core)
         base = setting.base if base is None else base
-        eval_batch = setting.eval_batch * self._corpus.validates
-        return replace(setting, background=background, base=base, eval_batch=eval_batch)
+        return replace(setting, background=background, base=base, validates=self._corpus.validates)
 
     def _memory_of(self, micro_batch: int) -> Memory:
         return estimate(replace(self._setting, micro_batch=micro_batch))
