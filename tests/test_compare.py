@@ -18,7 +18,7 @@ from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import KINDS, Machine, compare, difference, find_notes, read_job, read_jobs
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
 from gpt2_ddp.compare.table import Difference, Row, Strategy, as_markdown, draw
-from gpt2_ddp.config.compare import CompareConfig
+from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 
