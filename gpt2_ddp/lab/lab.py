@@ -7,7 +7,7 @@ import re
 import textwrap
 import traceback
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -169,13 +169,11 @@ def _answer(pipe: Connection) -> None:
         del os.environ[name]
     accelerator = build_accelerator("cpu", "no")
     torch.set_num_threads(1)
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             name, seed = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((choose((name,))[0].run(accelerator, seed), ""))
-        except Exception as error:  # whatever it is, the table says it and the next experiment begins anew
-            traceback.print_exc()
-            pipe.send(({}, f"{type(error).__name__}: {error}"))
+            try:
+                pipe.send((choose((name,))[0].run(accelerator, seed), ""))
+            except Exception as error:  # whatever it is, the table says it and the next experiment begins anew
+                traceback.print_exc()
+                pipe.send(({}, f"{type(error).__name__}: {error}"))
