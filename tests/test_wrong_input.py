@@ -38,24 +38,17 @@ FLAGS = {
     "cuda without cuda": (["--train.device", "cuda"], "train.device = cuda", "not available"),
     "init_from nowhere": (["--train.init_from", "/no/place"], "train.init_from = /no/place", "no intact checkpoint"),
     "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "is not a folder"),
-    "missing recipe": (
-        ["--data.path", "/tmp/none", "--data.prepare", "no.yaml"],
-        "data.prepare = no.yaml",
-        "No such file",
-    ),
+    "missing recipe": (["--data.path", "/none", "--data.prepare", "no.yaml"], "data.prepare = no.yaml", "No such file"),
 }
 
 
 def test_flags_and_files(place):
     (place / "more.yaml").write_text("model: {n_heads: 1}")
     config = ["--config", str(place / "config.yaml")]
-    expect_mistakes(
-        place,
-        {
-            case: ("train_gpt2", [*config, *(word.format(place=place) for word in arguments)], words)
-            for case, (arguments, *words) in FLAGS.items()
-        },
-    )
+    cases: dict[str, Case] = {}
+    for case, (arguments, *words) in FLAGS.items():
+        cases[case] = ("train_gpt2", [*config, *(word.format(place=place) for word in arguments)], words)
+    expect_mistakes(place, cases)
 
 
 def edit(file: Path, offset: int, data: bytes) -> None:
@@ -140,8 +133,9 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
     manifest = json.loads((trained.parent / "data/manifest.json").read_text())
     data = shutil.copytree(trained.parent / "data", tmp_path / "data")
     edit_manifest(data, splits={"train": manifest["splits"]["train"]})
-    shutil.copytree(trained, damaged := tmp_path / "damaged")
-    edit(damaged / "checkpoints/step-00000010/model.safetensors", 3000, b"\x01\x02\x03")
+    shutil.copytree(trained, tmp_path / "damaged")
+    damaged = str(tmp_path / "damaged/checkpoints/step-00000010")
+    edit(Path(damaged, "model.safetensors"), 3000, b"\x01\x02\x03")
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
     cases: dict[str, Case] = {
         "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "not the ones"]),
@@ -149,11 +143,7 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
         "no split": ("evaluate", ["--checkpoint", run, "--split", "test"], ["split = test"]),
         "no data": ("evaluate", ["--checkpoint", run, "--data", "/no/such/place"], ["data = "]),
         "generate": ("generate", ["--checkpoint", new], ["no intact checkpoint"]),
-        "damaged": (
-            "generate",
-            ["--checkpoint", str(damaged / "checkpoints/step-00000010")],
-            ["model.safetensors", "SHA-256"],
-        ),
+        "damaged": ("generate", ["--checkpoint", damaged], ["model.safetensors", "SHA-256"]),
         "device": ("generate", ["--checkpoint", run, "--device", "cuda"], ["device = cuda"]),
         "report": ("report", ["--runs", new], ["no such folder"]),
         "verify_run": ("verify_run", ["--run", new], ["new"]),
