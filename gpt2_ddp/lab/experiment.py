@@ -2,10 +2,8 @@
 
 import inspect
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -97,26 +95,6 @@ def train(model: nn.Module, rows: Sequence[Tensor], steps: int, lr: float, calle
         optimizer.step()
 
 
-def steps_done(model: nn.Module, rows: Sequence[Tensor]) -> tuple[int, str]:
-    """How many of 5 forward and backward passes succeed, and the first sentence of the error that ended them."""
-    for step in range(5):
-        try:
-            mse(model, *rows).backward()
-        except RuntimeError as error:
-            return step, str(error).partition(".")[0]
-    return 5, "no error"
-
-
-def failed_after(work: Callable[[], object]) -> float:
-    """Seconds after which `work` raised a RuntimeError; 0 if it did not."""
-    start = time.perf_counter()
-    try:
-        work()
-    except RuntimeError:
-        return time.perf_counter() - start
-    return 0.0
-
-
 def gradient(model: nn.Module) -> Tensor:
     """All gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
@@ -125,22 +103,6 @@ def gradient(model: nn.Module) -> Tensor:
 def distance(a: Tensor, b: Tensor) -> float:
     """|a - b| / |b|"""
     return ((a - b).norm() / b.norm()).item()
-
-
-def gap(model: nn.Module) -> float:
-    """The largest difference between ranks of one of the model's weights, from rank 0's."""
-    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    rank_0s = weights.clone()
-    dist.broadcast(rank_0s, src=0)
-    return largest((weights - rank_0s).abs().max().item())
-
-
-def brief_group(seconds: float) -> dist.ProcessGroup:
-    """All ranks, with a timeout of so many seconds in place of the default's 30 minutes."""
-    dist.barrier()  # its ranks are to come at about the same time from here on
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def largest(value: float) -> float:

@@ -2,8 +2,9 @@
 
 import io
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,20 +17,27 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gpt2_ddp.lab.experiment import (
-    brief_group,
-    experiment,
-    failed_after,
-    gradient,
-    largest,
-    make_model,
-    make_rows,
-    mse,
-    share,
-    union,
-)
+from gpt2_ddp.lab.experiment import experiment, gradient, largest, make_model, make_rows, mse, share, union
 
 SAMPLES = TensorDataset(torch.arange(1000))
+
+
+def brief_group(seconds: float) -> dist.ProcessGroup:
+    """All ranks, with a timeout of so many seconds in place of the default's 30 minutes."""
+    dist.barrier()  # its ranks are to come at about the same time from here on
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def failed_after(work: Callable[[], object]) -> float:
+    """Seconds after which `work` raised a RuntimeError; 0 if it did not."""
+    start = time.perf_counter()
+    try:
+        work()
+    except RuntimeError:
+        return time.perf_counter() - start
+    return 0.0
 
 
 @experiment(

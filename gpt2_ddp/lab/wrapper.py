@@ -1,6 +1,7 @@
 """Experiments on DistributedDataParallel: gradients and weights, and what goes past the wrapper."""
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,19 +14,25 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
-from gpt2_ddp.lab.experiment import (
-    distance,
-    experiment,
-    gap,
-    gradient,
-    largest,
-    make_model,
-    make_rows,
-    mse,
-    share,
-    steps_done,
-    train,
-)
+from gpt2_ddp.lab.experiment import distance, experiment, gradient, largest, make_model, make_rows, mse, share, train
+
+
+def steps_done(model: nn.Module, rows: Sequence[Tensor]) -> tuple[int, str]:
+    """How many of 5 forward and backward passes succeed, and the first sentence of the error that ended them."""
+    for step in range(5):
+        try:
+            mse(model, *rows).backward()
+        except RuntimeError as error:
+            return step, str(error).partition(".")[0]
+    return 5, "no error"
+
+
+def gap(model: nn.Module) -> float:
+    """The largest difference between ranks of one of the model's weights, from rank 0's."""
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    rank_0s = weights.clone()
+    dist.broadcast(rank_0s, src=0)
+    return largest((weights - rank_0s).abs().max().item())
 
 
 @experiment(
