@@ -22,7 +22,7 @@ from ranks import forked_ranks, run_ranks
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab.experiment import experiment
-from gpt2_ddp.lab.lab import EXPERIMENTS, Row, as_markdown, choose, explain, lesson, run_experiments, run_lab
+from gpt2_ddp.lab.lab import EXPERIMENTS, Row, choose, explain, lesson, run_experiments, run_lab
 
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
@@ -129,14 +129,6 @@ def test_the_code_of_a_lesson_is_whole(name):
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     ours = {used for used in used if getattr(module.get(used), "__module__", "") == BY_NAME[name].measure.__module__}
     assert ours <= defined
-
-
-def test_the_table():
-    rows = [Row(BY_NAME["no_sync"], {}, True, "2576\n<i>"), Row(BY_NAME["set_epoch"], {}, False, "1 < 2")]
-    head, rule, good, bad = as_markdown(rows).splitlines()
-    assert (head, rule) == ("| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |")
-    assert good.startswith(f"| {BY_NAME['no_sync'].claim} | {BY_NAME['no_sync'].wrong} | ")
-    assert (good[-13:], bad[-16:]) == (" | 2576 <i> |", " | 1 < 2 FAILS |")
 
 
 def mutations() -> dict:
@@ -260,11 +252,14 @@ def test_the_command(forked, tmp_path, capsys):
     assert (set(numbers), numbers["seed_per_rank"]["common"]) == ({"seed_per_rank", "rank_0s_loss"}, 1000)
 
 
-def test_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
-    failed = Row(BY_NAME["set_epoch"], {}, False, "measured nothing")
-    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: (row for row in [failed]))
+def test_the_table_and_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
+    rows = [Row(BY_NAME["no_sync"], {}, True, "2576\n<i>"), Row(BY_NAME["set_epoch"], {}, False, "1 < 2")]
+    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: (row for row in rows))
     assert run_lab(LabConfig()) == 1
-    assert "FAILS" in capsys.readouterr().out
+    head, rule, good, bad = capsys.readouterr().out.splitlines()[-4:]
+    assert (head, rule) == ("| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |")
+    assert good.startswith(f"| {BY_NAME['no_sync'].claim} | {BY_NAME['no_sync'].wrong} | ")
+    assert (good[-13:], bad[-16:]) == (" | 2576 <i> |", " | 1 < 2 FAILS |")
 
 
 def test_mistakes(monkeypatch):

@@ -58,11 +58,6 @@ def no_validation(place: Path) -> None:
     edit_manifest(place / "data", splits={"train": manifest["splits"]["train"]})
 
 
-def with_other_data(place: Path) -> None:
-    with_a_run(place)
-    no_validation(place)
-
-
 def no_intact_checkpoint(place: Path) -> None:
     with_a_run(place)
     for file in place.glob("runs/run/checkpoints/*/model.safetensors"):
@@ -71,13 +66,10 @@ def no_intact_checkpoint(place: Path) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "a mistake in the configuration": (lambda place: None, ["--model.n_head", "3"], "model.n_embd = 32"),
-    "a precision that CPUs lack": (lambda place: None, ["--train.mixed_precision", "fp16"], "fp16"),
     "no data": (lambda place: shutil.rmtree(place / "data"), [], "is not a folder"),
     "a recipe for another folder": (lambda place: shutil.rmtree(place / "data"),
      ["--data.prepare", "configs/data_stdlib.yaml"], "writes to data/stdlib"),
     "a shard with a flipped bit": (lambda place: flip(place / "data/train_000001.bin"), [], "SHA-256 differs"),
-    "another tokenizer": (lambda place: shutil.copy(CORPUS / "tokenizer.json", place / "data"), [],
-     "is not the tokenizer"),
     "patience without a validation split": (no_validation, ["--eval.patience", "2"], "eval.patience = 2"),
     "a window longer than the data": (lambda place: None,
      ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"], "a window needs 100000 tokens"),
@@ -85,7 +77,6 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "init_from another model": (lambda place: None, ["--train.init_from", str(GOLDEN / "gpt2_run")],
      "its tokens are of another tokenizer"),
     "resuming with other fields": (with_a_run, ["--seed", "5", "--optim.lr", "0.01"], "seed = 5"),
-    "resuming on other data": (with_other_data, [], "not the ones"),
     "fresh in a folder in use": (with_a_run, ["--fresh"], "nothing is overwritten"),
     "no intact checkpoint": (no_intact_checkpoint, [], "none is intact"),
 }  # fmt: skip

@@ -26,13 +26,17 @@ class Clock:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
-def fake_task(unit: str = "tokens", flops_per_unit: int = 100) -> SimpleNamespace:
-    return SimpleNamespace(unit=unit, flops_per_unit=flops_per_unit, feed=SimpleNamespace(waited=3.0))
+def fake_task(flops_per_unit: int = 100) -> SimpleNamespace:
+    return SimpleNamespace(unit="tokens", flops_per_unit=flops_per_unit, feed=SimpleNamespace(waited=3.0))
 
 
 def test_throughput_counts_training_alone(monkeypatch):
     clock, task = Clock(monkeypatch), fake_task()
     throughput = Throughput(task, CPU)
+    clock.now += 50
+    task.feed.waited += 50
+    throughput.add(7)
+    throughput.restart()  # what happened before it is in no reading
     clock.now += 1
     task.feed.waited += 0.25
     with throughput.paused():
@@ -44,19 +48,9 @@ def test_throughput_counts_training_alone(monkeypatch):
     clock.now += 4  # a reading begins where the last one ended
     throughput.add(10)
     assert throughput.read() == {"tokens_per_second": 2.5, "mfu": None, "data_share": 0.0}
-
-
-def test_throughput_begins_with_a_restart(monkeypatch):
-    """What happened before it is in no reading."""
-    clock, task = Clock(monkeypatch), fake_task("samples", 0)
-    throughput = Throughput(task, CPU)
-    clock.now += 50
-    task.feed.waited += 50
-    throughput.add(7)
-    throughput.restart()
-    clock.now += 2
-    throughput.add(8)
-    assert throughput.read() == {"samples_per_second": 4.0, "data_share": 0.0}
+    task.flops_per_unit = 0
+    clock.now += 1
+    assert throughput.read() == {"tokens_per_second": 0.0, "data_share": 0.0}, "of a job without FLOPs"
 
 
 def test_mfu_is_flops_by_hand(monkeypatch):
