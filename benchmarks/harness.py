@@ -81,12 +81,6 @@ Table = tuple[Sequence[Case], Sequence[str]]
 """All cases of a benchmark, and sentences below its table."""
 
 
-def as_markdown(cases: Sequence[Case], notes: Sequence[str]) -> str:
-    """The table, which is readable unrendered too."""
-    lines = [line for case in cases for line in case.lines()]
-    return "\n".join([markdown_table(HEADER, lines), "", *[f"- {note}" for note in notes]])
-
-
 def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
     """The command. Each benchmark is a module with `measure(config)`, and perhaps `check(config)`, which runs first.
 
@@ -99,9 +93,10 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
             module.check(config)
     output, tables = make_output_folder(config.output), []
     for name, module in modules.items():
-        cases, notes = table = module.measure(config)
-        tables.append(table)
-        print(f"{name}\n\n{as_markdown(cases, notes)}\n", flush=True)
+        cases, notes = module.measure(config)
+        tables.append((cases, notes))
+        table = markdown_table(HEADER, [line for case in cases for line in case.lines()])
+        print(f"{name}\n\n{table}\n", *(f"- {note}" for note in notes), sep="\n", end="\n\n", flush=True)
         found = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json")}
         found |= {"notes": notes, "cases": [case.numbers() for case in cases]}
         write_atomically(output / f"{name}.json", json.dumps(found, indent=1) + "\n")

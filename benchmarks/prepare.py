@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache, partial
 from itertools import cycle
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,16 +26,9 @@ from gpt2_ddp.preparation.encode import fast_encoder
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.sources import Source
 
+UNITS = ("M tokens/s", "M tokens/CPU s")
 TEXT_BYTES = 40_000_000
 """Size of the text without `--text`."""
-
-
-class Spent(NamedTuple):
-    """Wall seconds, CPU seconds of all processes, and the number of tokens."""
-
-    wall: float
-    cpu: float
-    tokens: int
 
 
 def check(config: BenchmarkConfig) -> None:
@@ -58,18 +52,17 @@ def measure(config: BenchmarkConfig) -> Table:
             turns = {contender: partial(timed, run) for contender, run in contenders.items()}
             found = interleave(turns, config.repeats, warm_up=0)
             what = f"{workers} worker{'s' * (workers > 1)}"
-            cases.append(make_case(what, "M tokens/s", found, lambda one: one.tokens / one.wall / 1e6))
-            cases.append(make_case(what, "M tokens/CPU s", found, lambda one: one.tokens / one.cpu / 1e6))
+            cases += [make_case(what, unit, found, itemgetter(n)) for n, unit in enumerate(UNITS)]
         size = text.stat().st_size
     return cases, [f"ours encodes with {name}; {size:,} bytes of jsonl to shards on disk, the whole command"]
 
 
-def timed(run: Callable[[Path], int]) -> Spent:
-    """Runs in a folder of its own; counts the processes that it starts and waits for."""
+def timed(run: Callable[[Path], int]) -> tuple[float, float]:
+    """The figures of `UNITS` of a run in a folder of its own. The processes that it starts and waits for count."""
     with TemporaryDirectory(prefix="benchmark-") as folder:
         wall, cpu = time.perf_counter(), sum(os.times()[:4])
-        tokens = run(Path(folder))
-        return Spent(time.perf_counter() - wall, sum(os.times()[:4]) - cpu, tokens)
+        millions = run(Path(folder)) / 1e6
+        return millions / (time.perf_counter() - wall), millions / (sum(os.times()[:4]) - cpu)
 
 
 def write_library(path: Path) -> Path:

@@ -12,7 +12,7 @@ from gpt2_ddp.config.tools import CheckClusterConfig
 
 
 def main(config: CheckClusterConfig) -> None:
-    from gpt2_ddp.cluster.check import check_cluster
+    from gpt2_ddp.cluster import check_cluster
 
     check_cluster(config)
 

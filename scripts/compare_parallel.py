@@ -8,7 +8,7 @@ What the columns mean is in docs/compare.md.
 """
 
 from gpt2_ddp.config.cli import run_command
-from gpt2_ddp.config.compare import CompareConfig
+from gpt2_ddp.config.tools import CompareConfig
 
 
 def main(config: CompareConfig) -> None:

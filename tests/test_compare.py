@@ -17,7 +17,7 @@ from runs import job_config, training_config
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import Difference, Machine, Row, Strategy, as_markdown, compare, difference, read_job
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
-from gpt2_ddp.config.compare import CompareConfig
+from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.errors import UserError
 

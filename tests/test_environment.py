@@ -65,7 +65,7 @@ def test_an_empty_rank_is_no_rank(monkeypatch):
 def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setattr("sys.argv", ["check_cluster.py"])
-    from gpt2_ddp.cluster.check import check_cluster
+    from gpt2_ddp.cluster import check_cluster
 
     with pytest.raises(SystemExit) as end:
         run_command(CheckClusterConfig, check_cluster)

@@ -31,8 +31,8 @@ from benchmarks.harness import environment_info
 from benchmarks.step import random_tokens
 from gpt2_ddp.checkpoint.run_files import is_event
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.jobs import ClassifierConfig
+from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train

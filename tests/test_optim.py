@@ -337,12 +337,13 @@ def test_a_schedule_that_ends_within_a_twentieth_of_its_last_rate_needs_no_note(
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_the_numbers_that_an_optimizer_keeps(name):
-    from gpt2_ddp.model.memory import state_numbers
+    from gpt2_ddp.config.training import TrainingConfig
+    from gpt2_ddp.model.memory import setting_of
 
-    config, model = OptimConfig(name=name), GPT(TINY, 100)
-    optimizer = build_optimizer(model, config)
+    config, model = TrainingConfig.model_validate({"train": {"steps": 1}, "optim": {"name": name}}), GPT(TINY, 100)
+    optimizer = build_optimizer(model, config.optim)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [value for state in optimizer.state.values() for kind, value in state.items() if kind != "step"]
-    assert state_numbers(model, config) == sum(value.numel() for value in kept)
+    assert setting_of(config, model, "cpu", 1, "no").state == sum(value.numel() for value in kept)

@@ -2,13 +2,11 @@
 
 import socket
 import types
-from dataclasses import fields
 
 import pytest
 from ranks import free_port
 
-from gpt2_ddp.cluster import check, rendezvous
-from gpt2_ddp.cluster.rendezvous import NodeInfo
+from gpt2_ddp import cluster
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import CheckClusterConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -17,8 +15,8 @@ from gpt2_ddp.errors import UserError
 HOST = socket.gethostname()
 
 
-def place(rank: int, address: str = "127.0.0.1", port: int = 0) -> rendezvous.RankEnv:
-    return rendezvous.RankEnv(rank, 0, 2, address, port or free_port())
+def place(rank: int, address: str = "127.0.0.1", port: int = 0) -> cluster.RankEnv:
+    return cluster.RankEnv(rank, 0, 2, address, port or free_port())
 
 
 class Clock:
@@ -52,12 +50,12 @@ class Clock:
 )
 def test_why_a_rank_does_not_get_there_after_as_long_as_it_was_given(monkeypatch, rank, error, message):
     clock = Clock(error)
-    monkeypatch.setattr(rendezvous, "time", clock)
-    monkeypatch.setattr(rendezvous.socket, "create_connection", clock.create_connection)
+    monkeypatch.setattr(cluster, "time", clock)
+    monkeypatch.setattr(cluster.socket, "create_connection", clock.create_connection)
     own = [types.SimpleNamespace(family=socket.AF_INET, address="10.0.0.7")]
-    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: {"lo": own, "eth9": own})
+    monkeypatch.setattr(cluster.psutil, "net_if_addrs", lambda: {"lo": own, "eth9": own})
     with pytest.raises(UserError, match="MASTER_ADDR") as found:
-        rendezvous._await_answer(place(rank, "somewhere", 29500), 60)
+        cluster._await_answer(place(rank, "somewhere", 29500), 60)
     assert all(part in str(found.value) for part in (message, "somewhere:29500"))
     assert 60 <= clock.now < 61
     assert len(clock.gave) > 50
@@ -65,12 +63,11 @@ def test_why_a_rank_does_not_get_there_after_as_long_as_it_was_given(monkeypatch
 
 def test_a_port_that_another_program_has():
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(UserError, match="cannot open this port"):
-        rendezvous.connect(place(0, port=other.getsockname()[1]), 5)
+        cluster.connect(place(0, port=other.getsockname()[1]), 5)
 
 
-def facts(host: str, link: float) -> NodeInfo:
-    values = dict.fromkeys((field.name for field in fields(NodeInfo)), "")
-    return NodeInfo(**values | {"host": host, "device_type": "cpu", "link_gb_per_s": link})  # pyright: ignore
+def facts(host: str, link: float) -> cluster.Facts:
+    return {"host": host, "device_type": "cpu", "link_gb_per_s": link}
 
 
 ROWS = [
@@ -82,17 +79,17 @@ ROWS = [
 def test_what_the_gradients_of_a_training_take():
     training = load(TrainingConfig, ["--config", "configs/gpt2_124m.yaml"])
     config = CheckClusterConfig(training="gpt2_124m.yaml", step_seconds=3)
-    assert check.gradient_bytes(training) == 4 * 124_475_904
-    (line,) = check.network_notes(config, training, [facts("a", 0), facts("b", 0)], ROWS)
+    assert cluster.gradient_bytes(training) == 4 * 124_475_904
+    (line,) = cluster.network_notes(config, training, [facts("a", 0), facts("b", 0)], ROWS)
     assert line.startswith("gpt2_124m.yaml: 498 MB of gradients take 1.99 s of each step on this network: 0% of it")
     assert "40% at most" in line
-    (line,) = check.network_notes(CheckClusterConfig(training="x"), training, [facts("a", 0)], ROWS)
+    (line,) = cluster.network_notes(CheckClusterConfig(training="x"), training, [facts("a", 0)], ROWS)
     assert line.endswith("on this network")
 
 
 def test_communication_hides_behind_the_backward_pass_at_best():
-    assert check.share_of_a_step(1.0, 3.0) == (0, 0.25)
-    least, most = check.share_of_a_step(5.0, 3.0)
+    assert cluster.share_of_a_step(1.0, 3.0) == (0, 0.25)
+    least, most = cluster.share_of_a_step(5.0, 3.0)
     assert (least, most) == (pytest.approx(3 / 6), pytest.approx(5 / 8))
 
 
@@ -100,7 +97,7 @@ def test_communication_hides_behind_the_backward_pass_at_best():
     ("hosts", "link", "times"), [("ab", 1.25, 10), ("ab", 0.4, None), ("aa", 1.25, None), ("ab", 0, None)]
 )
 def test_a_network_slower_than_its_interface(hosts, link, times):
-    said = list(check.network_notes(CheckClusterConfig(), None, [facts(host, link) for host in hosts], ROWS))
+    said = list(cluster.network_notes(CheckClusterConfig(), None, [facts(host, link) for host in hosts], ROWS))
     assert [line[:35] for line in said] == ([f"the network is {times} times slower than"[:35]] if times else [])
 
 
@@ -111,4 +108,4 @@ def test_a_step_of_no_training():
 
 def test_sizes():
     sizes = (4, 1020, 1024, 2**20 - 4, 3 * 2**19, 2**42)
-    assert ", ".join(map(check.spell_bytes, sizes)) == "4 B, 1020 B, 1.0 KiB, 1024.0 KiB, 1.5 MiB, 4096.0 GiB"
+    assert ", ".join(map(cluster.spell_bytes, sizes)) == "4 B, 1020 B, 1.0 KiB, 1024.0 KiB, 1.5 MiB, 4096.0 GiB"

@@ -33,29 +33,21 @@ def expect_mistakes(folder: Path, cases: dict[str, Case]) -> None:
 
 FLAGS = {
     "a flag": (["--optim.lr", "nan"], "optim.lr = nan", "finite"),
-    "another flag": (["--model.n_layr", "1"], "did you mean --model.n_layer?"),
     "a file": (["--config", "{place}/more.yaml"], "did you mean model.n_head?"),
     "cuda without cuda": (["--train.device", "cuda"], "train.device = cuda", "not available"),
     "init_from nowhere": (["--train.init_from", "/no/place"], "train.init_from = /no/place", "no intact checkpoint"),
     "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "is not a folder"),
-    "missing recipe": (
-        ["--data.path", "/tmp/none", "--data.prepare", "no.yaml"],
-        "data.prepare = no.yaml",
-        "No such file",
-    ),
+    "missing recipe": (["--data.path", "/none", "--data.prepare", "no.yaml"], "data.prepare = no.yaml", "No such file"),
 }
 
 
 def test_flags_and_files(place):
     (place / "more.yaml").write_text("model: {n_heads: 1}")
     config = ["--config", str(place / "config.yaml")]
-    expect_mistakes(
-        place,
-        {
-            case: ("train_gpt2", [*config, *(word.format(place=place) for word in arguments)], words)
-            for case, (arguments, *words) in FLAGS.items()
-        },
-    )
+    cases: dict[str, Case] = {}
+    for case, (arguments, *words) in FLAGS.items():
+        cases[case] = ("train_gpt2", [*config, *(word.format(place=place) for word in arguments)], words)
+    expect_mistakes(place, cases)
 
 
 def edit(file: Path, offset: int, data: bytes) -> None:
@@ -75,15 +67,11 @@ def too_large_id(data: Path) -> None:
 
 DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "shard missing": (lambda data: (data / "train_000001.bin").unlink(), "train_000001.bin", "missing"),
-    "shard empty": (lambda data: (data / "train_000001.bin").write_bytes(b""), "train_000001.bin", "bytes"),
     "shard truncated": (lambda data: os.truncate(data / "train_000001.bin", 5000), "train_000001.bin", "bytes"),
     "bit flipped": (lambda data: edit(data / "train_000001.bin", 5000, b"\x01\x01"), "train_000001.bin", "SHA-256"),
-    "wrong magic": (lambda data: edit(data / "train_000001.bin", 0, b"\x00"), "train_000001.bin", "magic"),
-    "wrong version": (lambda data: edit(data / "train_000001.bin", 4, b"\x09"), "train_000001.bin", "version"),
     "token id outside the vocabulary": (too_large_id, "train_000001.bin", "vocabulary"),
     "manifest missing": (lambda data: (data / "manifest.json").unlink(), "data", "manifest.json"),
     "manifest torn": (lambda data: (data / "manifest.json").write_text('{"vers'), "manifest.json", "again"),
-    "manifest of another version": (lambda data: edit_manifest(data, version=9), "version", "manifest.json"),
     "manifest changed": (lambda data: edit(data / "manifest.json", 34, b"1"), "manifest.json", "sha256 differs"),
     "another vocabulary": (lambda data: edit_manifest(data, vocab_size=500), "vocab_size 500", "has 512"),
     "another end-of-text": (lambda data: edit_manifest(data, eot=5), "eot 5", "has 0"),
@@ -140,8 +128,9 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
     manifest = json.loads((trained.parent / "data/manifest.json").read_text())
     data = shutil.copytree(trained.parent / "data", tmp_path / "data")
     edit_manifest(data, splits={"train": manifest["splits"]["train"]})
-    shutil.copytree(trained, damaged := tmp_path / "damaged")
-    edit(damaged / "checkpoints/step-00000010/model.safetensors", 3000, b"\x01\x02\x03")
+    shutil.copytree(trained, tmp_path / "damaged")
+    damaged = str(tmp_path / "damaged/checkpoints/step-00000010")
+    edit(Path(damaged, "model.safetensors"), 3000, b"\x01\x02\x03")
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
     cases: dict[str, Case] = {
         "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "not the ones"]),
@@ -149,11 +138,7 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
         "no split": ("evaluate", ["--checkpoint", run, "--split", "test"], ["split = test"]),
         "no data": ("evaluate", ["--checkpoint", run, "--data", "/no/such/place"], ["data = "]),
         "generate": ("generate", ["--checkpoint", new], ["no intact checkpoint"]),
-        "damaged": (
-            "generate",
-            ["--checkpoint", str(damaged / "checkpoints/step-00000010")],
-            ["model.safetensors", "SHA-256"],
-        ),
+        "damaged": ("generate", ["--checkpoint", damaged], ["model.safetensors", "SHA-256"]),
         "device": ("generate", ["--checkpoint", run, "--device", "cuda"], ["device = cuda"]),
         "report": ("report", ["--runs", new], ["no such folder"]),
         "verify_run": ("verify_run", ["--run", new], ["new"]),

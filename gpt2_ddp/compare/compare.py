@@ -23,9 +23,8 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, measure
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.compare import CompareConfig
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, LaunchConfig, RegressionConfig, TransformerConfig
-from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.config.tools import CompareConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST
 from gpt2_ddp.distributed.environment import usable_cores, world_size

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gpt2_ddp.config.base import complete
+from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -23,22 +23,17 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
         UserError: unknown kind or invalid value.
     """
     if kind not in CONFIGS:
-        raise UserError(
-            "kind", kind, f"{place} is of a kind that is unknown here; this release has {', '.join(CONFIGS)}"
-        )
+        hint = f"{place} is of a kind that is unknown here; this release has {', '.join(CONFIGS)}"
+        raise UserError("kind", kind, hint)
     try:
         return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved)[0])
     except UserError as error:
-        raise UserError.join(
-            [f"in {place}: {mistake}; give the run's own file back" for mistake in error.mistakes]
-        ) from error
+        mistakes = [f"in {place}: {mistake}; give the run's own file back" for mistake in error.mistakes]
+        raise UserError.join(mistakes) from error
 
 
 def guess_kind(saved: dict[str, Any]) -> str:
     """The kind of a run whose config.yaml holds `saved`, by a field that no other kind has."""
-    marks = (
-        ("train", "global_batch_tokens", "gpt2"),
-        ("data", "weight", "regression"),
-        ("data", "sequences", "transformer"),
-    )
-    return next((kind for section, field, kind in marks if field in (saved.get(section) or {})), "classifier")
+    marks = {"train.global_batch_tokens": "gpt2", "data.weight": "regression", "data.sequences": "transformer"}
+    fields = flat(saved)
+    return next((kind for field, kind in marks.items() if field in fields), "classifier")

@@ -2,9 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import TypeVar
 
@@ -14,7 +13,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 T = TypeVar("T")
-Measure = Callable[[Accelerator, int], Mapping[str, float | str]]
+Numbers = Mapping[str, float | str]
+Measure = Callable[[Accelerator, int], Iterator[Numbers]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Experiment:
         claim, wrong, right: cells of the table.
         measured: the fourth cell, with the measured numbers' names in braces.
         holds: whether the claim follows from the numbers.
-        measure: runs on both ranks, given the Accelerator and a seed; rank 0's numbers count.
+        measure: runs on both ranks, given the Accelerator and a seed, and yields numbers; rank 0's count.
     """
 
     claim: str
@@ -39,6 +39,10 @@ class Experiment:
     def name(self) -> str:
         """The measuring function's."""
         return self.measure.__name__  # pyright: ignore[reportFunctionMemberAccess]
+
+    def run(self, accelerator: Accelerator, seed: int) -> Numbers:
+        """All numbers that are measured, on this rank."""
+        return {name: value for part in self.measure(accelerator, seed) for name, value in part.items()}
 
     @property
     def code(self) -> str:
@@ -72,9 +76,9 @@ def make_rows(seed: int, count: int) -> tuple[Tensor, Tensor]:
     return inputs, inputs.sin().sum(1, keepdim=True)
 
 
-def share(rows: Tensor, accelerator: Accelerator) -> Tensor:
-    """This rank's part of the rows, in order: the first half is rank 0's."""
-    return rows.chunk(accelerator.num_processes)[accelerator.process_index]
+def share(rows: Sequence[Tensor], accelerator: Accelerator) -> list[Tensor]:
+    """This rank's rows of each tensor, in order: the first half is rank 0's."""
+    return [part.chunk(accelerator.num_processes)[accelerator.process_index] for part in rows]
 
 
 def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -82,34 +86,23 @@ def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.mse_loss(model(inputs), targets)
 
 
+def train(model: nn.Module, rows: Sequence[Tensor], steps: int, lr: float, called: nn.Module | None = None) -> None:
+    """Steps of SGD on the same rows. `called` computes the loss; None: the model."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        mse(called or model, *rows).backward()
+        optimizer.step()
+
+
 def gradient(model: nn.Module) -> Tensor:
     """All gradients as one vector."""
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
 
 
-def weights(model: nn.Module) -> Tensor:
-    """All parameters as one vector."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def distance(a: Tensor, b: Tensor) -> float:
     """|a - b| / |b|"""
     return ((a - b).norm() / b.norm()).item()
-
-
-def gap(model: nn.Module) -> float:
-    """The largest difference between ranks of one of the model's weights, from rank 0's."""
-    rank_0s = weights(model)
-    dist.broadcast(rank_0s, src=0)
-    return largest((weights(model) - rank_0s).abs().max().item())
-
-
-def brief_group(seconds: float) -> dist.ProcessGroup:
-    """All ranks, with a timeout of so many seconds in place of the default's 30 minutes."""
-    dist.barrier()  # its ranks are to come at about the same time from here on
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def largest(value: float) -> float:

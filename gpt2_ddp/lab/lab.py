@@ -6,8 +6,8 @@ import os
 import re
 import textwrap
 import traceback
-from collections.abc import Generator, Mapping
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,20 +21,15 @@ from gpt2_ddp.distributed.environment import world_size
 from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.spawn import start_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.lab import data, gradients, loop, ranks, wrapper
-from gpt2_ddp.lab.experiment import Experiment
+from gpt2_ddp.lab import loop, ranks, wrapper
+from gpt2_ddp.lab.experiment import Experiment, Numbers
 from gpt2_ddp.output import markdown_table
 from gpt2_ddp.project import PROJECT, command_for
 
-TOPICS = {
-    "Gradients and weights": gradients,
-    "The wrapper": wrapper,
-    "Samples": data,
-    "One rank and all": ranks,
-    "The loop": loop,
-}
-"""The modules of experiments, by the headings of docs/ddp-lab.md."""
-EXPERIMENTS = [value for topic in TOPICS.values() for value in vars(topic).values() if isinstance(value, Experiment)]
+EXPERIMENTS = [
+    value for topic in (wrapper, ranks, loop) for value in vars(topic).values() if isinstance(value, Experiment)
+]
+"""In the order of docs/ddp-lab.md."""
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 PROCESSES = 2
@@ -47,7 +42,7 @@ class Row:
     """An experiment's outcome."""
 
     experiment: Experiment
-    numbers: Mapping[str, float | str]
+    numbers: Numbers
     holds: bool
     measured: str
 
@@ -69,9 +64,6 @@ def run_lab(config: LabConfig) -> int:
         hint = f"the lab starts its own two processes: `{command_for('ddp_lab')}`, without a launcher"
         raise UserError("processes", world_size(), hint)
     if config.output:
-        if config.output.endswith(".html"):
-            hint = "is not written any more: the page of the lessons is docs/ddp-lab.md; name an .md or .json file"
-            raise UserError("output", config.output, hint)
         check_writable(config.output)
     rows = []
     with closing(run_experiments(choose(config.only), config.seed)) as measured:  # or its ranks outlive a failing print
@@ -80,7 +72,8 @@ def run_lab(config: LabConfig) -> int:
             print(f"{'holds' if row.holds else 'FAILS'}  {row.experiment.claim}\n       {row.measured}", flush=True)
     print(f"\n{as_markdown(rows)}")
     if config.output:
-        text = as_json(rows) if Path(config.output).suffix == ".json" else as_markdown(rows)
+        found = {row.experiment.name: {"holds": row.holds, "measured": row.measured, **row.numbers} for row in rows}
+        text = json.dumps(found, indent=1) if Path(config.output).suffix == ".json" else as_markdown(rows)
         Path(config.output).write_text(text + "\n", encoding="utf-8")
     return 0 if all(row.holds for row in rows) else 1
 
@@ -110,17 +103,12 @@ def lesson(experiment: Experiment) -> str:
 
 def as_markdown(rows: list[Row]) -> str:
     """The table that is printed."""
-    cells = [(row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured) for row in rows]
-    lines = [[" ".join(cell.split()) for cell in line] for line in cells]
-    for row, line in zip(rows, lines, strict=True):
-        line[-1] += "" if row.holds else " FAILS"
+    lines = []
+    for row in rows:
+        cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured
+        lines.append([" ".join(cell.split()) for cell in cells])
+        lines[-1][-1] += "" if row.holds else " FAILS"
     return markdown_table(("claim", "wrong way", "right way", "measured"), lines, align=False)
-
-
-def as_json(rows: list[Row]) -> str:
-    """Every number measured, by experiment."""
-    found = {row.experiment.name: {"holds": row.holds, "measured": row.measured, **row.numbers} for row in rows}
-    return json.dumps(found, indent=1)
 
 
 def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
@@ -141,9 +129,7 @@ def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, 
         _end_ranks(ranks)
 
 
-def _measure(
-    ranks: list[tuple[BaseProcess, Connection]], experiment: Experiment, seed: int
-) -> tuple[Mapping[str, float | str], str]:
+def _measure(ranks: list[tuple[BaseProcess, Connection]], experiment: Experiment, seed: int) -> tuple[Numbers, str]:
     """Rank 0's numbers, or what went wrong on the first rank that has an answer missing."""
     for _, pipe in ranks:
         pipe.send((experiment.name, seed))
@@ -183,13 +169,11 @@ def _answer(pipe: Connection) -> None:
         del os.environ[name]
     accelerator = build_accelerator("cpu", "no")
     torch.set_num_threads(1)
-    while True:
-        try:
+    with suppress(EOFError):
+        while True:
             name, seed = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send((choose((name,))[0].measure(accelerator, seed), ""))
-        except Exception as error:  # whatever it is, the table says it and the next experiment begins anew
-            traceback.print_exc()
-            pipe.send(({}, f"{type(error).__name__}: {error}"))
+            try:
+                pipe.send((choose((name,))[0].run(accelerator, seed), ""))
+            except Exception as error:  # whatever it is, the table says it and the next experiment begins anew
+                traceback.print_exc()
+                pipe.send(({}, f"{type(error).__name__}: {error}"))

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LinearLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpt2_ddp.lab.experiment import distance, experiment, gradient, make_model, make_rows, mse, share
+from gpt2_ddp.lab.experiment import distance, experiment, gradient, make_model, make_rows, mse, share, train
 
 
 @experiment(
@@ -24,21 +24,17 @@ from gpt2_ddp.lab.experiment import distance, experiment, gradient, make_model, 
     holds=lambda m: m.sums < 1e-5 and m.means > 0.1,
 )
 def unequal_shares(accelerator: Accelerator, seed: int):
-    inputs, targets = make_rows(seed, 4)
-    big = make_model(seed)
-    mse(big, inputs, targets).backward()
-    mine = slice(0, 3) if accelerator.is_main_process else slice(3, 4)
-    rows = accelerator.reduce(torch.tensor(len(inputs[mine])), reduction="sum")
-    assert isinstance(rows, Tensor)
-    found = {}
+    rows, big = make_rows(seed, 4), make_model(seed)
+    mse(big, *rows).backward()
+    mine = [part[:3] if accelerator.is_main_process else part[3:] for part in rows]
+    count = torch.as_tensor(accelerator.reduce(torch.tensor(len(mine[0])), reduction="sum"))
     for way in ("means", "sums"):
         model = DDP(make_model(seed))
-        loss = mse(model, inputs[mine], targets[mine])
+        loss = mse(model, *mine)
         if way == "sums":
-            loss = loss * len(inputs[mine]) * accelerator.num_processes / rows
+            loss = loss * len(mine[0]) * accelerator.num_processes / count
         loss.backward()
-        found[way] = distance(gradient(model), gradient(big))
-    return found
+        yield {way: distance(gradient(model), gradient(big))}
 
 
 @experiment(
@@ -49,12 +45,10 @@ def unequal_shares(accelerator: Accelerator, seed: int):
     holds=lambda m: abs(m.reduced / m.true - 1) < 1e-5 and abs(m.logged / m.true - 1) > 0.01,
 )
 def rank_0s_loss(accelerator: Accelerator, seed: int):
-    inputs, targets = make_rows(seed, 32)
-    model = DDP(make_model(seed))
-    loss = mse(model, share(inputs, accelerator), share(targets, accelerator)).detach()
-    reduced = accelerator.reduce(loss, reduction="mean")
-    assert isinstance(reduced, Tensor)
-    return {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), inputs, targets).item()}
+    rows = make_rows(seed, 32)
+    loss = mse(DDP(make_model(seed)), *share(rows, accelerator)).detach()
+    reduced = torch.as_tensor(accelerator.reduce(loss, reduction="mean"))
+    yield {"logged": loss.item(), "reduced": reduced.item(), "true": mse(make_model(seed), *rows).item()}
 
 
 LOG_EVERY = 10
@@ -82,26 +76,22 @@ class Waits(TorchDispatchMode):
     ),
 )
 def logging_each_step(accelerator: Accelerator, seed: int):
-    inputs, targets = (share(rows, accelerator) for rows in make_rows(seed, 32))
-    found = {}
+    rows = share(make_rows(seed, 32), accelerator)
     for way, every in (("each", 1), ("summed", LOG_EVERY)):
         model, waits = DDP(make_model(seed)), Waits()
         optimizer, total, logged = SGD(model.parameters(), lr=0.01), torch.zeros(()), []
         for step in range(1, 21):
             optimizer.zero_grad()
-            loss = mse(model, inputs, targets)
+            loss = mse(model, *rows)
             loss.backward()
             optimizer.step()
             with waits:
                 total += loss.detach()
                 if step % every == 0:
-                    mean = accelerator.reduce(total / every, reduction="mean")
-                    assert isinstance(mean, Tensor)
-                    logged.append(mean.item())
+                    logged.append(torch.as_tensor(accelerator.reduce(total / every, reduction="mean")).item())
                     total.zero_()
         mean = sum(logged) / len(logged)
-        found |= {way: waits.collectives, f"{way}_reads": waits.reads, f"{way}_mean": mean}
-    return found
+        yield {way: waits.collectives, f"{way}_reads": waits.reads, f"{way}_mean": mean}
 
 
 def window_length(index: int, batches: int, window: int) -> int:
@@ -118,7 +108,7 @@ def window_length(index: int, batches: int, window: int) -> int:
 )
 def short_last_window(accelerator: Accelerator, seed: int):
     rows = TensorDataset(*make_rows(seed, 10 * 4 * accelerator.num_processes))
-    window, found = 4, {}
+    window = 4
     for way in ("plain", "scaled"):
         accumulating = Accelerator(cpu=True, gradient_accumulation_steps=window)
         loader = accumulating.prepare_data_loader(DataLoader(rows, batch_size=4))
@@ -131,10 +121,8 @@ def short_last_window(accelerator: Accelerator, seed: int):
             with accumulating.accumulate(model):
                 accumulating.backward(mse(model, inputs, targets) * (window / length if way == "scaled" else 1))
             mse(by_hand, inputs, targets).backward()
-        expected = accumulating.reduce(gradient(by_hand), reduction="mean")
-        assert isinstance(expected, Tensor)
-        found[way] = (gradient(model).norm() / (expected / 2).norm()).item()  # of the last two micro-batches
-    return found
+        expected = torch.as_tensor(accumulating.reduce(gradient(by_hand), reduction="mean"))
+        yield {way: (gradient(model).norm() / (expected / 2).norm()).item()}  # of the last two micro-batches
 
 
 @experiment(
@@ -152,17 +140,17 @@ def end_of_loader(accelerator: Accelerator, seed: int):
         "steps": GradientAccumulationPlugin(num_steps=window),
         "carried": GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False),
     }
-    found = {"reckoned": epochs * batches // window, "rounded": epochs * ceil(batches / window)}
+    yield {"reckoned": epochs * batches // window, "rounded": epochs * ceil(batches / window)}
     for way, plugin in plugins.items():
         accumulating = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
         loader = accumulating.prepare_data_loader(DataLoader(rows, batch_size=4))
-        model, found[way] = accumulating.prepare_model(make_model(seed)), 0
+        model, steps = accumulating.prepare_model(make_model(seed)), 0
         for _ in range(epochs):
             for inputs, targets in loader:
                 with accumulating.accumulate(model):
                     accumulating.backward(mse(model, inputs, targets))
-                found[way] += accumulating.sync_gradients
-    return found
+                steps += accumulating.sync_gradients
+        yield {way: steps}
 
 
 @experiment(
@@ -174,7 +162,6 @@ def end_of_loader(accelerator: Accelerator, seed: int):
 )
 def scheduler_steps(accelerator: Accelerator, seed: int):
     preparing = Accelerator(cpu=True)  # Accelerate's own defaults
-    found = {}
     for way in ("prepared", "own"):
         plain = SGD(make_model(seed).parameters(), lr=1.0)
         scheduler = LinearLR(plain, start_factor=1.0, end_factor=0.0, total_iters=20)
@@ -183,8 +170,7 @@ def scheduler_steps(accelerator: Accelerator, seed: int):
         for _ in range(10):
             optimizer.step()
             stepped.step()
-        found[way] = plain.param_groups[0]["lr"]
-    return found
+        yield {way: plain.param_groups[0]["lr"]}
 
 
 @experiment(
@@ -195,25 +181,14 @@ def scheduler_steps(accelerator: Accelerator, seed: int):
     holds=lambda m: abs(m.same / m.one - 1) < 1e-3 and m.multiplied > 10 * m.one,
 )
 def multiplied_learning_rate(accelerator: Accelerator, seed: int):
-    inputs, targets = make_rows(seed, 32)
+    rows = make_rows(seed, 32)
     # 1.2 / curvature: gradient descent on a quadratic converges below 2 / curvature and diverges above (1.2 x 2)
-    curvature = torch.linalg.eigvalsh(2 * inputs.T @ inputs / len(inputs))[-1].item()
-
-    def train(model: nn.Module, rate: float, ours: bool) -> float:
-        optimizer = SGD(model.parameters(), lr=rate / curvature)
-        for _ in range(30):
-            optimizer.zero_grad()
-            mine = (share(inputs, accelerator), share(targets, accelerator)) if ours else (inputs, targets)
-            mse(model, *mine).backward()
-            optimizer.step()
-        return mse(model, inputs, targets).item()
-
-    def build() -> nn.Linear:
+    curvature = torch.linalg.eigvalsh(2 * rows[0].T @ rows[0] / len(rows[0]))[-1].item()
+    for way, times in (("one", 1), ("same", 1), ("multiplied", accelerator.num_processes)):
         torch.manual_seed(seed)
-        return nn.Linear(8, 1, bias=False)
-
-    return {
-        "one": train(build(), 1.2, ours=False),
-        "same": train(DDP(build()), 1.2, ours=True),
-        "multiplied": train(DDP(build()), 1.2 * accelerator.num_processes, ours=True),
-    }
+        model = nn.Linear(8, 1, bias=False)
+        if way == "one":
+            train(model, rows, steps=30, lr=1.2 / curvature)
+        else:
+            train(DDP(model), share(rows, accelerator), steps=30, lr=1.2 * times / curvature)
+        yield {way: mse(model, *rows).item()}

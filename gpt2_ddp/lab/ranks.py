@@ -1,9 +1,10 @@
-"""Experiments on what one rank does alone, and what all of them do alike."""
+"""Experiments on which rank sees which samples, and on what one rank does alone."""
 
 import io
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,10 +12,136 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gpt2_ddp.lab.experiment import brief_group, experiment, gradient, largest, make_model, make_rows, mse, share, union
+from gpt2_ddp.lab.experiment import experiment, gradient, largest, make_model, make_rows, mse, share, union
+
+SAMPLES = TensorDataset(torch.arange(1000))
+
+
+def brief_group(seconds: float) -> dist.ProcessGroup:
+    """All ranks, with a timeout of so many seconds in place of the default's 30 minutes."""
+    dist.barrier()  # its ranks are to come at about the same time from here on
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def failed_after(work: Callable[[], object]) -> float:
+    """Seconds after which `work` raised a RuntimeError; 0 if it did not."""
+    start = time.perf_counter()
+    try:
+        work()
+    except RuntimeError:
+        return time.perf_counter() - start
+    return 0.0
+
+
+@experiment(
+    claim="A DistributedSampler that is not told the epoch shuffles every epoch alike",
+    wrong="forget set_epoch",
+    right="sampler.set_epoch(epoch) before each epoch, or a shuffling loader prepared by Accelerate",
+    measured="places in epoch 2 with the same sample as in epoch 1: {forgotten:.1%} forgotten, {told:.1%} told, "
+    "{prepared:.1%} prepared by Accelerate",
+    holds=lambda m: m.forgotten == 1 and m.told < 0.05 and m.prepared < 0.05,
+)
+def set_epoch(accelerator: Accelerator, seed: int):
+    loader = Accelerator(cpu=True).prepare_data_loader(DataLoader(SAMPLES, batch_size=10, shuffle=True))
+    orders: dict[str, list[list[int]]] = {"forgotten": [], "told": [], "prepared": []}
+    told, forgotten = DistributedSampler(SAMPLES, seed=seed), DistributedSampler(SAMPLES, seed=seed)
+    for epoch in range(2):
+        told.set_epoch(epoch)
+        orders["told"].append(union(told))
+        orders["forgotten"].append(union(forgotten))
+        orders["prepared"].append(union(int(index) for (batch,) in loader for index in batch))
+    yield {way: sum(map(int.__eq__, *epochs)) / len(SAMPLES) for way, epochs in orders.items()}
+
+
+@experiment(
+    claim="All ranks must shuffle with the same seed: each takes its share of one common order",
+    wrong="DistributedSampler(seed=seed + rank)",
+    right="DistributedSampler(seed=seed) on all ranks",
+    measured="samples that an epoch over 1000 sees: {own:.0f} with seeds of their own, {common:.0f} with a common one",
+    holds=lambda m: m.common == 1000 and m.own < 900,
+)
+def seed_per_rank(accelerator: Accelerator, seed: int):
+    own = DistributedSampler(SAMPLES, seed=seed + accelerator.process_index)
+    common = DistributedSampler(SAMPLES, seed=seed)
+    yield {"own": len(set(union(own))), "common": len(set(union(common)))}
+
+
+def _rare_accuracy(labels: Tensor, right: Tensor) -> float:
+    return right[labels == 1].float().mean().item()
+
+
+@experiment(
+    claim="A distributed loader repeats samples until all ranks have whole batches; a metric must not count them",
+    wrong="accelerator.gather",
+    right="accelerator.gather_for_metrics, which drops the repeated ones",
+    measured="37 test samples, 4 of a rare class: {padded:.0f} counted, its accuracy {padded_accuracy:.1%}; "
+    "dropped: {dropped:.0f}, {dropped_accuracy:.1%}; on one process {true_accuracy:.1%}",
+    holds=lambda m: (
+        (m.dropped, m.dropped_accuracy) == (37, m.true_accuracy)
+        and (m.padded > 37 and abs(m.padded_accuracy - m.true_accuracy) > 0.1)
+    ),
+)
+def padded_test_set(accelerator: Accelerator, seed: int):
+    labels, right = torch.zeros(37, dtype=torch.long), torch.ones(37, dtype=torch.bool)
+    labels[[0, 1, 20, 30]] = 1
+    right[[0, 1]] = False  # the model fails on two of the four; they stand where samples are repeated from
+    even = Accelerator(cpu=True)  # Accelerate's own defaults
+    loader = even.prepare_data_loader(DataLoader(TensorDataset(labels, right), batch_size=8))
+    gathered = [(even.gather(tuple(batch)), even.gather_for_metrics(tuple(batch))) for batch in loader]
+    yield {"true_accuracy": _rare_accuracy(labels, right)}
+    for way, batches in zip(("padded", "dropped"), zip(*gathered, strict=True), strict=True):
+        seen_labels, seen_right = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        yield {way: len(seen_labels), f"{way}_accuracy": _rare_accuracy(seen_labels, seen_right)}
+
+
+@experiment(
+    claim="The training set's sampler draws the training set's indices, whatever loader it is given to",
+    wrong="DataLoader(test, sampler=train_sampler)",
+    right="a sampler made for the test set, unshuffled, nothing dropped",
+    measured="of 100 test samples {borrowed:.0f} are scored, accuracy {borrowed_accuracy:.0%}; "
+    "with a sampler of its own {own:.0f}, {own_accuracy:.0%}",
+    holds=lambda m: m.own == 100 and m.own_accuracy == m.true_accuracy and m.borrowed < 100,
+)
+def training_sampler_on_test_set(accelerator: Accelerator, seed: int):
+    training = TensorDataset(torch.zeros(64))
+    right = torch.arange(100) < 64  # the samples that the model gets right come first
+    test = TensorDataset(torch.arange(100), right)
+    samplers = {"borrowed": DistributedSampler(training, seed=seed), "own": DistributedSampler(test, shuffle=False)}
+    yield {"true_accuracy": right.float().mean().item()}
+    for way, sampler in samplers.items():
+        scored = union(int(index) for batch, _ in DataLoader(test, batch_size=8, sampler=sampler) for index in batch)
+        yield {way: len(set(scored)), f"{way}_accuracy": right[scored].float().mean().item()}
+
+
+@experiment(
+    claim="A rank with one batch more waits for an all-reduce that nobody joins",
+    wrong="loop over what each rank has",
+    right="with Join([model]) (or as many batches on all ranks); Accelerate's join_uneven_inputs needs GPUs",
+    measured="batches done by the rank that has 4, the other having 3: {alone:.0f} and then {alone_waited:.1f} s until "
+    "the timeout of {timeout:.0f} s; {joined:.0f} joined",
+    holds=lambda m: m.alone == 3 and m.alone_waited > 0.8 * m.timeout and m.joined == 4,
+)
+def unequal_batches(accelerator: Accelerator, seed: int):
+    rows = make_rows(seed, 8)
+    timeout = 2.0
+    yield {"timeout": timeout}
+    for way in ("alone", "joined"):
+        model, done, waited = DDP(make_model(seed), process_group=brief_group(timeout)), 0, 0.0
+        with Join([model]) if way == "joined" else nullcontext():
+            for _ in range(3 + accelerator.process_index):
+                if waited := failed_after(mse(model, *rows).backward):
+                    break
+                done += 1
+        dist.barrier()
+        yield {way: largest(done), f"{way}_waited": largest(waited)}
+
 
 TIMEOUT = 1.0
 """Seconds, in place of the 30 minutes after which gloo gives up by default."""
@@ -35,20 +162,17 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup) -> float:
     "rows, and after {alone:.0f} step {waited:.1f} s until the timeout of {timeout:.0f} s (`{error}`); by all: "
     "{all_mean:.3f}, {all_rows:.0f} rows, {all:.0f} steps",
     holds=lambda m: (
-        m.all == 3
+        (m.alone, m.all, m.all_rows) == (1, 3, 32)
         and abs(m.all_mean / m.true_mean - 1) < 1e-5
-        and m.all_rows == 32
-        and m.alone == 1
-        and m.alone_mean != m.all_mean
-        and m.alone_rows != 32
+        and (m.alone_mean != m.all_mean and m.alone_rows != 32)
         and m.waited > 0.8 * m.timeout
     ),
 )
 def collective_on_one_rank(accelerator: Accelerator, seed: int):
     rows = make_rows(seed, 32)
     model = make_model(seed)
-    loss = mse(model, *(share(part, accelerator) for part in rows)).item()
-    found = {"timeout": TIMEOUT, "true_mean": mse(model, *rows).item(), "waited": 0.0, "error": "no error"}
+    loss = mse(model, *share(rows, accelerator)).item()
+    yield {"timeout": TIMEOUT, "true_mean": mse(model, *rows).item(), "waited": 0.0, "error": "no error"}
     for way, logs in (("alone", accelerator.is_main_process), ("all", True)):
         group, logged, counted, start = brief_group(TIMEOUT), [], [], time.perf_counter()
         try:
@@ -57,10 +181,9 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
                 if logs:
                     logged.append(sum_over_ranks(loss, group) / accelerator.num_processes)
         except RuntimeError as error:
-            found |= {"waited": time.perf_counter() - start, "error": str(error).partition("] ")[2]}
+            yield {"waited": time.perf_counter() - start, "error": str(error).partition("] ")[2]}
         rank_1s = union(counted[1:2])[-1]
-        found |= {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
-    return found
+        yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
 
 
 @experiment(
@@ -70,17 +193,13 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
     measured="by its own loss rank {own} stops, after {own_epochs:.0f} epochs, and the other waits {own_waited:.1f} s "
     "until the timeout of {timeout:.0f} s; by the mean {mean} stop, after {mean_epochs:.0f}",
     holds=lambda m: (
-        m.own in ("0", "1")
-        and m.own_waited > 0.8 * m.timeout
-        and m.mean == "0 and 1"
-        and m.mean_waited == 0
-        and m.mean_epochs < 50
+        (m.own in ("0", "1") and m.own_waited > 0.8 * m.timeout)
+        and ((m.mean, m.mean_waited) == ("0 and 1", 0) and m.mean_epochs < 50)
     ),
 )
 def early_stopping(accelerator: Accelerator, seed: int):
-    training = [share(rows, accelerator) for rows in make_rows(seed, 16)]
-    validation = [share(rows, accelerator) for rows in make_rows(seed + 1, 32)]
-    found: dict[str, float | str] = {"timeout": TIMEOUT}
+    training, validation = (share(make_rows(*made), accelerator) for made in ((seed, 16), (seed + 1, 32)))
+    yield {"timeout": TIMEOUT}
     for way in ("own", "mean"):
         group = brief_group(TIMEOUT)
         model = DDP(make_model(seed), process_group=group)
@@ -88,11 +207,7 @@ def early_stopping(accelerator: Accelerator, seed: int):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(50):
             optimizer.zero_grad()
-            start = time.perf_counter()
-            try:
-                mse(model, *training).backward()
-            except RuntimeError:
-                waited = time.perf_counter() - start
+            if waited := failed_after(mse(model, *training).backward):
                 break
             optimizer.step()
             epochs += 1
@@ -104,8 +219,7 @@ def early_stopping(accelerator: Accelerator, seed: int):
                 stopped.append(str(accelerator.process_index))
                 break
             best = loss
-        found |= {way: " and ".join(union(stopped)), f"{way}_epochs": largest(epochs), f"{way}_waited": largest(waited)}
-    return found
+        yield {way: " and ".join(union(stopped)), f"{way}_epochs": largest(epochs), f"{way}_waited": largest(waited)}
 
 
 @experiment(
@@ -117,7 +231,7 @@ def early_stopping(accelerator: Accelerator, seed: int):
     holds=lambda m: m.same_masks == 1 and m.own_masks < 0.6 and m.ratio > 1.1,
 )
 def dropout_seed(accelerator: Accelerator, seed: int):
-    inputs, targets = (share(rows, accelerator) for rows in make_rows(seed, 32))
+    rows = share(make_rows(seed, 32), accelerator)
     found = {}
     for way, device_specific in (("same", False), ("own", True)):
         first, activation, last = make_model(seed)
@@ -127,11 +241,11 @@ def dropout_seed(accelerator: Accelerator, seed: int):
         gradients = []
         for _ in range(200):
             model.zero_grad()
-            mse(model, inputs, targets).backward()
+            mse(model, *rows).backward()
             gradients.append(gradient(model))
         agreeing = sum(map(bool.__eq__, mask[:1000], mask[1000:])) / 1000
         found |= {way: torch.stack(gradients).var(0).sum().item(), f"{way}_masks": agreeing}
-    return {**found, "ratio": found["same"] / found["own"]}
+    yield {**found, "ratio": found["same"] / found["own"]}
 
 
 @contextmanager
@@ -149,12 +263,13 @@ def half_saved(path: Path, data: bytes) -> Generator[None, None, None]:
     right="if accelerator.is_main_process: save; then accelerator.wait_for_everyone()",
     measured="saved by {every:.0f} ranks, and read by rank 0 while rank 1 still writes: {every_read:.0f} of 4 tensors, "
     "`{error}`; saved by {one:.0f}: {one_read:.0f} of 4",
-    holds=lambda m: m.every == 2 and m.every_read == 0 and m.one == 1 and m.one_read == 4,
+    holds=lambda m: (m.every, m.every_read, m.one, m.one_read) == (2, 0, 1, 4),
 )
 def every_rank_saves(accelerator: Accelerator, seed: int):
     state = io.BytesIO()
     torch.save(make_model(seed).state_dict(), state)
-    data, found = state.getvalue(), {"error": "no error"}
+    data = state.getvalue()
+    yield {"error": "no error"}
     with TemporaryDirectory(prefix="ddp_lab") as own:
         folder = Path(union([own])[0])
         for way, saves in (("every", True), ("one", accelerator.is_main_process)):
@@ -168,10 +283,9 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
                     try:
                         read = len(torch.load(path))
                     except RuntimeError as error:
-                        found["error"] = str(error).partition(". ")[0]
+                        yield {"error": str(error).partition(". ")[0]}
                 accelerator.wait_for_everyone()
-            found |= {way: sum(union([saves])), f"{way}_read": read}
-    return found
+            yield {way: sum(union([saves])), f"{way}_read": read}
 
 
 @experiment(
@@ -182,7 +296,6 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
     holds=lambda m: m.together == 2 and m.main_first == 1,
 )
 def every_rank_downloads(accelerator: Accelerator, seed: int):
-    found = {}
     with TemporaryDirectory(prefix="ddp_lab") as own:
         folder = Path(union([own])[0])
         for way, turns in (("together", nullcontext()), ("main_first", accelerator.main_process_first())):
@@ -193,5 +306,4 @@ def every_rank_downloads(accelerator: Accelerator, seed: int):
                     accelerator.wait_for_everyone()  # a download takes longer than the other rank takes to look
                 if downloads:
                     path.touch()
-            found[way] = sum(union([downloads]))
-    return found
+            yield {way: sum(union([downloads]))}

@@ -7,9 +7,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
-from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import divisors
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import muon_matrices
@@ -32,58 +30,38 @@ class Setting:
 
     Args:
         kind: cuda, cpu or mps.
+        precision: no, bf16 or fp16.
         parameters: number of them. matrices: those that autocast copies. state: numbers of the optimizer state.
         vocab_size: rows of the head, padding included.
-        micro_batch: windows per forward pass in training. eval_batch: in evaluation.
-        precision: no, bf16 or fp16. checkpointing: of activations.
-        processes: number of processes.
-        background: checkpoints are written in the background, from a copy in host memory.
+        micro_batch: windows per forward pass in training.
         base: bytes of a process with all libraries and no model.
-        loss_chunk: tokens per chunk of the loss; None: all.
+        background: checkpoints are written in the background, from a copy in host memory.
+        validates: there are evaluations.
     """
 
+    config: TrainingConfig
     kind: str
-    model: ModelConfig
+    processes: int
+    precision: str
     parameters: int
     matrices: int
     state: int
     vocab_size: int
     micro_batch: int
-    eval_batch: int
-    precision: str
-    checkpointing: bool
-    processes: int
-    background: bool
     base: float
-    loss_chunk: int | None = None
+    background: bool = False
+    validates: bool = True
 
 
 def setting_of(
-    config: TrainingConfig,
-    model: GPT,
-    kind: str,
-    processes: int,
-    precision: str,
-    micro_batch: int = 1,
+    config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str, micro_batch: int = 1
 ) -> Setting:
     """Setting of a training on GPUs that evaluates and saves in the foreground. The model may be on the meta device."""
     sizes = [(parameter.numel(), parameter.dim()) for parameter in model.parameters()]
-    return Setting(
-        kind,
-        config.model,
-        sum(size for size, _ in sizes),
-        sum(size for size, dim in sizes if dim > 1),
-        state_numbers(model, config.optim),
-        model.wte.weight.size(0),
-        micro_batch,
-        config.eval.batch_size,
-        precision,
-        config.train.activation_checkpointing,
-        processes,
-        False,
-        CUDA_BASE * (1 + (processes > 1)),
-        resolve_loss_chunk(config.train.loss_chunk, kind),
-    )
+    parameters, matrices = sum(size for size, _ in sizes), sum(size for size, dim in sizes if dim > 1)
+    state = 2 * parameters - sum(matrix.numel() for matrix in muon_matrices(model, config.optim))  # Muon has one number
+    ids, base = model.wte.weight.size(0), CUDA_BASE * (1 + (processes > 1))
+    return Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base)
 
 
 def pick_micro_batch(share: int, kind: str, block_size: int, peak: Callable[[int], float], room: float) -> int:
@@ -115,8 +93,9 @@ Moment = list[Block]
 
 def moments_of(setting: Setting) -> dict[str, Moment]:
     """Tensors that are alive at the peak of a training step, of an evaluation, and while a checkpoint is saved."""
-    n, n_eval = (batch * setting.model.block_size for batch in (setting.micro_batch, setting.eval_batch))
-    embedding, tensors = 4 * setting.vocab_size * setting.model.n_embd, 12 * setting.model.n_layer
+    config, evaluated = setting.config, setting.config.eval.batch_size * setting.validates
+    n, n_eval = (windows * config.model.block_size for windows in (setting.micro_batch, evaluated))
+    embedding, tensors = 4 * setting.vocab_size * config.model.n_embd, 12 * config.model.n_layer
 
     def kept(part: str, copies: float, stays: bool = False, of_others: float | None = None) -> Moment:
         """Copies of the parameters in fp32: the embedding, which is the largest, and the others."""
@@ -139,17 +118,11 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
 
 def _activations(setting: Setting, n: int) -> Moment:
     """Tensors that autograd saves for n tokens."""
-    config = setting.model
-    recomputed = setting.checkpointing  # of each block its input is kept, and one block at a time is whole
-    residual = Block("activations", (1 if recomputed else 2) * config.n_layer + 3, n * config.n_embd * 4)
-    return [residual, *_of_block(setting, n, 1 if recomputed else config.n_layer)]
-
-
-def _of_block(setting: Setting, n: int, layers: int) -> Moment:
-    """Tensors of `layers` blocks without the residual stream: inputs of matrix products and of nonlinear functions."""
-    config, half = setting.model, 4 if setting.precision == "no" else 2
-    width = n * config.n_embd
-    saved = [
+    config, half = setting.config.model, 4 if setting.precision == "no" else 2
+    width, recomputed = n * config.n_embd, setting.config.train.activation_checkpointing
+    layers = 1 if recomputed else config.n_layer  # recomputed: a block's input is kept, one block at a time is whole
+    saved = [  # the residual stream; inputs of matrix products and of nonlinear functions
+        Block("activations", (1 if recomputed else 2) * config.n_layer + 3, 4 * width),
         Block("activations", 3 * layers, width * half),  # LayerNorms' outputs, attention's
         Block("activations", layers, 3 * width * (4 if _plain_attention(setting) else half)),  # queries, keys, values
         Block("activations", 2 * layers, 4 * width * half),  # before and after GELU
@@ -164,25 +137,25 @@ def _of_block(setting: Setting, n: int, layers: int) -> Moment:
 def _one_block(setting: Setting, n: int, trains: bool = False) -> Moment:
     """Temporary tensors of a block, in evaluation or the backward pass: GELU's input and output or their gradients, and
     gradients of attention scores."""
-    wide = Block("activations", 3, 4 * n * setting.model.n_embd * (4 if setting.precision == "no" else 2))
+    wide = Block("activations", 3, 4 * n * setting.config.model.n_embd * (4 if setting.precision == "no" else 2))
     return [wide, Block("activations", 4, _scores(setting, n))] if trains and _plain_attention(setting) else [wide]
 
 
 def _plain_attention(setting: Setting) -> bool:
     """Whether attention keeps T² scores per head: on CPUs flash attention has no dropout."""
-    return setting.kind == "cpu" and setting.model.dropout > 0
+    return setting.kind == "cpu" and setting.config.model.dropout > 0
 
 
 def _scores(setting: Setting, n: int) -> float:
-    return 4.0 * n * setting.model.block_size * setting.model.n_head
+    return 4.0 * n * setting.config.model.block_size * setting.config.model.n_head
 
 
 def _logits(setting: Setting, n: int, trains: bool = False) -> Moment:
     """fp32: logits and log-softmax, and in the backward pass the gradients of both beside log-softmax. In half
     precision: logits in half and in fp32, and log-softmax."""
-    chunk, head = min(n, setting.loss_chunk or n), []
+    chunk, head = min(n, resolve_loss_chunk(setting.config.train.loss_chunk, setting.kind) or n), []
     if trains and chunk < n:  # the loss computes the head's gradient
-        head = [Block("logits", 1, 4 * setting.vocab_size * setting.model.n_embd)]
+        head = [Block("logits", 1, 4 * setting.vocab_size * setting.config.model.n_embd)]
     numbers = chunk * setting.vocab_size
     if trains:
         return [Block("logits", 3, 4 * numbers), *head]
@@ -224,11 +197,6 @@ def estimate(setting: Setting) -> Memory:
         parts[block.part] = parts.get(block.part, 0.0) + block.total
     if highest > heap[moment]:
         parts["freed, and kept by the allocator"] = highest - heap[moment]
-    copied = setting.parameters + setting.state if setting.background else setting.vocab_size * setting.model.n_embd
+    embedding = setting.vocab_size * setting.config.model.n_embd
+    copied = setting.parameters + setting.state if setting.background else embedding
     return Memory(peaks[moment], moment, peaks, parts, 0.0 if setting.kind == "cpu" else 4.0 * copied)
-
-
-def state_numbers(model: nn.Module, config: OptimConfig) -> int:
-    """Size of the optimizer state, in numbers: two per parameter, one per element of Muon's matrices."""
-    muon = sum(matrix.numel() for matrix in muon_matrices(model, config))
-    return 2 * sum(parameter.numel() for parameter in model.parameters()) - muon

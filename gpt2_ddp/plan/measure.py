@@ -1,11 +1,10 @@
-"""What is measured here: the memory of a process without its model, and steps of the real loop."""
+"""What the training's own code shows: what it refuses, a process's memory, and the time of its steps."""
 
 import gc
 import sys
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,15 +12,21 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.run_files import METRICS, read_lines
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.data.feed import split_batch
 from gpt2_ddp.distributed.environment import is_main_process
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.plan.cost import Rate
-from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.preparation.sources import scan
+from gpt2_ddp.tasks.pretraining import Pretraining, missing_data
 from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
@@ -30,6 +35,94 @@ STEPS, READING = 25, 5
 """Steps that are trained; steps of which each row gives the rate, and the first row's are warm-up."""
 REPEATED = {"evaluate": 2, "save": 2, "sample": 1}
 """How often each is done in the steps that are measured."""
+START = 60.0
+"""Seconds assumed from the command to the first step."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a training is.
+
+    Args:
+        tokens_per_second: of the steps, over all processes.
+        source: where it is from: given, measured, or by the MFU.
+        evaluation, save, sample: seconds for each.
+        start: seconds until the first step; end: after the last one, for the report.
+    """
+
+    tokens_per_second: float
+    source: str
+    evaluation: float
+    save: float
+    sample: float = 0.0
+    start: float = START
+    end: float = 0.0
+
+
+@dataclass
+class Seen:
+    """What a look at a training has shown.
+
+    Args:
+        mistakes: user errors of the training, as the lines that are printed behind `error:`.
+        state: of the checkpoint that the run resumes from; empty for a fresh run.
+        task: with its data open; None where they could not be opened.
+        step: where the run stands.
+        base: bytes of a process without its model (`base_memory`).
+        rate, memory: measured by its steps (`measure`).
+    """
+
+    mistakes: list[str] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    task: Pretraining | None = None
+    step: int = 0
+    base: float | None = None
+    rate: Rate | None = None
+    memory: float | None = None
+
+
+def preflight(config: TrainingConfig, processes: int) -> Seen:
+    """Does what a training does up to its first step (`training.loop.train`, `Run.build`), and ends at the same errors.
+
+    Args:
+        processes: of the planned training; this one is alone, or has as many.
+    """
+    seen = Seen()
+
+    def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
+        seen.state = saved.state if saved else {}
+        split_batch(config.global_batch_windows, processes, 1)
+        return Pretraining(config, accelerator, saved)
+
+    with redirect_stdout(sys.stderr):
+        try:
+            with Run(config, make_task, lock=False) as run:
+                seen.step = run.step
+                if not (file := missing_data(config)):
+                    _look_at(run, seen)
+                elif not (recipe := load(PrepareConfig, ["--config", file])).source.startswith("bin:"):
+                    scan(recipe)
+        except UserError as error:
+            seen.mistakes = error.mistakes
+            if seen.task is None:
+                with suppress(UserError):  # otherwise the error is in the data
+                    task = Pretraining(config, Accelerator(cpu=not torch.cuda.is_available()), None)
+                    task.open_data()
+                    seen.task = task  # for the figures of its data
+    return seen
+
+
+def _look_at(run: Run, seen: Seen) -> None:
+    task = run.task
+    assert isinstance(task, Pretraining)
+    task.open_data()
+    seen.task = task
+    if not run.is_complete:
+        task.load_tasks()
+        with torch.device("cpu" if task.config.train.init_from else "meta"):  # weights are looked at in a real one
+            task.build_model()
+        task.check_hashes(record=False)
+        run.newest()
 
 
 def base_memory(config: TrainingConfig) -> float:
@@ -49,31 +142,17 @@ def base_memory(config: TrainingConfig) -> float:
     return float(psutil.Process().memory_info().rss)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The rate of the steps, None on other ranks than the main process; and this process's peak memory in bytes."""
+def _record_seconds(run: Run, name: str, seconds: dict[str, float]) -> None:
+    """From now on, `seconds` has how long the last call of the run's method of this name took."""
+    work = getattr(run, name)
 
-    rate: Rate | None
-    memory: float
+    def timed(*args: Any, **options: Any) -> Any:
+        begun = time.perf_counter()
+        result = work(*args, **options)
+        seconds[name] = time.perf_counter() - begun
+        return result
 
-
-class _Timed(Run):
-    """A run that records the seconds of its last evaluation, save and sample."""
-
-    def __init__(self, *args: Any):
-        self.seconds = dict.fromkeys(REPEATED, 0.0)
-        super().__init__(*args)
-        for name in REPEATED:
-            setattr(self, name, self._timed(name, getattr(self, name)))
-
-    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **options: Any) -> Any:
-            begun = time.perf_counter()
-            result = function(*args, **options)
-            self.seconds[name] = time.perf_counter() - begun
-            return result
-
-        return timed
+    setattr(run, name, timed)
 
 
 class _Short(Pretraining):
@@ -94,16 +173,19 @@ class _Short(Pretraining):
         return Due(step % READING == 0, last and self.validates, last or step == READING, last and samples)
 
 
-def measure(config: TrainingConfig, loaded: float) -> Measured:
+def measure(config: TrainingConfig, loaded: float) -> tuple[Rate | None, float]:
     """Trains some steps as the training would, in a temporary folder; the rate is the median of its rows. Collective.
 
     Args:
         loaded: seconds from this process's beginning until its libraries were loaded.
 
+    Returns:
+        (rate, None on other ranks than the main process; this process's peak memory in bytes)
+
     Raises:
         UserError: as training does.
     """
-    values: dict[str, Any] = config.model_dump(mode="json")
+    seconds, values = dict.fromkeys(REPEATED, 0.0), config.model_dump(mode="json")
     values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}
     values["tracking"] |= {"log_with": []}
     values["eval"] |= {"patience": None}
@@ -112,8 +194,9 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
             print(f"{STEPS} steps are trained for the time that they take", file=sys.stderr)
         begun = time.perf_counter()
         own = TrainingConfig.model_validate(values | {"output_dir": folder, "run_name": "measured"})
-        run = _Timed(own, _Short)
-        with run:
+        with Run(own, _Short) as run:
+            for name in REPEATED:
+                _record_seconds(run, name, seconds)
             run.build()
             start = loaded + time.perf_counter() - begun
             run.start()
@@ -126,7 +209,7 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
             device = run.accelerator.device
             memory = float(torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_memory(device))
         if run.folder is None:
-            return Measured(None, memory)
+            return None, memory
         from gpt2_ddp.reports.report import write_report  # matplotlib and all: after the peak was taken
 
         rows = [line.row or {} for line in read_lines(run.folder.path / METRICS)]
@@ -136,6 +219,6 @@ def measure(config: TrainingConfig, loaded: float) -> Measured:
         end = time.perf_counter() - begun
     # what the first steps, the first evaluation and the first save take longer than others belongs to the start
     usual = STEPS * config.train.global_batch_tokens / rate
-    usual += sum(seconds * REPEATED[what] for what, seconds in run.seconds.items())
+    usual += sum(seconds[name] * times for name, times in REPEATED.items())
     start += max(whole - usual, 0.0)
-    return Measured(Rate(rate, "measured here", *run.seconds.values(), start=start, end=end), memory)
+    return Rate(rate, "measured here", *seconds.values(), start=start, end=end), memory

@@ -2,11 +2,13 @@
 
 import difflib
 import json
+import shutil
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from math import ceil
+from pathlib import Path
 
 import psutil
 import torch
@@ -24,12 +26,13 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import what_pays
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.memory import Memory, Setting, estimate, pick_micro_batch, setting_of
-from gpt2_ddp.plan.cost import DISK, START, Rate, count, disk, seconds
-from gpt2_ddp.plan.measure import Measured, base_memory, measure
-from gpt2_ddp.plan.preflight import Seen, preflight
+from gpt2_ddp.plan.measure import START, Rate, Seen, base_memory, measure, preflight
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
+
+DISK = 5e8
+"""Bytes per second that a checkpoint is assumed to be copied, hashed and written with, where that is not measured."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,16 @@ def find_target(config: PlanConfig, started: int) -> Target:
     if config.gpu is None:
         device = pick_device(config.train.device, "train.")
         name, kind = device_name(device), device.type
-        if memory is None and kind == "cuda":
-            memory = float(torch.cuda.get_device_properties(device).total_memory)
-        elif memory is None:  # the processes of a machine share it
-            memory = psutil.virtual_memory().available / per_node
+        if kind == "cuda":
+            memory = memory or float(torch.cuda.get_device_properties(device).total_memory)
+        memory = memory or psutil.virtual_memory().available / per_node  # the processes of a machine share it
     else:
         kind = "cuda"
         name = config.gpu if config.gpu in GPUS else f"NVIDIA {config.gpu.removeprefix('NVIDIA ')}"
         if memory is None and name not in GPUS:
-            near = difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3)
-            hint = f"is not known here; the nearest are {', '.join(near)}" if near else "is not known here"
-            raise UserError("gpu", config.gpu, f"{hint}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s")
+            near = ", ".join(difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3))
+            known = f"is not known here; the nearest are {near}" if near else "is not known here"
+            raise UserError("gpu", config.gpu, f"{known}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s")
         memory = memory or GPUS[name].memory * 1e9
     peak = config.tracking.peak_flops or peak_flops(name)
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
@@ -118,13 +120,59 @@ def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
 
 def _vocabulary(config: TrainingConfig) -> tuple[int, bool]:
     """How many ids data that are not there will have, and whether that is known."""
-    with suppress(UserError):
-        recipe = load(PrepareConfig, ["--config", config.data.prepare]) if config.data.prepare else None
-        if recipe and recipe.tokenizer in ("bpe", "chars"):
-            return recipe.vocab_size or GPT2_IDS, False
-        if recipe:
+    if config.data.prepare:
+        with suppress(UserError):
+            recipe = load(PrepareConfig, ["--config", config.data.prepare])
+            if recipe.tokenizer in ("bpe", "chars"):
+                return recipe.vocab_size or GPT2_IDS, False
             return load_tokenizer(recipe.tokenizer).vocab_size, True
     return GPT2_IDS, False
+
+
+def count(config: TrainingConfig, step: int, steps: int, validates: bool) -> dict[str, int]:
+    """How often something happens in a run from `step` to `steps`. The first and the last step are evaluated, the last
+    is saved."""
+
+    def times(every: int) -> int:
+        return steps // every - step // every + (steps % every > 0) if every and steps > step else 0
+
+    return {
+        "steps": steps - step,
+        "evaluations": times(config.eval.every) + (step == 0) if validates else 0,
+        "saves": times(config.checkpoint.every),
+        "samples": times(config.tracking.sample_every),
+    }
+
+
+def seconds(count: dict[str, int], rate: Rate, step_tokens: int) -> dict[str, float]:
+    """Wall time of the whole training, by what it is spent on."""
+    return {
+        "start": rate.start,
+        "steps": count["steps"] * step_tokens / rate.tokens_per_second,
+        "evaluations": count["evaluations"] * rate.evaluation,
+        "checkpoints": count["saves"] * rate.save,
+        "samples": count["samples"] * rate.sample,
+        "end": rate.end,
+    }
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes: of a checkpoint, of all that are there at a time, and what the disk has free."""
+
+    checkpoint: int
+    checkpoints: int
+    free: int
+
+
+def disk(config: TrainingConfig, size: int, validates: bool) -> Disk:
+    """Checkpoints of this size: `keep_last` of them, the best, and the one that is being written."""
+    place = Path(config.output_dir).absolute()
+    while not place.is_dir():
+        place = place.parent
+    old = Path(config.output_dir, config.run_name).glob("checkpoints/step-*/*")  # new ones take their place
+    free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in old)
+    return Disk(size, size * (config.checkpoint.keep_last + validates + 1), free)
 
 
 class Plan:
@@ -140,16 +188,7 @@ class Plan:
         refused: what train_gpt2.py would answer, in its own words.
     """
 
-    def __init__(
-        self,
-        config: PlanConfig,
-        machine: Target,
-        precision: str,
-        seen: Seen,
-        base: float | None = None,
-        measured: Measured | None = None,
-    ):
-        """`base`: bytes of a process without its model, where they are measured; `measured`: by `--measure`."""
+    def __init__(self, config: PlanConfig, machine: Target, precision: str, seen: Seen):
         corpus, windows = describe_corpus(config, seen.task), config.global_batch_windows
         tokens = corpus.steps * config.train.global_batch_tokens if corpus.steps else None
         with torch.device("meta"), without_init():
@@ -170,28 +209,30 @@ class Plan:
         self.epochs = corpus.steps * windows / corpus.windows if corpus.steps and corpus.windows else None
         self.epoch_tokens = corpus.windows * config.model.block_size if corpus.windows else None
         self.global_batch_windows = windows
-        self._setting = self._make_setting(base)
+        self._setting = self._make_setting(seen.base)
         share = ceil(windows / machine.processes)
         batch, accumulation = self._split(share)
         self.micro_batch, self.accumulation = (batch, accumulation) if windows % machine.processes == 0 else (0, 0)
         self.splits = {n: self._split(windows // n) for n in divisors(windows)[::-1] if n <= 64}
         self.precision = precision
         self.memory = self._memory_of(batch)
-        self.measured_memory = measured.memory if measured else None
-        self.fits = self.memory.peak <= machine.memory and self._fits_host()
+        self.measured_memory = seen.memory
+        fits_host = not machine.is_here or self.memory.host <= psutil.virtual_memory().available
+        self.fits = self.memory.peak <= machine.memory and fits_host
         fitting = (size for size in divisors(share) if self._memory_of(size).peak <= machine.memory)
         self.largest_micro_batch = next(fitting, 0)
         self.disk = disk(config, 4 * (self._setting.parameters + self._setting.state), corpus.validates)
         self.data_bytes = corpus.bytes
-        self._add_time(measured)
+        self._add_time(seen.rate)
         self.refused = seen.mistakes
 
-    def _add_time(self, measured: Measured | None) -> None:
+    def _add_time(self, measured: Rate | None) -> None:
         """Sets what depends on the rate."""
         config, steps = self._config, self.steps
-        left = steps is not None and steps >= self.step
-        self.count = count(config, self.step, steps, self._corpus.validates) if steps and left else None
-        self.rate = self._assume_rate() if config.tokens_per_second or not measured else measured.rate
+        self.count = None
+        if steps and steps >= self.step:
+            self.count = count(config, self.step, steps, self._corpus.validates)
+        self.rate = measured if measured and not config.tokens_per_second else self._assume_rate()
         tokens = config.train.global_batch_tokens
         self.seconds = seconds(self.count, self.rate, tokens) if self.count and self.rate else None
         self.device_hours = sum(self.seconds.values()) / 3600 * self.machine.processes if self.seconds else None
@@ -207,14 +248,10 @@ class Plan:
             size = 4 * (setting.parameters + setting.state)
             background = should_save_async(config.checkpoint.background, size, has_core)
         base = setting.base if base is None else base
-        eval_batch = setting.eval_batch * self._corpus.validates
-        return replace(setting, background=background, base=base, eval_batch=eval_batch)
+        return replace(setting, background=background, base=base, validates=self._corpus.validates)
 
     def _memory_of(self, micro_batch: int) -> Memory:
         return estimate(replace(self._setting, micro_batch=micro_batch))
-
-    def _fits_host(self) -> bool:
-        return not self.machine.is_here or self.memory.host <= psutil.virtual_memory().available
 
     def _split(self, share: int) -> tuple[int, int]:
         """Micro-batch and accumulation of a process with `share` windows in a step."""
@@ -223,9 +260,8 @@ class Plan:
             size = self._resolved.get("micro_batch") or size
         if size == "auto":
             peak = lambda size: self._memory_of(size).peak  # noqa: E731
-            batch = pick_micro_batch(share, machine.kind, self._config.model.block_size, peak, machine.memory)
-        else:
-            batch = split_batch(share, 1, size)
+            size = pick_micro_batch(share, machine.kind, self._config.model.block_size, peak, machine.memory)
+        batch = split_batch(share, 1, size)
         return batch, share // batch
 
     def _assume_rate(self) -> Rate | None:
@@ -235,10 +271,9 @@ class Plan:
         """
         config, machine, start = self._config, self.machine, START
         speed, source = config.tokens_per_second, "as given"
+        is_of_bf16 = self.precision == "no" and machine.kind == "cuda" and not config.tracking.peak_flops
         if not speed:
-            if not machine.peak or (
-                self.precision == "no" and machine.kind == "cuda" and not config.tracking.peak_flops
-            ):
+            if not machine.peak or is_of_bf16:
                 return None
             speed = config.mfu * machine.peak * machine.processes / self.flops_per_token
             source = f"at {config.mfu:.0%} of {machine.peak / 1e12:,.1f} TFLOP/s"
@@ -246,7 +281,7 @@ class Plan:
         return Rate(speed, source, self._corpus.scored / (3 * speed), self.disk.checkpoint / DISK, start=start)
 
     def _compiles(self) -> bool:
-        how, steps = self._config.train.compile, self.count.steps if self.count else 0
+        how, steps = self._config.train.compile, self.count["steps"] if self.count else 0
         if how == "auto":
             flops = self.flops_per_token * self._config.train.global_batch_tokens * steps / self.machine.processes
             how = self._resolved.get("compile") or what_pays(self._model, *self._place, flops)
@@ -255,7 +290,7 @@ class Plan:
     @property
     def suffices(self) -> bool:
         """Whether memory and disk do, for what is left to do."""
-        done = self.count is not None and not self.count.steps
+        done = self.count is not None and not self.count["steps"]
         return done or (self.fits and self.disk.checkpoints <= self.disk.free)
 
 
@@ -288,12 +323,13 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
     begun = time.perf_counter()  # before there is a meta device, which loads more than a training does
     base = base_memory(training) if machine.kind == "cpu" else None
     loaded += time.perf_counter() - begun  # a training's first step would load the same
-    seen, measured = preflight(training, machine.processes), None
+    seen = preflight(training, machine.processes)
+    seen.base = base
     if config.measure and not seen.mistakes:
         if seen.task is None:
             raise UserError("measure", "true", "the data are not prepared yet; prepare them with prepare_data.py first")
-        measured = measure(seen.task.config, loaded)
-    return Plan(config, machine, precision, seen, base, measured)
+        seen.rate, seen.memory = measure(seen.task.config, loaded)
+    return Plan(config, machine, precision, seen)
 
 
 def format_plan(plan: Plan) -> list[str]:

@@ -1,0 +1,478 @@
+"""The check of new machines: all ranks arrive, agree in versions and all-reduce correctly; and how fast.
+
+Ranks find each other in the key-value store at MASTER_ADDR and MASTER_PORT, before there is a process group, which
+could hang. Every wait is bounded, and its error names the ranks that are missing. torch's own store retries for twice
+its timeout, prints its stack in C++ each time, and reports a timeout whatever the reason. So plain sockets try first.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import psutil
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.plan import GPT2_IDS
+from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.manifest import MANIFEST, read_manifest
+from gpt2_ddp.distributed.environment import is_main_process, world_size
+from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
+from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.output import text_table
+
+AFTERMATH = 5.0
+"""Seconds that other ranks wait longer than rank 0, for what it found."""
+SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
+"""Facts that must not differ between ranks."""
+
+Facts = dict[str, Any]
+"""What a rank tells of itself and its machine (`gather_facts`)."""
+WARM_UP = 3
+"""All-reduces of a size before it is timed: the first opens connections."""
+BACKWARD = 2 / 3
+"""Share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass."""
+SLOW = 4
+"""A network that is as many times slower than its interface gets a note: the protocol, other traffic and ranks that
+share it take some."""
+
+
+def check_cluster(config: CheckClusterConfig) -> None:
+    """Checks this process's world; rank 0 prints and saves the results.
+
+    Raises:
+        UserError: for ranks that do not arrive, differ in versions, or sum wrongly; on rank 0, for an `output` that
+            cannot be written. A rank that dies or hangs later ends all processes with an `error:` line and exit code 2.
+    """
+    if config.output and is_main_process():
+        check_writable(config.output)
+    training = load(TrainingConfig, ["--config", config.training]) if config.training else None
+    if world_size() == 1:
+        accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
+        alone = RankEnv(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
+        facts = gather_facts(alone, accelerator.device)
+        _report(config, [facts], [], [f"only one process: nothing to connect; {USE_TORCHRUN.format(n=2)}"])
+        return
+    place = RankEnv.from_environment()
+    try:
+        store = connect(place, config.timeout_seconds)
+        facts = gather_facts(place, pick_device(config.device))
+        ranks = rendezvous(store, place, facts, config.timeout_seconds)
+    except UserError as error:
+        if place.rank:  # run_command prints on rank 0 only, which may be the missing one
+            print(*(f"error: {mistake}" for mistake in error.mistakes), sep="\n", file=sys.stderr)
+        raise
+    results = _measure(config, store, ranks, place.rank)
+    if place.rank == 0:
+        _report(config, ranks, results, [*_notes(ranks), *network_notes(config, training, ranks, results)])
+    wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
+    if wrong:
+        raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """A process of the world, from its launcher's environment."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    address: str
+    port: int
+
+    @classmethod
+    def from_environment(cls) -> "RankEnv":
+        """Raises: UserError when WORLD_SIZE is set without the variables that belong to it."""
+        env = os.environ
+        absent = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if absent:
+            hint = f"is set without {', '.join(absent)}; " + USE_TORCHRUN.format(n=env["WORLD_SIZE"])
+            raise UserError("WORLD_SIZE", env["WORLD_SIZE"], hint)
+        rank, world_size, port = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["MASTER_PORT"])
+        return cls(rank, int(env["LOCAL_RANK"]), world_size, env["MASTER_ADDR"], port)
+
+
+def connect(place: RankEnv, timeout: float) -> Store:
+    """The store of this world: torchrun's own, or else one that rank 0 serves.
+
+    Raises:
+        UserError: nobody answers there within `timeout` seconds, or rank 0 cannot serve there.
+    """
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if serves:
+        try:
+            socket.create_server(("", place.port)).close()
+        except OSError as error:
+            hint = f"rank 0 cannot open this port ({error.strerror}); another program may be using it: choose another"
+            raise UserError("MASTER_PORT", place.port, hint) from error
+    else:
+        _await_answer(place, timeout)
+    store = TCPStore(
+        "localhost" if serves else place.address,
+        place.port,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,  # the process group's rendezvous will share the server
+    )
+    if serves:
+        _await_answer(place, timeout)  # the others come by this address, and so will the process group
+    prefix = f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(prefix, store)
+
+
+def _await_answer(place: RankEnv, timeout: float) -> None:
+    """Waits until the address accepts a connection. Raises: UserError with the reason."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((place.address, place.port), max(left, 0.1)).close()
+        except OSError as error:
+            if left > 0.1:  # a name may be known, and rank 0 be started, in a moment
+                time.sleep(0.1)
+                continue
+            raise UserError("MASTER_ADDR", f"{place.address}:{place.port}", _reason(place, timeout, error)) from error
+        return
+
+
+def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
+    host = socket.gethostname()
+    if isinstance(error, socket.gaierror):
+        return (
+            f"rank {place.rank} on {host} does not know this name ({error.strerror}); give rank 0's IP address, or put "
+            "its name into DNS or /etc/hosts"
+        )
+    if place.rank:
+        return (
+            f"rank {place.rank} on {host} got no answer from rank 0 there within {timeout:g} s; is it started, and may "
+            "this machine reach that port?"
+        )
+    addresses = [(one, name) for name, ones in psutil.net_if_addrs().items() for one in ones if name != "lo"]
+    own = [f"{one.address} ({name})" for one, name in addresses if one.family == socket.AF_INET]
+    return (
+        f"rank 0 on {host} serves this port, and is not reached by this address; is it this machine's? It has "
+        f"{', '.join(own) or 'none but 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
+    )
+
+
+def gather_facts(place: RankEnv, device: torch.device) -> Facts:
+    """The facts about this process, which uses `device`. Raises: UserError if it has no CUDA device."""
+    interface, ip, link = _route(place.address, place.port)
+    host, name, nccl, host_ip = socket.gethostname(), platform.machine(), "-", "?"
+    with suppress(OSError):
+        host_ip = socket.gethostbyname(host)
+    sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")))
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if place.local_rank >= count:
+            hint = f"there are {count} CUDA devices on {host}; start {count} processes here"
+            raise UserError("LOCAL_RANK", place.local_rank, hint)
+        name = torch.cuda.get_device_name(place.local_rank)
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return {
+        "rank": place.rank,
+        "local_rank": place.local_rank,
+        "host": host,
+        "device": name,
+        "device_type": device.type,
+        "interface": interface,  # of the route to MASTER_ADDR, as `ip`
+        "ip": ip,
+        "host_ip": host_ip,  # of the host's name, where gloo listens unless GLOO_SOCKET_IFNAME names an interface
+        "link_gb_per_s": link,  # the interface's own speed, in 10^9 bytes per second; 0 if unknown
+        "world_size": place.world_size,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+        "gpt2_ddp": hashlib.sha256(sources).hexdigest()[:12],  # of this package's code
+        "cuda": torch.version.cuda or "-",
+        "nccl": nccl,
+    }
+
+
+def _route(address: str, port: int) -> tuple[str, str, float]:
+    """Interface and IP of the route to an address, and the interface's speed in 10^9 bytes per second, 0 if unknown."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((address, port))  # of a datagram socket: sends nothing, picks the route
+            ip = sock.getsockname()[0]
+    except OSError:
+        return "?", "?", 0.0
+    interfaces = psutil.net_if_addrs().items()
+    interface = next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?")
+    stats = psutil.net_if_stats().get(interface)
+    return interface, ip, stats.speed / 8e3 if stats else 0.0  # from Mbit/s
+
+
+def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
+    """Waits until all ranks have arrived; returns their facts in order of rank.
+
+    Rank 0 waits `timeout` seconds for the others. They wait as long for rank 0, and then for its result.
+
+    Raises:
+        UserError: ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE.
+        SystemExit: 2 on other ranks, after rank 0 has printed the error.
+    """
+    if store.add(f"seats/{place.rank}", 1) > 1:
+        hint = f"a second process (on {facts['host']}) has this rank; give each its own (--machine_rank, --node_rank)"
+        raise UserError("RANK", place.rank, hint)
+    store.set(f"facts/{place.rank}", json.dumps(facts))
+    if place.rank == 0:
+        try:
+            found = _wait_for_all(store, place.world_size, timeout)
+        except UserError as error:
+            store.set("arrivals", json.dumps(error.mistakes))
+            others = [f"facts/{rank}" for rank in range(1, place.world_size)]
+            wait_until(lambda: store.add("heard", 0) >= sum(store.check([key]) for key in others), 2)
+            raise
+        store.set("arrivals", "[]")
+        return found
+    if not wait_until(lambda: store.check(["facts/0"]), timeout):
+        raise UserError("rank", 0, f"did not arrive within {timeout:g} s; rank {place.rank} ({facts['host']}) is here")
+    if not wait_until(lambda: store.check(["arrivals"]), timeout + AFTERMATH):
+        raise UserError("rank", 0, f"arrived, but fell silent; rank {place.rank} ({facts['host']}) is here")
+    mistakes = json.loads(store.get("arrivals"))
+    store.add("heard", 1)
+    if mistakes:
+        sys.exit(2)
+    return _read_facts(store, range(place.world_size))
+
+
+def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
+    """Raises: UserError for missing ranks, or naming every fact in which ranks differ and must not."""
+    keys = [f"facts/{rank}" for rank in range(world_size)]
+    if not wait_until(lambda: store.check(keys), timeout):
+        here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
+        missing = [rank for rank in range(world_size) if rank not in here]
+        arrived = by_value(_read_facts(store, here), "host")
+        hint = f"did not arrive within {timeout:g} s (arrived: {arrived}); each needs the same MASTER_ADDR and "
+        hint += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
+        raise UserError("rank" if len(missing) == 1 else "ranks", format_ranks(missing), hint)
+    found = _read_facts(store, range(world_size))
+    differing = [name for name in SAME_EVERYWHERE if len({facts[name] for facts in found}) > 1]
+    if differing:
+        errors = [UserError(name, by_value(found, name), "must be the same on all ranks") for name in differing]
+        raise UserError.join([mistake for error in errors for mistake in error.mistakes])
+    return found
+
+
+def _read_facts(store: Store, ranks: range | list[int]) -> list[Facts]:
+    return [json.loads(text) for text in store.multi_get([f"facts/{rank}" for rank in ranks])]
+
+
+def by_value(found: list[Facts], name: str) -> str:
+    """Like `2.13.0 on ranks 0-7 (host a), 2.11.0 on rank 8 (host b)`."""
+    parts = []
+    for value in dict.fromkeys(facts[name] for facts in found):
+        members = [facts for facts in found if facts[name] == value]
+        hosts = "" if name == "host" else f" ({', '.join(dict.fromkeys(facts['host'] for facts in members))})"
+        ranks = [facts["rank"] for facts in members]
+        parts.append(f"{value} on rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}{hosts}")
+    return ", ".join(parts)
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Ranks in ascending order, like `0-7, 9`."""
+    place = dict(zip(ranks, itertools.count(), strict=False))
+    runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - place[rank])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
+    """Polls until the condition holds; False when `timeout` seconds did not suffice."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
+    """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
+    watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
+    watchdog.explain, watchdog.exit_code = partial(explain_verdict, ranks), 2
+    watchdog.heartbeat("connecting to the other ranks")
+    patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
+    mine = []
+    try:
+        accelerator = build_accelerator(config.device, "no", timeout=patience)
+        for size in config.sizes:
+            watchdog.heartbeat(f"all-reduce of {spell_bytes(size)}")
+            mine.append(time_all_reduce(size, config.repeats, rank, len(ranks), accelerator.device, watchdog.progress))
+        watchdog.heartbeat("comparing results")
+        store.set(f"results/{rank}", json.dumps(mine))
+        keys = [f"results/{other}" for other in range(len(ranks))]
+        store.wait(keys, patience)
+        everyone = [json.loads(text) for text in store.multi_get(keys)]
+    except RuntimeError as error:  # the only class that lost connections have in common
+        watchdog.failed(error)
+        time.sleep(patience.total_seconds())  # until the watchdog ends all processes, with one error
+        raise
+    watchdog.close()
+    dist.destroy_process_group()
+    return [_row(size, [found[i] for found in everyone]) for i, size in enumerate(config.sizes)]
+
+
+def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
+    """The hint for ranks that live but do not finish a collective, without their stacks."""
+    lines = [line for line in verdict.reason.splitlines() if line[:1] != " "]
+    if not verdict.living:
+        return "\n".join(lines)
+    ways = ", ".join(dict.fromkeys(f"{facts['host']}: {facts['interface']} {facts['ip']}" for facts in ranks))
+    return (
+        f"ranks = {format_ranks(verdict.living)}: alive like all others, but not connected ({lines[0]}); open all "
+        "ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME and "
+        f"NCCL_SOCKET_IFNAME (routes to rank 0: {ways})"
+    )
+
+
+def time_all_reduce(
+    size: int, repeats: int, rank: int, world_size: int, device: torch.device, progress: Callable[[], None]
+) -> tuple[float, int]:
+    """Sums `size` bytes of fp32 over all ranks.
+
+    The numbers are whole and their sums below 2^24, so that fp32 is exact in any order of summation.
+
+    Args:
+        progress: called between two all-reduces.
+
+    Returns:
+        (median seconds of `repeats` all-reduces on this rank, elements that were wrong in the first)
+    """
+    index = torch.arange(size // 4, device=device) % 128
+    value = (index * (rank % 8 + 1)).float()
+    expected = (index * sum(other % 8 + 1 for other in range(world_size))).float()
+    total = value.clone()
+    dist.all_reduce(total)
+    wrong = int((total != expected).sum().item())
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    seconds, buffer = [], torch.zeros_like(value)
+    for turn in range(WARM_UP + repeats):
+        progress()
+        synchronize()
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        synchronize()
+        if turn >= WARM_UP:
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds), wrong
+
+
+def _row(size: int, measured: list[tuple[float, int]]) -> dict:
+    """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
+    seconds = max(median for median, _ in measured)
+    n = len(measured)
+    algorithm = size / seconds / 1e9
+    return {
+        "bytes": size,
+        "median_us": round(seconds * 1e6, 1),
+        "algorithm_gb_per_s": round(algorithm, 4),
+        "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4),
+        "wrong_ranks": [rank for rank, (_, wrong) in enumerate(measured) if wrong],
+    }
+
+
+def _notes(ranks: list[Facts]) -> Iterator[str]:
+    """Warnings about devices, host names and routes."""
+    hosts = {facts["host"] for facts in ranks}
+    if len({facts["device"] for facts in ranks}) > 1:
+        yield "devices differ: the slowest sets the pace of every step"
+    deceived = sorted({facts["host"] for facts in ranks if facts["host_ip"].startswith("127.")})
+    if len(hosts) > 1 and deceived and "GLOO_SOCKET_IFNAME" not in os.environ:
+        yield f"the host name of {', '.join(deceived)} resolves to a loopback address; set GLOO_SOCKET_IFNAME"
+    if len(hosts) > 1 and any(facts["interface"] == "lo" for facts in ranks if facts["host"] != ranks[0]["host"]):
+        yield "several hosts, yet some reach rank 0 over loopback: are they containers of one machine?"
+
+
+def gradient_bytes(config: TrainingConfig) -> int:
+    """Bytes that DDP all-reduces in a step: 4 for each parameter, in any precision of the model."""
+    data = Path(config.data.paths[0])
+    ids = read_manifest(data).vocab_size if (data / MANIFEST).is_file() else GPT2_IDS
+    with torch.device("meta"):
+        return 4 * sum(parameter.numel() for parameter in GPT(config.model, ids, eot=0).parameters())
+
+
+def share_of_a_step(communication: float, computation: float) -> tuple[float, float]:
+    """The least and the largest share of a step that all-reducing adds: gradients travel during the whole backward
+    pass, or after it.
+
+    Args:
+        communication: seconds of the all-reduce of all gradients alone.
+        computation: seconds of the forward and backward passes alone.
+    """
+    least = max(communication - BACKWARD * computation, 0)
+    return least / (computation + least), communication / (computation + communication)
+
+
+def network_notes(
+    config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
+) -> Iterator[str]:
+    """What the measured speed means for `training`, and beside the speed of the network's interface.
+
+    Args:
+        rows: of the table.
+    """
+    largest = max(rows, key=lambda row: row["bytes"])
+    if training:
+        size = gradient_bytes(training)
+        seconds = size / largest["algorithm_gb_per_s"] / 1e9
+        line = f"{config.training}: {size / 1e6:,.0f} MB of gradients take {seconds:.3g} s of each step on this network"
+        if config.step_seconds:
+            least, most = share_of_a_step(seconds, config.step_seconds)
+            line += f": {least:.0%} of it where they travel during the backward pass, {most:.0%} at most"
+        yield line
+    speeds = {facts["host"]: facts["link_gb_per_s"] for facts in ranks if facts["link_gb_per_s"]}
+    if len({facts["host"] for facts in ranks}) > 1 and speeds and ranks[0]["device_type"] == "cpu":
+        host, bus = min(speeds, key=speeds.__getitem__), largest["bus_gb_per_s"]
+        if speeds[host] / bus >= SLOW:
+            line = f"the network is {speeds[host] / bus:.0f} times slower than its interface says ({bus:.3g} of "
+            line += f"{speeds[host]:.3g} GB/s on {host}): a slower switch or cable between, a tunnel, or others"
+            yield f"{line} who use it"
+
+
+def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict], notes: list[str]) -> None:
+    shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
+    print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
+    if results:
+        backend = "nccl" if ranks[0]["device_type"] == "cuda" else "gloo"
+        heads = ("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")
+        cells = []
+        for row in results:
+            figures = f"{row['median_us']:.1f}", f"{row['algorithm_gb_per_s']:.3f}", f"{row['bus_gb_per_s']:.3f}"
+            sums = f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right"
+            cells.append((spell_bytes(row["bytes"]), *figures, sums))
+        print(f"\n{text_table([heads, *cells])}")
+        print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
+    for note in notes:
+        print(f"note: {note}")
+    if config.output:
+        found = {"processes": len(ranks), "checked_from": socket.gethostname(), "ranks": ranks}
+        Path(config.output).write_text(json.dumps({**found, "all_reduce": results, "notes": notes}, indent=1) + "\n")
+
+
+def spell_bytes(size: int) -> str:
+    """Like `64.0 MiB`; whole below 1 KiB."""
+    power = min((size.bit_length() - 1) // 10, 3)
+    return f"{size / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -1,1 +1,0 @@
-"""The check of new machines (scripts/check_cluster.py)."""
