@@ -34,6 +34,7 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.data.feed import nearest_without_padding, padding_rows, split_batch
 from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.distributed.environment import is_main_process, world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
@@ -443,6 +444,12 @@ def network_notes(
             least, most = share_of_a_step(seconds, config.step_seconds)
             line += f": {least:.0%} of it where they travel during the backward pass, {most:.0%} at most"
         yield line
+        windows, processes, size = training.global_batch_windows, len(ranks), training.train.micro_batch_size
+        batch = split_batch(windows, min(processes, windows), windows if size == "auto" else size)
+        if padding := padding_rows(windows, processes, batch):
+            tokens = nearest_without_padding(windows, min(processes, windows), batch) * training.model.block_size
+            what = f"{padding / windows:.1%} of each step of {windows:,} windows is padding on {processes} processes"
+            yield f"{config.training}: {what}; none with train.global_batch_tokens {tokens}"
     speeds = {facts["host"]: facts["link_gb_per_s"] for facts in ranks if facts["link_gb_per_s"]}
     if len({facts["host"] for facts in ranks}) > 1 and speeds and ranks[0]["device_type"] == "cpu":
         host, bus = min(speeds, key=speeds.__getitem__), largest["bus_gb_per_s"]

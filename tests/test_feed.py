@@ -21,7 +21,7 @@ from runs import training_config
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data import feed as loader
-from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, micro_batches, padding_rows, split_batch
 from gpt2_ddp.data.manifest import Manifest, Shard, read_manifest
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
@@ -84,9 +84,28 @@ def test_micro_batch_is_the_largest_divisor(share, limit, expected):
     assert split_batch(share * 3, 3, limit) == expected
 
 
-def test_processes_that_do_not_divide_the_batch_are_named_with_those_that_do():
-    with pytest.raises(UserError, match=r"processes = 3: .*8 windows.*use 1, 2, 4, 8 processes"):
-        split_batch(8, 3, 16)
+@pytest.mark.parametrize(
+    ("windows", "processes", "limit", "batch", "padding"),
+    [(512, 6, 16, 11, 16), (512, 7, 16, 15, 13), (512, 6, 64, 43, 4), (512, 7, 64, 37, 6), (512, 3, 16, 9, 1)]
+    + [(480, processes, 16, batch, 0) for processes, batch in ((5, 16), (6, 16), (12, 10), (15, 16))]
+    + [(5, 3, 1, 1, 1), (3, 2, 16, 2, 1), (7, 7, 4, 1, 0)],
+)
+def test_uneven_shares_have_the_least_padding(windows, processes, limit, batch, padding):
+    assert (split_batch(windows, processes, limit), padding_rows(windows, processes, batch)) == (batch, padding)
+    for other in range(limit, 0, -1):  # no size of at most twice as many micro-batches has less
+        fewest = -(-windows // (processes * limit))
+        if -(-windows // (processes * other)) <= 2 * fewest and windows % processes:
+            assert padding_rows(windows, processes, other) >= padding
+
+
+def test_more_processes_than_windows_are_refused():
+    with pytest.raises(UserError, match=r"processes = 9: more than the 8 windows of a step"):
+        split_batch(8, 9, 16)
+
+
+def test_micro_batches_to_try():
+    assert list(micro_batches(96, 8)) == [12, 6, 4, 3, 2, 1]
+    assert list(micro_batches(512, 6)) == [86, 43, 29, 22, 11, 8, 4, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +127,7 @@ def test_random_step_sizes_shares_and_restarts_consume_every_item_once(by_epoch)
         steps = 2 * math.ceil(n / size) + 1
         consumed, digest, saved = [], FIRST_DIGEST, (0, FIRST_DIGEST, [])
         while len(consumed) < steps:
-            world = rng.choice([w for w in range(1, 9) if size % w == 0])
+            world = rng.randint(1, min(size, 8))
             largest = rng.randint(1, 8)
             batch = split_batch(size, world, largest)
             share = contiguous(world, largest) if by_epoch else interleaved(world, batch)
@@ -278,18 +297,29 @@ class Way(NamedTuple):
     seed: int = 1
 
 
+def global_batch(way: Way, world: int) -> GlobalBatch:
+    """A step's shares; those of `interleaved` are padded to equal sizes."""
+    return GlobalBatch(
+        way.size, SHARES[way.kind](world, way.batch), way.by_epoch, way.batch if way.kind == "interleaved" else 1
+    )
+
+
+def padded(own: list[int], rows: int) -> list[int]:
+    return own + own[-1:] * (rows - len(own))
+
+
 def go(ways: list[Way], accelerator: Any = None) -> list[list[tuple[Any, ...]]]:
     """What each action gives on this rank: a micro-batch as (numbers, own, last), a step as (items, micro-batches)."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = accelerator or build_accelerator("cpu", "no")
     found = []
-    for n, size, kind, batch, by_epoch, workers, actions, seed in ways:
-        source, share = Numbers(n), SHARES[kind](accelerator.num_processes, batch)
-        feed = Feed(Order(seed, n), GlobalBatch(size, share, by_epoch), source, accelerator, workers)
-        given = []
+    for way in ways:
+        source, given = Numbers(way.n), []
+        batch = global_batch(way, accelerator.num_processes)
+        feed = Feed(Order(way.seed, way.n), batch, source, accelerator, way.workers)
         random_state = torch.get_rng_state()
-        for action, *arguments in actions:
+        for action, *arguments in way.actions:
             source.read_items.clear()
             if action == "step":
                 step = feed.next_step()
@@ -299,7 +329,7 @@ def go(ways: list[Way], accelerator: Any = None) -> list[list[tuple[Any, ...]]]:
                 given.append((_plain(feed.first_micro_batch()), list(source.read_items)))
             else:
                 {"seek": feed.seek, "pass": feed.skip_range}[action](*arguments)
-            assert len(multiprocessing.active_children()) <= workers, "a seek ends the loader's workers"
+            assert len(multiprocessing.active_children()) <= way.workers, "a seek ends the loader's workers"
         assert torch.equal(torch.get_rng_state(), random_state), "loading must not draw from the global generator"
         feed.seek(0, FIRST_DIGEST, [])
         found.append(given)
@@ -316,8 +346,7 @@ def _plain(batch) -> tuple[list[int], int, bool]:
 def check_shares(way: Way, ranks: list[list[tuple[Any, ...]]]) -> None:
     """Each step's micro-batches, of all ranks, are what the feed's share says of the order's items."""
     world = len(ranks)
-    share = SHARES[way.kind](world, way.batch)
-    feed = Feed(Order(way.seed, way.n), GlobalBatch(way.size, share, way.by_epoch))
+    feed = Feed(Order(way.seed, way.n), global_batch(way, world))
     number = 0
     for action, *arguments in way.actions:
         if action == "step":
@@ -328,7 +357,7 @@ def check_shares(way: Way, ranks: list[list[tuple[Any, ...]]]) -> None:
                 assert given[number][2] == state(feed)
                 parts = [own[rank] for own in shares]
                 assert given[number][1] == [
-                    ([items[i] for i in part] or items[:1], len(part), m == len(parts))
+                    (padded([items[i] for i in part] or items[:1], feed.rows), len(part), m == len(parts))
                     for m, part in enumerate(parts, 1)
                 ]
         elif action != "first":
@@ -357,7 +386,7 @@ def test_each_rank_gets_its_share_of_random_steps():
     for _ in range(30):
         kind = rng.choice(list(SHARES))
         batch = rng.randint(1, 5)
-        size = 6 * batch * rng.randint(1, 2) if kind == "interleaved" else rng.randint(1, 40)
+        size = rng.randint(3, 40)
         position = rng.choice([0, rng.randrange(1000), 10**9])
         actions = [("seek", position, DIGEST, [])] + [("step",)] * 5
         if rng.random() < 0.5:
@@ -608,9 +637,10 @@ def test_a_new_feed_straddles_epochs_and_has_ended_none():
     assert [len(feed.next_step().items) for _ in range(5)] == [4] * 5
 
 
-def test_one_item_stands_in_for_an_empty_share():
-    from gpt2_ddp.data.feed import _part
-
-    positions = np.arange(7, 12)
-    assert _part(positions, range(0)).tolist() == [7]
-    assert _part(positions, range(1, 3)).tolist() == [8, 9]
+@pytest.mark.parametrize(
+    ("rows", "part", "expected"),
+    [(1, range(0), [7]), (1, range(1, 3), [8, 9]), (3, range(4, 4), [7, 7, 7]), (3, range(3, 5), [10, 11, 11])],
+)
+def test_what_stands_in_for_a_small_share(rows, part, expected):
+    feed = Feed(Order(1, 100), GlobalBatch(5, interleaved(1, rows), rows=rows))
+    assert feed.padded_part(np.arange(7, 12), part).tolist() == expected

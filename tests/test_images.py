@@ -16,7 +16,7 @@ from commands import expect_error
 from gpt2_ddp.config.jobs import ClassifierConfig, ClassifierDataConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.images.load import read_images
-from gpt2_ddp.tasks.jobs import crop_and_flip, normalise
+from gpt2_ddp.tasks.jobs import crop_and_flip, normalise, random_numbers
 
 
 def read(folder, name: str = "cifar100") -> Any:
@@ -99,8 +99,10 @@ def test_normalised_to_one():
 
 def test_crops_and_flips_are_those_of_the_padded_image():
     image = torch.randint(1, 256, (3, 32, 32), dtype=torch.uint8)
-    torch.manual_seed(0)
-    found = crop_and_flip(image.expand(400, 3, 32, 32))
+    numbers = random_numbers(0, np.arange(400))
+    assert np.array_equal(random_numbers(0, np.arange(100, 105)), numbers[100:105]), "by position"
+    assert len({*numbers, *random_numbers(1, np.arange(400))}) == 800
+    found = crop_and_flip(image.expand(400, 3, 32, 32), numbers)
     padded = torch.nn.functional.pad(image, (4, 4, 4, 4))
     crops = {(t, left): padded[:, t : t + 32, left : left + 32] for t in range(9) for left in range(9)}
     allowed = {crop.numpy().tobytes(): (*place, False) for place, crop in crops.items()}

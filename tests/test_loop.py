@@ -119,11 +119,11 @@ def counted(config: TrainingConfig) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_processes_times_accumulation(corpus, tmp_path, name):
-    """1 x 4 and 2 x 2 micro-batches train the same. Each gradient byte is all-reduced once per optimizer step, and no
-    step waits for a device."""
-    found = []
-    for world in (1, 2):
-        config = training_config(corpus, tmp_path / str(world), {"train.steps": 5, "optim.name": name})
+    """12 windows on 1 process and on 5, which pad 3, train the same, with the same dropout. Each gradient byte is
+    all-reduced once per optimizer step, and no step waits for a device."""
+    found, changes = [], {"train.steps": 5, "optim.name": name, "train.micro_batch_size": 1, "model.dropout": 0.1}
+    for world in (1, 5):
+        config = training_config(corpus, tmp_path / str(world), changes)
         for syncs, (first, later) in run_ranks(counted, world, config):
             assert syncs[1:] == [0, 0, 0, 0]  # the first one starts the loader, which draws a seed on the CPU
             model = sum(4 * p.numel() for p in GPT(config.model, 512).parameters()) if world > 1 else 0

@@ -26,7 +26,7 @@ from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan import plan as planning
 from gpt2_ddp.plan.measure import START, Rate, Seen
-from gpt2_ddp.plan.plan import Plan, count, find_target, make_plan, seconds
+from gpt2_ddp.plan.plan import Plan, count, find_target, format_plan, make_plan, seconds
 from gpt2_ddp.training.peaks import GPUS
 
 
@@ -121,8 +121,9 @@ def test_a_folder_that_another_trainer_holds(corpus, tmp_path):
         assert everything(tmp_path) == before
         assert plan == run_ranks(refusals, 1, tmp_path, "train_gpt2", [])[0]
         assert "another trainer is running" in plan[1][0]
-    five = run_ranks(refusals, 1, tmp_path, "plan", ["--gpus", "5"])[0]
-    assert five == run_ranks(refusals, 5, tmp_path, "train_gpt2", [])[0]
+    few = ["--train.global_batch_tokens", "64"]  # two windows
+    three = run_ranks(refusals, 1, tmp_path, "plan", ["--gpus", "3", *few])[0]
+    assert three == run_ranks(refusals, 3, tmp_path, "train_gpt2", few)[0]
 
 
 def peak_of_a_run(arguments: list[str], script: str) -> tuple[int, float, str]:
@@ -277,6 +278,14 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
         plan = Plan(config, machine, "bf16", Seen(task=task))
         assert plan.rate.tokens_per_second == 0.4 * 989.5e12 / plan.flops_per_token
         assert plan.rate.evaluation == scored / (3 * plan.rate.tokens_per_second)
+
+
+def test_the_cost_of_padding_and_the_nearest_batch_without():
+    for gpus, split in ((6, (11, 8, 16, 504)), (7, (15, 5, 13, 504)), (8, (16, 4, 0, 512)), (600, (1, 1, 0, 512))):
+        config = plan_config(gpu="H100 80GB HBM3", gpus=gpus, train={"micro_batch_size": 16, "steps": 100})
+        plan = Plan(config, find_target(config, 1), "bf16", Seen())
+        assert (plan.micro_batch, plan.accumulation, plan.padding, plan.nearest_batch) == split
+        assert any(f"padding    {plan.padding} rows" in line for line in format_plan(plan)) == (plan.padding > 0)
 
 
 def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):

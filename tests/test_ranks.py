@@ -4,22 +4,22 @@ import torch
 from ranks import in_turn, run_ranks
 
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.training.loop import seed_step
+from gpt2_ddp.training.loop import seed_micro_batch
 
 
-def drawn(seed: int, step: int, rank: int) -> list[float]:
-    seed_step(seed, step, rank)
+def drawn(seed: int, step: int, number: int) -> list[float]:
+    seed_micro_batch(seed, step, number)
     return torch.rand(4).tolist()
 
 
-def test_what_is_drawn_depends_on_seed_step_and_rank_alone():
+def test_what_is_drawn_depends_on_seed_micro_batch_and_rank_alone():
     torch.rand(3)
     first = drawn(1, 2, 3)
     torch.rand(7)
     assert drawn(1, 2, 3) == first
     others = [drawn(*key) for key in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (2, 1, 3), (1, 1, 4), (0, 0, 0))]
     assert len({tuple(values) for values in [first, *others]}) == 7
-    seed_step(1, 2, 3)
+    seed_micro_batch(1, 2, 3)
     assert torch.initial_seed() == 4063502498695272493
 
 
@@ -27,7 +27,7 @@ def test_seeding_leaves_nothing_behind():
     """torch.manual_seed would queue a call, with a stack trace, at every step."""
     queued = len(torch.cuda._queued_calls)
     for step in range(10):
-        seed_step(1, step, 0)
+        seed_micro_batch(1, step, 0)
     assert len(torch.cuda._queued_calls) == queued
 
 

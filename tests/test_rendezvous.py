@@ -84,6 +84,11 @@ def test_what_the_gradients_of_a_training_take():
     assert line.startswith("gpt2_124m.yaml: 498 MB of gradients take 1.99 s of each step on this network: 0% of it")
     assert "40% at most" in line
     (line,) = cluster.network_notes(CheckClusterConfig(training="x"), training, [facts("a", 0)], ROWS)
+    seven = [facts("a", rank) for rank in range(7)]
+    _, padding = cluster.network_notes(CheckClusterConfig(training="x"), training, seven, ROWS)
+    assert padding == (
+        "x: 1.2% of each step of 512 windows is padding on 7 processes; none with train.global_batch_tokens 530432"
+    )
     assert line.endswith("on this network")
 
 

@@ -227,7 +227,7 @@ def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
     refused = {
         "train.init_from = nowhere": {"train.init_from": "nowhere"},
         "data = nowhere: is not a folder": {"data.path": "nowhere"},
-        "processes = 2": {"train.global_batch_tokens": 7 * 32, "eval.every": 1},
+        "processes = 2: more than the 1 windows": {"train.global_batch_tokens": 32, "eval.every": 1},
     }
     configs = [training_config(corpus, tmp_path / "runs", changes) for changes in refused.values()]
     for refusals in run_ranks(without_long_work, 2, configs):

@@ -12,6 +12,7 @@ from runs import state_of, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
+from gpt2_ddp.data.feed import micro_batches
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, missing_compiler, resolve_compile
@@ -136,9 +137,14 @@ def _train_without_compiler(config: TrainingConfig) -> None:
 
 
 def test_a_micro_batch_by_estimate():
-    sizes = [pick_micro_batch(12, "cuda", 1024, lambda size: 10.0 * size, room) for room in (1e9, 70, 30, 5)]
+    sizes = [
+        pick_micro_batch(micro_batches(12, 1), "cuda", 1024, lambda size: 10.0 * size, room)
+        for room in (1e9, 70, 30, 5)
+    ]
     assert sizes == [12, 6, 2, 1], "a tenth of the memory is left"
-    assert [pick_micro_batch(24, "cpu", size, lambda size: 0.0, 0.0) for size in (16, 128, 512, 2048)] == [24, 4, 1, 1]
+    assert [
+        pick_micro_batch(micro_batches(24, 1), "cpu", size, lambda size: 0.0, 0.0) for size in (16, 128, 512, 2048)
+    ] == [24, 4, 1, 1]
 
 
 def test_a_micro_batch_is_tried(monkeypatch):

@@ -330,7 +330,7 @@ def test_scale_with_processes(tmp_path):
 
 @pytest.mark.parametrize(("changes", "processes", "message"), [
     ({"launch.processes": 3}, 1, "launch.processes = 3: the launcher started 1"),
-    ({"train.global_batch_size": 7}, 2, "train.global_batch_size = 7: should be a multiple of the 2 processes"),
+    ({"train.global_batch_size": 2}, 3, "train.global_batch_size = 2: should be at least 1 for each of the 3"),
     ({"scale_with_processes": True}, 1, "scale_with_processes = True: the run's batch of 24 would become 12"),
 ])  # fmt: skip
 def test_another_number_of_processes(tmp_path, changes, processes, message):

@@ -50,7 +50,7 @@ class JobTrainConfig(LoopConfig):
     epochs: int = Field(default=10, ge=1)
     """passes over the training samples"""
     global_batch_size: int = Field(default=32, ge=1)
-    """samples per optimizer step over all processes; a multiple of their number"""
+    """samples per optimizer step over all processes"""
     micro_batch_size: int = Field(default=1024, ge=1)
     """samples per forward pass and process, at most; a larger share is accumulated in equal parts"""
 

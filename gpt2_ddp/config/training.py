@@ -166,7 +166,7 @@ class TrainConfig(LoopConfig):
     epochs: float | None = Field(default=None, gt=0)
     """passes over the training split; replaces steps when set"""
     global_batch_tokens: int = Field(default=524_288, ge=1)
-    """tokens per optimizer step over all processes; a multiple of block_size times the number of processes"""
+    """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: Windows = 16
     """most windows per forward pass and process; a step uses the largest divisor of the rank's share; auto: as many as
     fit a GPU, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a resumed run keeps its value on

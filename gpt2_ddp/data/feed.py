@@ -100,24 +100,29 @@ class GlobalBatch(NamedTuple):
 
     Args:
         by_epoch: a step ends with its epoch, so an epoch's last step may be short; otherwise a step straddles two.
+        rows: least rows of a micro-batch; a smaller share is padded.
     """
 
     size: int
     share: Shares
     by_epoch: bool = False
+    rows: int = 1
 
 
 class MicroBatch(NamedTuple):
     """Rows of one forward pass of a rank, on its device.
 
     Args:
-        n_valid: leading rows that count. An empty share has one row and n_valid = 0, as all-reduce needs every rank.
+        n_valid: leading rows that count; the others are padding. It is 0 for an empty share, as all-reduce needs every
+            rank.
         last: whether this is the step's last micro-batch.
+        positions: int64 [rows], in the endless order; each row has its own, also in another epoch.
     """
 
     rows: tuple[Tensor, ...]
     n_valid: int
     last: bool
+    positions: np.ndarray
 
 
 class Step(NamedTuple):
@@ -152,7 +157,7 @@ class Feed:
         workers: int = 0,
     ):
         self.order, self.source, self._accelerator, self.workers = order, source, accelerator, workers
-        self.step_size, self.share, self.by_epoch = batch
+        self.step_size, self.share, self.by_epoch, self.rows = batch
         self.position, self.order_digest = 0, FIRST_DIGEST
         self.skipped_ranges: list[tuple[int, int]] = []
         self.ended_epoch, self.waited = False, 0.0
@@ -189,17 +194,18 @@ class Feed:
             RuntimeError: from a micro-batch, if the loader delivers items other than the order's.
             UserError: from a micro-batch, if the source cannot be read.
         """
-        begun, positions = self.position, self.positions_from(self.position)
+        positions = self.positions_from(self.position)
         items = self.order.items_at(positions)
         self.position = int(positions[-1]) + 1
         self.order_digest = next_digest(self.order_digest, items)
         self.ended_epoch = self.epochs > int(positions[0]) // len(self.order)
-        return Step(items, self._deliver(items, begun))
+        return Step(items, self._deliver(positions, items))
 
     def first_micro_batch(self) -> MicroBatch:
         """The first micro-batch of the next step, without advancing."""
         if self._first is None:
-            self._first = next(self._deliver(self.order.items_at(self.positions_from(self.position)), self.position))
+            positions = self.positions_from(self.position)
+            self._first = next(self._deliver(positions, self.order.items_at(positions)))
         return self._first
 
     def positions_from(self, position: int) -> np.ndarray:
@@ -230,13 +236,20 @@ class Feed:
             return {}
         return self.order.by_source(self.position, self.skipped_ranges, unit, per_item)
 
+    def padded_part(self, values: np.ndarray, part: range) -> np.ndarray:
+        """The part of a step's values in a micro-batch, ascending as they are. Padding repeats the last one, or the
+        step's first for an empty part."""
+        own = values[part.start : part.stop] if part else values[:1]
+        missing = self.rows - len(own)
+        return np.append(own, np.repeat(own[-1:], missing)) if missing > 0 else own
+
     def _next_free(self, position: int) -> int:
         for start, stop in sorted(self.skipped_ranges):
             position = stop if start <= position < stop else position
         return position
 
-    def _deliver(self, items: np.ndarray, position: int) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the step that begins at `position`."""
+    def _deliver(self, positions: np.ndarray, items: np.ndarray) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the step that takes `positions`."""
         assert self._accelerator is not None, "a replay reads nothing"
         shares = self.share(len(items))
         for number, ranks in enumerate(shares, 1):
@@ -245,13 +258,13 @@ class Feed:
                 yield first
                 continue
             part = ranks[self._accelerator.process_index]
-            self._batches = self._batches or self._load(self._accelerator, position)
+            self._batches = self._batches or self._load(self._accelerator, int(positions[0]))
             started = time.perf_counter()
             rows, delivered = unwrap(next(self._batches))
             self.waited += time.perf_counter() - started
-            if not np.array_equal(delivered, expected := _part(items, part)):
+            if not np.array_equal(delivered, expected := self.padded_part(items, part)):
                 raise RuntimeError(f"micro-batch {number} holds items {delivered}, not the order's {expected}")
-            yield MicroBatch(rows, len(part), last=number == len(shares))
+            yield MicroBatch(rows, len(part), number == len(shares), self.padded_part(positions, part))
 
     def _load(self, accelerator: Accelerator, position: int) -> Iterator[tuple[tuple[Tensor, ...], np.ndarray]]:
         assert self.source is not None, "a replay reads nothing"
@@ -300,37 +313,63 @@ class _BatchSampler:
         while True:
             positions = self.feed.positions_from(position)
             for ranks in self.feed.share(len(positions)):
-                yield from (_part(positions, part) for part in ranks)
+                yield from (self.feed.padded_part(positions, part) for part in ranks)
             position = int(positions[-1]) + 1
 
 
-def _part(values: np.ndarray, part: range) -> np.ndarray:
-    """The part of a step's values; the first value for an empty part."""
-    return values[part.start : part.stop] if part else values[:1]
-
-
 def interleaved(processes: int, batch: int) -> Shares:
-    """Shares of equal size: micro-batch m of rank r has b items, from (m·W + r)·b on. b·W has to divide n."""
+    """Shares of b items: micro-batch m of rank r has those from (m·W + r)·b on. The last shares are smaller, or empty,
+    where b·W does not divide n."""
 
     @cache  # computing the parts takes 0.1 ms for 1,024 ranks, twice a step
     def share(n: int) -> list[list[range]]:
-        parts = [range(start, start + batch) for start in range(0, n, batch)]
+        parts = [range(min(start, n), min(start + batch, n)) for start in range(0, n + -n % (batch * processes), batch)]
         return [parts[first : first + processes] for first in range(0, len(parts), processes)]
 
     return share
 
 
-def split_batch(global_windows: int, processes: int, micro_batch_size: int) -> int:
-    """Micro-batch for G windows per step: the largest divisor of a rank's G / W windows up to `micro_batch_size`.
+def split_batch(windows: int, processes: int, largest: int) -> int:
+    """Micro-batch b for G windows per step on W processes, with b up to `largest`.
+
+    Where W divides G, b is the largest divisor of G / W. Otherwise a step has `padding_rows`. Then b is the size with
+    the fewest of them among those of M to 2·M micro-batches per rank, where M is the least possible number; on a tie,
+    the largest.
 
     Raises:
-        UserError: W does not divide G.
+        UserError: there are more processes than windows.
     """
-    if global_windows % processes:
-        fitting = ", ".join(str(number) for number in reversed(divisors(global_windows)) if number <= 64)
-        hint = f"does not divide the global batch of {global_windows} windows (train.global_batch_tokens / "
-        raise UserError("processes", processes, f"{hint}model.block_size); use {fitting} processes")
-    return next(size for size in divisors(global_windows // processes) if size <= micro_batch_size)
+    if processes > windows:
+        hint = f"more than the {windows} windows of a step (train.global_batch_tokens / model.block_size); start fewer"
+        raise UserError("processes", processes, hint)
+    if windows % processes == 0:
+        return next(size for size in divisors(windows // processes) if size <= largest)
+    share = -(-windows // processes)  # ceil
+    least = -(-share // largest)
+    sizes = [-(-share // count) for count in range(least, 2 * least + 1)]
+    return min(sizes, key=lambda size: (padding_rows(windows, processes, size), -size))
+
+
+def padding_rows(windows: int, processes: int, batch: int) -> int:
+    """Rows of a step's micro-batches that hold no window: M·W·b - G, where M is the least number that suffices."""
+    return -windows % (processes * batch)
+
+
+def nearest_without_padding(windows: int, processes: int, batch: int) -> int:
+    """The number of windows per step nearest to `windows` that splits evenly, in micro-batches of `batch` / 2 to
+    `batch`."""
+    for share in sorted(range(1, 2 * windows // processes + 2), key=lambda share: abs(share * processes - windows)):
+        if 2 * split_batch(share * processes, processes, batch) >= batch:
+            return share * processes
+    raise AssertionError("a share of one micro-batch is among them")
+
+
+def micro_batches(windows: int, processes: int) -> Iterator[int]:
+    """Sizes to try, the largest first: `split_batch` below each limit in turn. Where W divides G, the divisors."""
+    size = windows
+    while size:
+        yield (size := split_batch(windows, processes, size))
+        size -= 1
 
 
 def divisors(number: int) -> list[int]:

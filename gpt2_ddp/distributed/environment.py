@@ -70,6 +70,26 @@ def accelerate_words() -> list[str] | None:
     return None
 
 
+def machines() -> int:
+    """Number of machines, each with a launcher of its own; 1 without a launcher."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def elastic_nodes() -> str:
+    """torchrun's `--nnodes MIN:MAX`, if it restarts the ranks with whatever machines are there; empty otherwise."""
+    nodes = torchrun_option("nnodes") if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else ""
+    return nodes if ":" in nodes and len(set(nodes.split(":"))) > 1 else ""
+
+
+def torchrun_option(name: str) -> str:
+    """An option of the torchrun that is this process's parent, from its command line or PET_NAME; empty if unset."""
+    import psutil  # here, as `--help` does not need it
+
+    parent = psutil.Process().parent()
+    given = re.search(rf"--{name}[= ](\S+)", " ".join(parent.cmdline()) if parent else "")
+    return given[1] if given else os.environ.get(f"PET_{name.upper()}", "")
+
+
 def exit_code(outcome: str) -> int:
     """Exit code of a run: 1 if `diverged`, 75 if `stopped` without a launcher, else 0."""
     return 1 if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0

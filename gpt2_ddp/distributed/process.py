@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from gpt2_ddp.distributed.environment import STOPPED
-from gpt2_ddp.distributed.signals import Stopped
+from gpt2_ddp.distributed.environment import STOPPED, machines
+from gpt2_ddp.distributed.signals import Stopped, has_signal
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
 
@@ -71,7 +71,8 @@ def _started(pid: int) -> int:
 
 
 def end_with_parent(number: int) -> None:
-    """Sends this process signal `number` when its parent process ends, even by `kill -9`.
+    """Sends this process signal `number` when its parent process ends, even by `kill -9`. One of several machines that
+    lost its launcher without a signal is lost: its ranks are killed, and the other machines' launchers go on or end.
 
     Commands of a shell must not call this: `nohup python ... &` should outlive its shell. A thread waits for the end:
     PR_SET_PDEATHSIG would fire when the parent's *thread* ends that started this process, and exists on Linux only.
@@ -84,7 +85,8 @@ def end_with_parent(number: int) -> None:
         else:
             while os.getppid() == launcher:
                 time.sleep(POLL_SECONDS)
-        os.kill(os.getpid(), number)
+        is_lost = machines() > 1 and not has_signal()
+        os.kill(os.getpid(), signal.SIGKILL if is_lost else number)
 
     threading.Thread(target=signal_at_end, name="end with parent", daemon=True).start()
 

@@ -112,6 +112,11 @@ def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
     return uninstall
 
 
+def has_signal() -> bool:
+    """Whether this process has received one of the signals, since the newest handler was installed."""
+    return bool(_state.first)
+
+
 def is_second_interrupt(number: int) -> bool:
     """Whether a signal is a SIGINT that follows another signal and is no echo of it."""
     return number == signal.SIGINT and time.monotonic() > _state.first_at + ECHO_SECONDS

@@ -4,11 +4,10 @@ On CPUs the estimate was compared with the measured peak; on GPUs with none.
 """
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import divisors
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import muon_matrices
 
@@ -64,14 +63,17 @@ def setting_of(
     return Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base)
 
 
-def pick_micro_batch(share: int, kind: str, block_size: int, peak: Callable[[int], float], room: float) -> int:
-    """Estimate for `train.micro_batch_size: auto`: a divisor of `share`, the rank's windows per step.
+def pick_micro_batch(
+    sizes: Iterable[int], kind: str, block_size: int, peak: Callable[[int], float], room: float
+) -> int:
+    """Estimate for `train.micro_batch_size: auto`: the first of `sizes` that is expected to fit.
 
     Args:
+        sizes: the largest first (`data.feed.micro_batches`).
         peak: bytes of a process, as a function of the micro-batch. room: bytes of the device.
     """
     fits = (lambda size: peak(size) <= ROOM * room) if kind == "cuda" else lambda size: size * block_size <= CPU_TOKENS
-    return next(filter(fits, divisors(share)), 1)
+    return next(filter(fits, sizes), 1)
 
 
 @dataclass(frozen=True)

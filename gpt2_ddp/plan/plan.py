@@ -18,7 +18,7 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import divisors, split_batch
+from gpt2_ddp.data.feed import divisors, micro_batches, nearest_without_padding, padding_rows, split_batch
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.distributed.environment import is_main_process, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device, pick_precision
@@ -180,7 +180,8 @@ class Plan:
 
     Attributes:
         steps, tokens, epochs: of the whole run; None where they depend on data that are not there.
-        micro_batch, accumulation: 0 where the processes do not divide the global batch.
+        micro_batch, accumulation, padding: of a step; padding is in rows, over all processes.
+        nearest_batch: windows per step nearest to the configured ones that have no padding.
         splits: micro-batch and accumulation of each process count up to 64 that divides the global batch.
         fits: whether `memory` suffices. largest_micro_batch: the one that still fits, of a rank's share; 0 for none.
         data_bytes: of the shards; None where they are not prepared.
@@ -208,19 +209,20 @@ class Plan:
         self.tokens = tokens
         self.epochs = corpus.steps * windows / corpus.windows if corpus.steps and corpus.windows else None
         self.epoch_tokens = corpus.windows * config.model.block_size if corpus.windows else None
-        self.global_batch_windows = windows
+        self.global_batch_windows, self.block_size = windows, config.model.block_size
         self._setting = self._make_setting(seen.base)
-        share = ceil(windows / machine.processes)
-        batch, accumulation = self._split(share)
-        self.micro_batch, self.accumulation = (batch, accumulation) if windows % machine.processes == 0 else (0, 0)
-        self.splits = {n: self._split(windows // n) for n in divisors(windows)[::-1] if n <= 64}
+        processes = min(machine.processes, windows)  # more are refused
+        self.micro_batch, self.accumulation = self._split(processes)
+        self.padding = padding_rows(windows, processes, self.micro_batch)
+        self.nearest_batch = nearest_without_padding(windows, processes, self.micro_batch)
+        self.splits = {n: self._split(n) for n in divisors(windows)[::-1] if n <= 64}
         self.precision = precision
-        self.memory = self._memory_of(batch)
+        self.memory = self._memory_of(self.micro_batch)
         self.measured_memory = seen.memory
         fits_host = not machine.is_here or self.memory.host <= psutil.virtual_memory().available
         self.fits = self.memory.peak <= machine.memory and fits_host
-        fitting = (size for size in divisors(share) if self._memory_of(size).peak <= machine.memory)
-        self.largest_micro_batch = next(fitting, 0)
+        sizes = micro_batches(windows, processes)
+        self.largest_micro_batch = next((one for one in sizes if self._memory_of(one).peak <= machine.memory), 0)
         self.disk = disk(config, 4 * (self._setting.parameters + self._setting.state), corpus.validates)
         self.data_bytes = corpus.bytes
         self._add_time(seen.rate)
@@ -253,16 +255,17 @@ class Plan:
     def _memory_of(self, micro_batch: int) -> Memory:
         return estimate(replace(self._setting, micro_batch=micro_batch))
 
-    def _split(self, share: int) -> tuple[int, int]:
-        """Micro-batch and accumulation of a process with `share` windows in a step."""
-        size, machine = self._config.train.micro_batch_size, self.machine
-        if size == "auto" and share * machine.processes == self.global_batch_windows:
+    def _split(self, processes: int) -> tuple[int, int]:
+        """Micro-batch and accumulation of each process."""
+        size, machine, windows = self._config.train.micro_batch_size, self.machine, self.global_batch_windows
+        if size == "auto" and processes == machine.processes:
             size = self._resolved.get("micro_batch") or size
         if size == "auto":
-            peak = lambda size: self._memory_of(size).peak  # noqa: E731
-            size = pick_micro_batch(share, machine.kind, self._config.model.block_size, peak, machine.memory)
-        batch = split_batch(share, 1, size)
-        return batch, share // batch
+            peak, sizes = lambda size: self._memory_of(size).peak, micro_batches(windows, processes)
+            batch = pick_micro_batch(sizes, machine.kind, self._config.model.block_size, peak, machine.memory)
+        else:
+            batch = split_batch(windows, processes, size)
+        return batch, ceil(windows / (processes * batch))
 
     def _assume_rate(self) -> Rate | None:
         """As given, or by the MFU; None where the device has no known peak in this precision.
@@ -344,9 +347,12 @@ def format_plan(plan: Plan) -> list[str]:
         f"  arithmetic   {plan.flops_per_token / 1e6:,.1f} MFLOP a token{total}",
         f"  training     {_training(plan)}",
     ]
-    if plan.micro_batch:
-        step = f"{machine.processes} x {plan.accumulation} x {plan.micro_batch}"
-        lines.append(f"  a step       {plan.global_batch_windows:,} windows: {step} (processes x accumulation x batch)")
+    windows, step = plan.global_batch_windows, f"{machine.processes} x {plan.accumulation} x {plan.micro_batch}"
+    lines.append(f"  a step       {windows:,} windows: {step} (processes x accumulation x batch)")
+    if plan.padding:
+        tokens = plan.nearest_batch * plan.block_size
+        none = f"none with {plan.nearest_batch:,} windows (train.global_batch_tokens {tokens})"
+        lines.append(f"    padding    {plan.padding} rows, {plan.padding / windows:.1%} of a step's time; {none}")
     splits = ", ".join(f"{n} x {times} x {batch}" for n, (batch, times) in list(plan.splits.items())[:16])
     lines.append(f"  divisible by {splits}")
     lines.append(f"  memory       {_gb(memory.peak)} of {_gb(machine.memory)} GB a process, in {memory.moment}")

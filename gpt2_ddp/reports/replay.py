@@ -248,7 +248,7 @@ def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[st
         reasons.append(f"the run had {trained} processes")
     if processes != trained or (there != here and "cpu" in (there, here)):
         values = config.model_dump()
-        if values["model"].get("dropout") or values["data"].get("augment"):
+        if values["model"].get("dropout"):
             hint = f"what is random in it depends on its {trained} processes and on {there}"
             raise UserError("replay", config.kind, f"{hint}; replay it on as many of those")
     return processes, reasons

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
@@ -80,8 +81,10 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
     images = load_images(accelerator, config.data, config.seed, facts)
     model = image_model(config, images.facts)
 
-    def transform(images: Tensor, training: bool) -> Tensor:
-        return normalise(crop_and_flip(images) if training and config.data.augment else images)
+    def transform(images: Tensor, positions: np.ndarray | None) -> Tensor:
+        if positions is not None and config.data.augment:
+            images = crop_and_flip(images, random_numbers(config.seed, positions))
+        return normalise(images)
 
     ranks = _top(1, 5) if len(images.classes) > 5 else _top(1)
     tiny = isinstance(model, ResNet18) and max(images.shape[1:]) <= 8  # whose last layers see one pixel
@@ -130,15 +133,27 @@ def normalise(images: Tensor) -> Tensor:
     return images.float().div_(127.5).sub_(1)
 
 
-def crop_and_flip(images: Tensor) -> Tensor:
-    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2, drawn from
-    torch's default generator of the device. `images`: uint8 [B, 3, H, W]."""
+def random_numbers(seed: int, positions: np.ndarray) -> np.ndarray:
+    """A random number int64 [B] >= 0 of each position: the same on any number of processes."""
+    key = np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    mixed = (positions.astype(np.uint64) + key) * np.uint64(0x9E3779B97F4A7C15)  # then splitmix64's finaliser
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return ((mixed ^ (mixed >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+
+
+def crop_and_flip(images: Tensor, numbers: np.ndarray) -> Tensor:
+    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2.
+
+    Args:
+        images: uint8 [B, 3, H, W]. numbers: random, int64 [B].
+    """
     B, channels, H, W = images.shape
-    device = images.device
-    top, left = torch.randint(2 * PADDING + 1, (2, B, 1), device=device)
-    flipped = torch.rand(B, 1, device=device) < 0.5
+    device, places = images.device, 2 * PADDING + 1
+    drawn = np.stack([numbers % places, numbers // places % places, numbers // places**2 % 2])
+    top, left, flipped = torch.from_numpy(drawn).to(device, non_blocking=True)[:, :, None]  # 3 x [B, 1]
     columns = torch.arange(W, device=device).expand(B, W)
-    columns = torch.where(flipped, W - 1 - columns, columns) + left  # [B, W]
+    columns = torch.where(flipped > 0, W - 1 - columns, columns) + left  # [B, W]
     rows = torch.arange(H, device=device) + top  # [B, H]
     padded = F.pad(images, (PADDING,) * 4)
     sample = torch.arange(B, device=device)[:, None, None, None]

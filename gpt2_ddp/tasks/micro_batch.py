@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import divisors
+from gpt2_ddp.data.feed import micro_batches
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.model.memory import estimate, pick_micro_batch, setting_of
 
@@ -20,15 +20,15 @@ def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: 
         return estimate(setting_of(config, model, device.type, processes, accelerator.mixed_precision, size)).peak
 
     room = float(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0.0
-    share = config.global_batch_windows // processes
-    return min(gather_object([pick_micro_batch(share, device.type, config.model.block_size, peak, room)]))
+    sizes = micro_batches(config.global_batch_windows, processes)
+    return min(gather_object([pick_micro_batch(sizes, device.type, config.model.block_size, peak, room)]))
 
 
-def tried_micro_batch(model: GPT, accelerator: Accelerator, share: int, size: int) -> int:
-    """The largest divisor of the rank's share up to `size` whose forward and backward pass fits on every device, beside
-    the optimizer state; 1 if none fits. Collective."""
+def tried_micro_batch(model: GPT, accelerator: Accelerator, windows: int, size: int) -> int:
+    """The largest micro-batch up to `size` whose forward and backward pass fits on every device, beside the optimizer
+    state; 1 if none fits. Collective. `windows`: of a step."""
     model.to(accelerator.device)
-    sizes = (number for number in divisors(share) if 1 < number <= size)
+    sizes = (number for number in micro_batches(windows, accelerator.num_processes) if 1 < number <= size)
     return next((one for one in sizes if all(gather_object([_fits(model, accelerator, one)]))), 1)
 
 

@@ -30,7 +30,7 @@ from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree, on_every_
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import is_compiled
-from gpt2_ddp.model.evaluate import EvalSet, evaluate, mixed
+from gpt2_ddp.model.evaluate import IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
 from gpt2_ddp.training.meters import device_name
@@ -133,7 +133,7 @@ class Pretraining:
         self.config, self.accelerator, self._saved = config, accelerator, saved
         self._state = saved.state if saved else {}
         self.units_per_item = config.model.block_size
-        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises if W does not divide G
+        split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
         self._initial_weights = None
         self._resolve_eval_tokens()
         if saved:
@@ -181,7 +181,8 @@ class Pretraining:
             raise UserError("eval.patience", config.eval.patience, hint)
         check_same_data(config, corpus, self._state)
         self._resolve_micro_batch()
-        batch = GlobalBatch(config.global_batch_windows, interleaved(accelerator.num_processes, self.micro_batch))
+        shares = interleaved(accelerator.num_processes, self.micro_batch)
+        batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
         self.feed = Feed(corpus.order, batch, corpus.source, accelerator, config.data.workers)
         self._resolve_schedule(len(corpus.order))
         steps = self.total_steps(len(corpus.order)) or 0
@@ -251,8 +252,11 @@ class Pretraining:
         return lr_at(step, self.config.optim)
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        (tokens,) = batch.rows  # [b, T + 1]
-        return model(tokens[:, :-1], tokens[:, 1:], reduction="sum")
+        targets = tokens = batch.rows[0]  # [b, T + 1]
+        if batch.n_valid < len(tokens):
+            targets = tokens.clone()  # all of it: a compiled model would compile anew for other strides
+            targets[batch.n_valid :] = IGNORED
+        return model(tokens[:, :-1], targets[:, 1:], reduction="sum")
 
     def due(self, step: int, last: bool) -> Due:
         return due(self.config, step, last, self.feed.ended_epoch, self.validates)
@@ -361,14 +365,17 @@ class Pretraining:
             self.micro_batch = split_batch(config.global_batch_windows, processes, size)
 
     def _try_micro_batch(self) -> None:
-        """Lowers an estimated micro-batch until it fits the GPUs."""
+        """Lowers an estimated micro-batch until it fits the GPUs. Prints a note if dropout draws other masks."""
         processes = self.accelerator.num_processes
         if self._is_estimate and self.accelerator.device.type == "cuda":
             from gpt2_ddp.tasks.micro_batch import tried_micro_batch
 
-            share = self.config.global_batch_windows // processes
-            self.micro_batch = tried_micro_batch(self.model, self.accelerator, share, self.micro_batch)
-            self.feed.share = interleaved(processes, self.micro_batch)
+            windows = self.config.global_batch_windows
+            self.micro_batch = tried_micro_batch(self.model, self.accelerator, windows, self.micro_batch)
+            self.feed.share, self.feed.rows = interleaved(processes, self.micro_batch), self.micro_batch
+        before, now = self._state.get("micro_batch", self.micro_batch), self.micro_batch
+        if self.config.model.dropout and before != now:
+            self._note(f"dropout draws other masks from here on: the micro-batch was {before} and is {now}")
 
     def _check_branch(self, steps: int | None) -> None:
         """Raises: UserError if a branch has no step after its parent's."""

@@ -92,7 +92,8 @@ class Job:
         test: samples to score.
         losses: (outputs fp32, targets) -> fp32 [batch], each sample's loss.
         scores: (outputs, targets) -> further scores of each sample, [batch] by name.
-        transform: (inputs as stored, training) -> what the model takes; on the device, a batch at a time.
+        transform: (inputs as stored, positions) -> what the model takes; on the device, a batch at a time. Positions in
+            the order, int64 [batch], seed the augmentation; None in evaluation.
         facts: of the data, that checkpoints keep and a resumed run has to have: the names of `classes`.
         least_rows: that the model can be trained on at a time: BatchNorm needs two values.
     """
@@ -102,13 +103,13 @@ class Job:
     test: SampleSet
     losses: Callable[[Tensor, Tensor], Tensor]
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
-    transform: Callable[[Tensor, bool], Tensor] = lambda inputs, training: inputs
+    transform: Callable[[Tensor, np.ndarray | None], Tensor] = lambda inputs, positions: inputs
     facts: Mapping[str, Any] = field(default_factory=dict)
     least_rows: int = 1
 
     def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs of the model, and `loss` and further scores of each sample, [batch] by name."""
-        outputs = model(self.transform(inputs, False)).float()
+        outputs = model(self.transform(inputs, None)).float()
         return outputs, {"loss": self.losses(outputs, targets), **self.scores(outputs, targets)}
 
 
@@ -139,8 +140,8 @@ class Supervised:
             raise UserError("launch.processes", launched, hint)
         scale = processes if config.scale_with_processes else 1
         self.batch_size, self.lr = config.train.global_batch_size * scale, config.optim.lr * scale
-        if self.batch_size % processes:
-            hint = f"should be a multiple of the {processes} processes that share it"
+        if self.batch_size < processes:
+            hint = f"should be at least 1 for each of the {processes} processes that share it"
             raise UserError("train.global_batch_size", self.batch_size, hint)
         if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
             hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}"
@@ -188,7 +189,7 @@ class Supervised:
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """Sum of the samples' losses, of inputs that are transformed as in training."""
         inputs, targets = batch.rows
-        outputs = model(self.job.transform(inputs, True)).float()
+        outputs = model(self.job.transform(inputs, batch.positions)).float()
         return self.job.losses(outputs, targets)[: batch.n_valid].sum()
 
     def due(self, step: int, last: bool) -> Due:

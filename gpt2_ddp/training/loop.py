@@ -13,6 +13,7 @@ from torch import Tensor
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
 from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.meters import profile
@@ -53,6 +54,7 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
 
     Raises:
         UserError: of configuration, data, run folder or launch.
+        SystemExit: 75 if only other machines were stopped, for an elastic launcher to start this rank again.
     """
     begun, outcome = time.perf_counter(), "completed"
     with Run(config, make_task) as run:
@@ -66,7 +68,10 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
             run.finish(outcome)
         seconds = time.perf_counter() - begun
         folder = Path(config.output_dir) / config.run_name
-        return Result(outcome, run.step, run.scores, seconds, folder, run.best_checkpoint)
+        result = Result(outcome, run.step, run.scores, seconds, folder, run.best_checkpoint)
+    if outcome == "stopped" and run.stop.is_of_other_machines():
+        raise SystemExit(STOPPED)
+    return result
 
 
 def train_loop(run: Run) -> Outcome:
@@ -175,13 +180,13 @@ def train_step(run: Run) -> StepResult:
     Gradients are all-reduced once, in the last micro-batch's backward pass.
     """
     accelerator, task, optimizer, number = run.accelerator, run.task, run.optimizer, run.step + 1
-    seed_step(run.config.seed, number, accelerator.process_index)
     run.watchdog.heartbeat("data", number)
     step = task.feed.next_step()
     units = len(step.items) * task.units_per_item
     loss_sum, n_valid = torch.zeros((), device=accelerator.device), 0
-    for batch in step.micro_batches:
+    for m, batch in enumerate(step.micro_batches):
         run.watchdog.heartbeat("forward/backward")
+        seed_micro_batch(run.config.seed, number, m * accelerator.num_processes + accelerator.process_index)
         with nullcontext() if batch.last else accelerator.no_sync(run.model):
             loss = task.loss(run.model, batch)
             optimizer.backward(loss * (accelerator.num_processes / units))
@@ -194,10 +199,15 @@ def train_step(run: Run) -> StepResult:
     return StepResult(loss_sum, grad_norm, lr, units)
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds torch for the random numbers of one step (dropout, augmentation): a pure function of its arguments, so no
-    generator's state has to be saved."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + rank * 0x94D049BB133111EB) % 2**64
+def seed_micro_batch(seed: int, step: int, number: int) -> None:
+    """Seeds torch for the random numbers of one micro-batch (dropout): a pure function of its arguments,
+    so no generator's state has to be saved.
+
+    Args:
+        number: of the micro-batch in the step, over all ranks. So micro-batches of one size have the same dropout masks
+            on any number of ranks.
+    """
+    mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB) % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     value = (mixed ^ (mixed >> 32)) % 2**63
     torch.default_generator.manual_seed(value)

@@ -1,5 +1,6 @@
 """A training run: its lifecycle (open, build, start, finish, close), its state, its saves and its evaluations."""
 
+import socket
 import sys
 import time
 import uuid
@@ -29,7 +30,7 @@ from gpt2_ddp.checkpoint.run_files import METRICS, finite
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.environment import spare_core
+from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
 from gpt2_ddp.distributed.launch import describe_precision, start_run
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main, warm_up_ddp
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
@@ -76,6 +77,7 @@ class Run(Progress):
     def __init__(self, config: RunConfig, make_task: MakeTask, lock: bool = True):
         super().__init__(config.eval_patience)
         self.begun, self.reason, self._is_started = time.monotonic(), "", False
+        self.is_elastic = bool(elastic_nodes())
         self.accelerator: Accelerator = start_run(config)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.watchdog = Watchdog(rank, world, config.train.patience_seconds)
@@ -91,6 +93,7 @@ class Run(Progress):
         opened: list[RunFolder] = []  # a lock cannot be broadcast
         on_main(self.accelerator, lambda: opened.append(RunFolder(config, lock)))
         self.folder = folder = opened[0] if opened else None
+        self._check_shared_folder(config)
         if folder and lock:
             long_stage = LongStage()
             report = lambda status: (folder.write_heartbeat(status), long_stage.report(status))  # noqa: E731
@@ -105,6 +108,22 @@ class Run(Progress):
         if self.is_complete:  # only an intact checkpoint counts
             newest = self.newest()
             super().load_state_dict(newest.state if newest else {})
+
+    def _check_shared_folder(self, config: RunConfig) -> None:
+        """Raises UserError if an elastic launcher may move rank 0 to a machine without the run folder."""
+        if not self.is_elastic:
+            return
+        lock = Path(config.output_dir, config.run_name, ".lock")
+        there = on_main(self.accelerator, lambda: lock.stat().st_ino)
+
+        def compare() -> None:
+            if not lock.exists() or lock.stat().st_ino != there:
+                hint = (
+                    f"is not the same folder on {socket.gethostname()} as on rank 0's machine; an elastic job may go on"
+                )
+                raise UserError("output_dir", config.output_dir, f"{hint} on any machine: use a shared disk")
+
+        on_every_rank(self.accelerator, compare)
 
     def __enter__(self) -> "Run":
         return self
@@ -250,24 +269,31 @@ class Run(Progress):
         config, folder = self.config, self.folder
         self.metrics = Metrics(folder, self.step, self.steps or 0)
         self.stop = StopRequest(self.accelerator, self.begun, config.train.max_minutes, self.watchdog.progress)
+        self.stop.is_elastic = self.is_elastic and machines() > 1
         self.throughput = Throughput(self.task, self.accelerator.device, config.tracking.peak_flops)
         self._is_started = True
         if folder:
             self.metrics.start_trackers(config, self.run_id)
             folder.write_status("running", self.step)
         self.metrics.print(self._describe_start())
+        if self.is_elastic:
+            store = torchrun_option("rdzv_endpoint")
+            what = f"goes on with any {elastic_nodes()} machines, from the newest checkpoint"
+            self.metrics.print(f"note: elastic: {what}; only the machine of the rendezvous, {store}, may not be lost")
         if note := self.throughput.why_no_mfu():
             self.metrics.print(note)
 
     def _describe_start(self) -> str:
-        accelerator, task = self.accelerator, self.task
-        shares = task.feed.share(task.feed.step_size)
-        units = max(len(ranks[accelerator.process_index]) for ranks in shares) * task.units_per_item
+        accelerator, task, feed = self.accelerator, self.task, self.task.feed
+        shares = feed.share(feed.step_size)
+        rows = [max(len(part), feed.rows) for ranks in shares for part in ranks]
+        padding = sum(rows) / feed.step_size - 1
         begins = f"goes on from step {self.step}" if self.step else "starts"
         count, kind = accelerator.num_processes, accelerator.device.type
         what = f"{sum(map(Tensor.numel, self.parameters)):,} parameters, {count} x {kind}"
         what += f", precision {describe_precision(accelerator)}"
-        return f"{self.config.run_name} {begins}: {what}; a step is {len(shares)} x {units:,} {task.unit} per process"
+        what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
+        return f"{self.config.run_name} {begins}: {what}" + f", {padding:.1%} of them padding" * (padding > 0)
 
     def finish(self, outcome: Outcome) -> None:
         """Waits for the last save and records how training ended. Collective."""

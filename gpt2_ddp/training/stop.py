@@ -11,9 +11,12 @@ from typing import TypeVar
 from accelerate import Accelerator
 
 from gpt2_ddp.distributed.ranks import AsyncSum
-from gpt2_ddp.distributed.signals import install_handlers, is_second_interrupt
+from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
 
 T = TypeVar("T")
+
+SIGNAL_SECONDS = 3.0
+"""How much later than the first machine the last one may receive a signal that is meant for all."""
 
 
 class Interrupted(BaseException):
@@ -34,6 +37,8 @@ class StopRequest:
     Attributes:
         reason: of the stop, on this rank; empty without a stop.
         is_agreed: whether all ranks have agreed to stop.
+        is_elastic: whether signals stop only the machines that received them. The elastic launchers of the others start
+            their ranks again. Any other reason stops all.
         restore_handlers: reinstalls the earlier signal handlers.
         reserve: seconds before a deadline at which to stop, so that the checkpoint is saved in time.
     """
@@ -54,13 +59,15 @@ class StopRequest:
                 self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
             if end := os.environ.get("SLURM_JOB_END_TIME", ""):  # in seconds since 1970
                 self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
-        self._sums, self._done = AsyncSum(accelerator, 2), 0
+        self.is_elastic = self._is_by_signal = False
+        self._sums, self._done, self._ends_all = AsyncSum(accelerator, 3), 0, True
         self._slowest = {"step": 0.0, "save": 0.0}
         self.restore_handlers = install_handlers(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if is_second_interrupt(number):
             raise KeyboardInterrupt
+        self._is_by_signal = self._is_by_signal or not self.reason
         self.request(signal.Signals(number).name)
 
     def request(self, reason: str) -> None:
@@ -85,11 +92,20 @@ class StopRequest:
         for deadline, reason in self._deadlines:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
-        requested, self._done = self._sums.exchange([bool(self.reason), done])
+        requested, signals, self._done = self._sums.exchange([bool(self.reason), self._is_by_signal, done])
         if requested or (self._alone and self.reason):
+            self._ends_all = self._ends_all and (not self.is_elastic or requested > signals)
             self.reason = self.reason or "another rank"
             self.is_agreed = True
         return self.is_agreed
+
+    def is_of_other_machines(self) -> bool:
+        """Whether an elastic launcher has to start this rank again, since only other machines' launchers ended theirs.
+        Waits for a signal to this one."""
+        deadline = time.monotonic() + SIGNAL_SECONDS
+        while not self._ends_all and not has_signal() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self.is_agreed and not self._ends_all and not has_signal()
 
     def sync(self) -> bool:
         """`check`, including every signal received so far; the ranks wait for each other."""
