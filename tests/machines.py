@@ -1,4 +1,4 @@
-"""Machines for the tests: network namespaces joined by a cable, each with a name, processes and a folder of its own."""
+"""Machines for the tests: network namespaces on one switch, each with a name, processes and a folder of its own."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 from commands import BIN, ROOT, environment
 
 WIRE = "wire0"
-"""The interface at each end of the cable."""
+"""The interface of a machine's cable."""
 
 
 class Machine:
@@ -23,7 +23,7 @@ class Machine:
     """
 
     def __init__(self, number: int, folder: Path):
-        self.name, self.address = f"node-{'ab'[number]}", f"10.0.0.{number + 1}"
+        self.name, self.address = f"node-{'abc'[number]}", f"10.0.0.{number + 1}"
         self.netns = f"gpt2-{os.getpid()}-{self.name}"
         self.folder = folder / self.name
         self.hosts = folder / f"{self.name}.hosts"
@@ -62,10 +62,16 @@ class Machine:
 
     def ranks(self) -> list[psutil.Process]:
         """The training processes that its launcher has started."""
+        return [process for process in self._processes() if process.cmdline()[1:3] == ["-u", "scripts/train_gpt2.py"]]
+
+    def launcher(self) -> psutil.Process:
+        """Its torchrun."""
+        return next(process for process in self._processes() if process.cmdline()[1:2] == [str(BIN / "torchrun")])
+
+    def _processes(self) -> list[psutil.Process]:
         if not self.started or self.started[-1].poll() is not None:
             return []
-        launchers = psutil.Process(self.started[-1].pid).children(recursive=True)
-        return [process for process in launchers if process.cmdline()[1:3] == ["-u", "scripts/train_gpt2.py"]]
+        return psutil.Process(self.started[-1].pid).children(recursive=True)
 
     def ip(self, command: str) -> None:
         subprocess.run(["ip", "-n", self.netns, *command.split()], check=True)
@@ -81,16 +87,17 @@ class Machine:
 
 
 @contextmanager
-def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines and the cable between them, gone at the end with all that runs there."""
+def joined_machines(folder: Path, count: int = 2) -> Iterator[tuple[Machine, ...]]:
+    """Machines, and a switch between them, gone at the end with all that runs there."""
     if os.getuid() != 0:
         pytest.skip("network namespaces are made by root alone")
-    machines = Machine(0, folder), Machine(1, folder)
+    machines, switch = tuple(Machine(number, folder) for number in range(count)), f"gpt2-{os.getpid()}-switch"
     try:
-        make = [f"netns add {machine.netns}" for machine in machines]
-        first, second = [machine.netns for machine in machines]
-        make += [f"link add {WIRE} netns {first} type veth peer name {WIRE} netns {second}"]
+        make = [f"netns add {name}" for name in (switch, *(machine.netns for machine in machines))]
+        make += [f"-n {switch} link add switch type bridge", f"-n {switch} link set switch up"]
         for machine in machines:
+            make += [f"link add {WIRE} netns {machine.netns} type veth peer name {machine.name} netns {switch}"]
+            make += [f"-n {switch} link set {machine.name} master switch", f"-n {switch} link set {machine.name} up"]
             make += [f"-n {machine.netns} addr add {machine.address}/24 dev {WIRE}"]
             make += [f"-n {machine.netns} link set {interface} up" for interface in (WIRE, "lo")]
             names = "".join(f"{other.address} {other.name}\n" for other in machines)
@@ -106,7 +113,8 @@ def two_machines(folder: Path) -> Iterator[tuple[Machine, Machine]]:
     finally:
         for machine in machines:
             machine.end()
-            subprocess.run(["ip", "netns", "del", machine.netns], check=False, capture_output=True)
+        for name in (switch, *(machine.netns for machine in machines)):
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:

@@ -65,12 +65,12 @@ PARENT = """
 """
 
 
-def family(folder: Path, start: str) -> tuple[subprocess.Popen, psutil.Process]:
+def family(folder: Path, start: str, **env: str) -> tuple[subprocess.Popen, psutil.Process]:
     """A parent and the child that it started from a thread."""
     (folder / "child.py").write_text(textwrap.dedent(CHILD))
     (folder / "parent.py").write_text(textwrap.dedent(PARENT).replace("{start}", start))
     command = [sys.executable, "parent.py", "ended"]
-    parent = subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(command, cwd=folder, env=environment(**env), stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     return parent, psutil.Process(int(parent.stdout.readline()))
 
@@ -93,6 +93,27 @@ def test_a_parent_that_is_gone_already_counts(tmp_path):
     parent.wait()
     child.wait(30)
     assert (tmp_path / "ended").read_text() == "SIGUSR1"
+
+
+def test_an_orphan_of_one_of_several_machines_is_killed(tmp_path):
+    """It must not ask the other machines to stop."""
+    parent, child = family(tmp_path, STARTED["as a command"], GROUP_WORLD_SIZE="2")
+    parent.kill()
+    parent.wait()
+    child.wait(30)
+    assert not (tmp_path / "ended").exists()
+
+
+def test_an_orphan_that_was_signalled_before_saves(monkeypatch):
+    sent = []
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.setattr(parent, "has_signal", lambda: True)
+    monkeypatch.setattr(parent.os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(parent.os, "getppid", iter((1, 2)).__next__)
+    parent.end_with_parent(signal.SIGTERM)
+    while not sent:
+        time.sleep(0.02)
+    assert sent == [signal.SIGTERM]
 
 
 HELP = """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from commands import BIN, environment
-from machines import WIRE, Machine, two_machines, wait_until
+from machines import WIRE, Machine, joined_machines, wait_until
 from pages import ROOT, commands
 
 pytestmark = pytest.mark.cluster
@@ -45,7 +45,7 @@ def of_page(part: str) -> str:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
     """Two of them, each of which has prepared its own data."""
-    with two_machines(tmp_path_factory.mktemp("machines")) as both:
+    with joined_machines(tmp_path_factory.mktemp("machines")) as both:
         for machine in both:
             (machine.folder / "texts").mkdir()
             for name in ("abc", "bisect", "heapq", "queue", "sched", "shlex", "textwrap"):
@@ -176,7 +176,7 @@ def test_a_machine_that_joins_late(machines, alone):
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(machines, alone, victim):
     """Rank 0 is the same machine's afterwards, which has the checkpoints."""
     run = f"killed{victim}"
-    begin(machines, of_page("--max_restarts"), run)
+    begin(machines, of_page("--max_restarts 3"), run)
     wait_until(lambda: step(machines[0], run) > 50)
     (rank,) = machines[victim].ranks()
     rank.kill()

@@ -76,9 +76,12 @@ def hurry(project: Path) -> None:
 
 def equal(run: Path, reference: Path) -> bool:
     """Whether every step had the same data and the same loss, and the final weights the same bits."""
-    mine, other = ([(row["step"], row["order_digest"], row["loss"]) for row in rows(folder) if "loss" in row]
-                   for folder in (run, reference))  # fmt: skip
+    mine, other = steps_of(run), steps_of(reference)
     return mine == other and len(mine) == STEPS and same(weights(run), weights(reference))
+
+
+def steps_of(run: Path) -> list[tuple[int, str, float]]:
+    return [(row["step"], row["order_digest"], row["loss"]) for row in rows(run) if "loss" in row]
 
 
 def test_the_time_limit(slurm: Slurm, project, reference):
@@ -140,6 +143,27 @@ def test_a_lost_node(slurm: Slurm, project, reference):
     slurm.restarted(job)
     assert slurm.ended(job) == "COMPLETED", said(project)
     assert equal(run, reference)
+
+
+def test_a_drained_node(slurm: Slurm, project, reference):
+    """A requeued job of two nodes goes on with the one that is left."""
+    run = project / "runs/run"
+    job = slurm.sbatch(project)
+    slurm.wait("a step", lambda: trains(run))
+    slurm("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
+    try:
+        slurm("scancel", "--signal=TERM", job)
+        slurm.wait("requeued", lambda: slurm.job(job)["Restarts"] == "1")
+        slurm("scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1", "StartTime=now")
+        hurry(project)
+        assert slurm.ended(job) == "COMPLETED", said(project)
+    finally:
+        slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert [row["processes"] for row in lines if row.get("event") == "start"] == [2, 1]
+    for mine, other in zip(steps_of(run), steps_of(reference), strict=True):
+        assert mine[:2] == other[:2]
+        assert mine[2] == pytest.approx(other[2], abs=5e-6)
 
 
 def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project, reference):

@@ -142,3 +142,33 @@ def test_a_signal_that_comes_twice_is_one_request():
     """To every process of a job, and again through the launcher; who interrupts later than that is impatient."""
     calls = [(interrupted, first, echo) for first in (signal.SIGINT, signal.SIGTERM) for echo in (600.0, 0.0)]
     assert run_ranks(in_turn, 1, *calls) == [[("another rank", False), ("another rank", True)] * 2]
+
+
+def agreed(reasons: list[str], elastic: bool = True) -> tuple[bool, bool]:
+    """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a signal."""
+    accelerator = build_accelerator("cpu", "no")
+    stop = StopRequest(accelerator, time.monotonic())
+    stop.is_elastic = elastic
+    reason = reasons[accelerator.process_index]
+    if reason == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif reason:
+        stop.request(reason)
+    stop.sync()
+    result = stop.is_agreed, stop.is_of_other_machines()
+    stop.restore_handlers()
+    signals._state.saved = False
+    return result
+
+
+def test_an_elastic_stop_is_of_the_machines_that_were_signalled(monkeypatch):
+    cases = [
+        (["", "SIGTERM"],),
+        (["SIGTERM", "SIGTERM"],),
+        (["time", "SIGTERM"],),
+        (["time", ""],),
+        (["", "SIGTERM"], False),
+    ]
+    ranks = run_ranks(in_turn, 2, *[(agreed, *case) for case in cases])
+    assert ranks[0] == [(True, True), *[(True, False)] * 4]
+    assert ranks[1] == [(True, False)] * 5

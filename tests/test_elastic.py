@@ -1,0 +1,143 @@
+"""An elastic job on two and three machines with a shared disk: it goes on by itself when a machine is lost, is stopped
+or joins. Order digest and losses are those of the run left alone.
+
+`make test-cluster ARGS=-s` prints seconds from each fault to the next step, and the steps that were lost.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import WIRE, Machine, joined_machines, wait_until
+from pages import ROOT, commands
+from runs import training_config
+
+from gpt2_ddp.config.cli import dump
+
+pytestmark = pytest.mark.cluster
+
+STEPS, EVERY = 600, 20
+"""Steps of the run, and between its checkpoints."""
+PACED = """
+import runpy, time
+from gpt2_ddp.training import loop
+
+step = loop.train_step
+loop.train_step = lambda run: (time.sleep(0.1), step(run))[1]
+runpy.run_path("scripts/train_gpt2.py", run_name="__main__")
+"""
+"""The script with steps that last: machines take seconds to join."""
+(COMMAND,) = [command.text for command in commands(ROOT / "docs/several-machines.md") if "--nnodes 1:4" in command.text]
+
+
+class Job:
+    """An elastic run on machines, of which the last has the rendezvous.
+
+    Args:
+        folder: on the shared disk.
+    """
+
+    def __init__(self, machines: tuple[Machine, ...], folder: Path, corpus: Path):
+        self.machines, self.run = machines, folder / "run"
+        changes = {"train.steps": STEPS, "checkpoint.every": EVERY, "train.patience_seconds": 5, "eval.every": STEPS}
+        (folder / "config.yaml").write_text(dump(training_config(corpus, folder, changes)))
+        (folder / "paced.py").write_text(PACED)
+        launcher = COMMAND.partition("scripts/train_gpt2.py")[0].replace("10.0.0.1", machines[-1].address)
+        self.command = f"{launcher} {folder / 'paced.py'} --config {folder / 'config.yaml'}"
+
+    def start(self, *machines: Machine) -> None:
+        for machine in machines:
+            machine.start(self.command)
+
+    def rows(self) -> list[dict[str, Any]]:
+        file = self.run / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.is_file() else []
+
+    def step(self) -> int:
+        return max((row["step"] for row in self.rows() if "loss" in row), default=0)
+
+    def starts(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if row.get("event") == "start"]
+
+    def goes_on(self, what: str, processes: int, fault: Callable[[], object]) -> int:
+        """Waits until it trains on so many processes after the fault; returns how many steps were lost."""
+        before, starts = self.step(), len(self.starts())
+        wait_until(lambda: self.step() > before + 5)
+        at, begun = self.step(), time.monotonic()
+        fault()
+        own = lambda: [row for row in self.starts()[starts:] if row["processes"] == processes]  # noqa: E731
+        wait_until(lambda: own() and self.rows()[-1]["step"] > own()[-1]["step"])
+        lost = max(at - own()[-1]["step"], 0)
+        print(f"\n{what}: next step after {time.monotonic() - begun:.0f} s, {lost} steps lost")
+        return lost
+
+    def ends_as(self, alone: list[tuple[int, str, float]]) -> None:
+        wait_until(lambda: '"completed"' in (self.run / "status.json").read_text())
+        assert self.machines[-1].started[-1].wait(60) == 0
+        mine = figures(self.rows())
+        assert [row[:2] for row in mine] == [row[:2] for row in alone]
+        assert [row[2] for row in mine] == pytest.approx([row[2] for row in alone], abs=5e-6)
+
+
+def figures(rows: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
+    return [(row["step"], row["order_digest"], row["loss"]) for row in rows if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    with joined_machines(tmp_path_factory.mktemp("machines"), 3) as three:
+        yield three
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(machines):
+    yield
+    for machine in machines:
+        machine.end()
+        machine.ip(f"link set {WIRE} up")
+
+
+@pytest.fixture(scope="module")
+def alone(machines, corpus, tmp_path_factory) -> list[tuple[int, str, float]]:
+    """Step, digest and loss of each step on one process."""
+    job = Job(machines, tmp_path_factory.mktemp("alone"), corpus)
+    command = f"python scripts/train_gpt2.py --config {job.run.parent / 'config.yaml'}"
+    assert machines[0].start(command).wait(300) == 0, machines[0].said
+    return figures(job.rows())
+
+
+def test_a_machine_is_lost_and_comes_back(machines, alone, corpus, tmp_path):
+    """The launcher alone is killed, then it is stopped by a signal; each time it comes back."""
+    _, lost, last = machines
+    job = Job((lost, last), tmp_path, corpus)
+    job.start(lost, last)
+    assert job.goes_on("launcher killed", 1, lambda: lost.launcher().kill()) < EVERY
+    lost.end()
+    assert job.goes_on("a machine joins", 2, lambda: job.start(lost)) == 0
+    assert job.goes_on("launcher told to stop", 1, lambda: lost.launcher().send_signal(signal.SIGTERM)) == 0
+    assert job.goes_on("a machine joins", 2, lambda: job.start(lost)) == 0
+    job.ends_as(alone)
+
+
+def test_rank_0s_machine_of_three_loses_its_cable_and_returns(machines, alone, corpus, tmp_path):
+    first, _, last = machines
+    job = Job(machines, tmp_path, corpus)
+    job.start(*machines)
+    wait_until(lambda: job.starts() and job.starts()[-1]["processes"] == 3)
+    wait_until(lambda: f"only the machine of the rendezvous, {last.address}:29500, may not be lost" in first.said)
+    assert job.goes_on("cable out", 2, lambda: first.ip(f"link set {WIRE} down")) < EVERY
+    assert job.goes_on("cable in again", 3, lambda: first.ip(f"link set {WIRE} up")) == 0
+    job.ends_as(alone)
+
+
+def test_a_run_folder_that_is_not_shared_is_refused(machines, corpus, tmp_path):
+    job = Job(machines[1:], tmp_path, corpus)
+    job.command += " --output_dir own"
+    job.start(*machines[1:])
+    wait_until(lambda: any(machine.errors for machine in machines[1:]))
+    (error,) = {line for machine in machines[1:] for line in machine.errors[:1]}
+    assert error.startswith("error: output_dir = own: is not the same folder on node-")
