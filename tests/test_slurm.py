@@ -163,7 +163,7 @@ def test_a_drained_node(slurm: Slurm, project, reference):
     assert [row["processes"] for row in lines if row.get("event") == "start"] == [2, 1]
     for mine, other in zip(steps_of(run), steps_of(reference), strict=True):
         assert mine[:2] == other[:2]
-        assert mine[2] == pytest.approx(other[2], abs=5e-6)
+        assert mine[2] == pytest.approx(other[2], rel=5e-6)
 
 
 def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project, reference):
