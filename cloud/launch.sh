@@ -16,6 +16,8 @@ stop() {
     esac
     # unquoted: several of them. A launcher that has none yet has nothing to lose
     kill -TERM ${ranks:-$command}
+    # an elastic launcher would wait for those of the other machines, which go on
+    [[ $ranks ]] && (for rank in $ranks; do tail --pid="$rank" -f /dev/null; done; sleep 5; kill -TERM "$command") &
 } 2>/dev/null
 trap 'stop "${@:2}"' TERM INT  # before there is anything to stop
 "${@:2}" &
