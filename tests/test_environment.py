@@ -1,13 +1,15 @@
 """What launchers leave in the environment: numbers, nothing, or nonsense."""
 
 import os
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from ranks import free_port
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
-from gpt2_ddp.distributed.environment import is_main_process, world_size
+from gpt2_ddp.distributed.environment import elastic_nodes, is_main_process, torchrun_option, world_size
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
 
@@ -71,3 +73,21 @@ def test_a_rank_that_is_no_number_is_said_aloud(monkeypatch, capsys):
         run_command(CheckClusterConfig, check_cluster)
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: RANK = first: should be a rank or port, 0 or more; ")
+
+
+@pytest.mark.parametrize(("command", "variable", "restarts", "nodes"), [
+    ("torchrun --nnodes 1:4 --max_restarts 3 train.py", "", "3", "1:4"),
+    ("torchrun --nnodes=2:4 train.py", "", "3", "2:4"),
+    ("torchrun train.py", "1:4", "3", "1:4"),
+    ("torchrun --nnodes 1:4 train.py", "", "0", ""),
+    ("torchrun --nnodes 2 train.py", "1:4", "3", ""),
+    ("torchrun --nnodes 2:2 train.py", "", "3", ""),
+    ("torchrun train.py", "", "3", ""),
+])  # fmt: skip
+def test_an_elastic_launcher(monkeypatch, command, variable, restarts, nodes):
+    launcher = SimpleNamespace(cmdline=command.split)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: launcher))
+    monkeypatch.setenv("PET_NNODES", variable)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    assert elastic_nodes() == nodes
+    assert torchrun_option("rdzv_endpoint") == ""

@@ -15,12 +15,14 @@ from ranks import in_turn, run_ranks
 from runs import rows, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
+from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.training.loop import Result, finish_pending
 from gpt2_ddp.training.progress import Pending
 
@@ -149,6 +151,21 @@ def test_resumed_on_other_numbers_of_processes(corpus, tmp_path, trained):
         assert a["order_digest"] == b["order_digest"]
         assert a["loss"] == pytest.approx(b["loss"], abs=5e-6)
         assert a["lr"] == b["lr"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_any_number_of_processes(corpus, tmp_path):
+    """8, 3, 7, 1, 6, 2, 5 and 4 processes in turn train what one does, with dropout and a document mask."""
+    changes = {"model.dropout": 0.1, "model.document_mask": True, "train.micro_batch_size": 1, "optim.decay_steps": 24}
+    run_ranks(train, 1, training_config(corpus, tmp_path / "whole", changes | {"train.steps": 24, "eval.every": 3}))
+    for turn, world in enumerate((8, 3, 7, 1, 6, 2, 5, 4), 1):
+        run_ranks(train, world, training_config(corpus, tmp_path, changes | {"train.steps": 3 * turn, "eval.every": 3}))
+    whole, parts = rows(tmp_path / "whole/run"), rows(tmp_path / "run")
+    assert [row["step"] for row in parts] == list(range(25))
+    for a, b in zip(whole[1:], parts[1:], strict=True):
+        assert a["order_digest"] == b["order_digest"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=5e-6)
+    assert verify_run(VerifyConfig(run=str(tmp_path / "run"))) == 0
 
 
 def train_on_unlike_processors(config: TrainingConfig) -> str:
