@@ -93,7 +93,8 @@ class Run(Progress):
         opened: list[RunFolder] = []  # a lock cannot be broadcast
         on_main(self.accelerator, lambda: opened.append(RunFolder(config, lock)))
         self.folder = folder = opened[0] if opened else None
-        self._check_shared_folder(config)
+        if lock and self.is_elastic:
+            self._check_shared_folder(config)
         if folder and lock:
             long_stage = LongStage()
             report = lambda status: (folder.write_heartbeat(status), long_stage.report(status))  # noqa: E731
@@ -111,8 +112,6 @@ class Run(Progress):
 
     def _check_shared_folder(self, config: RunConfig) -> None:
         """Raises UserError if an elastic launcher may move rank 0 to a machine without the run folder."""
-        if not self.is_elastic:
-            return
         lock = Path(config.output_dir, config.run_name, ".lock")
         there = on_main(self.accelerator, lambda: lock.stat().st_ino)
 
