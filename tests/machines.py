@@ -117,6 +117,15 @@ def joined_machines(folder: Path, count: int = 2) -> Iterator[tuple[Machine, ...
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
+@pytest.fixture
+def nothing_is_left(machines: tuple[Machine, ...]) -> Iterator[None]:
+    """The next test has a cable, and nobody else on the port."""
+    yield
+    for machine in machines:
+        machine.end()
+        machine.ip(f"link set {WIRE} up")
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import WIRE, Machine, joined_machines, wait_until
+from machines import WIRE, Machine, joined_machines, nothing_is_left, wait_until  # noqa: F401
 from pages import ROOT, commands
 from runs import training_config
 
 from gpt2_ddp.config.cli import dump
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_left")]
 
 STEPS, EVERY = 600, 20
 """Steps of the run, and between its checkpoints."""
@@ -91,14 +91,6 @@ def figures(rows: list[dict[str, Any]]) -> list[tuple[int, str, float]]:
 def machines(tmp_path_factory):
     with joined_machines(tmp_path_factory.mktemp("machines"), 3) as three:
         yield three
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(machines):
-    yield
-    for machine in machines:
-        machine.end()
-        machine.ip(f"link set {WIRE} up")
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 from commands import BIN, environment
-from machines import WIRE, Machine, joined_machines, wait_until
+from machines import WIRE, Machine, joined_machines, nothing_is_left, wait_until  # noqa: F401
 from pages import ROOT, commands
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_left")]
 
 STEPS = 200
 """Enough of them for something to happen in their middle."""
@@ -56,15 +56,6 @@ def machines(tmp_path_factory):
         first, second = [(machine.folder / "data/mine/manifest.json").read_bytes() for machine in both]
         assert first == second
         yield both
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(machines):
-    """The next test has a cable, and nobody else on the port."""
-    yield
-    for machine in machines:
-        machine.end()
-        machine.ip(f"link set {WIRE} up")
 
 
 @pytest.fixture(scope="module")
