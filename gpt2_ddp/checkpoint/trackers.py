@@ -22,13 +22,9 @@ EVENTS = "events.out.tfevents.*"
 
 
 class Tracker:
-    """One tracker's run; on the main process.
+    """One tracker's run; on the main process."""
 
-    Attributes:
-        held: step of its last row; -1 for none.
-    """
-
-    held: int
+    held: int  # step of its last row; -1 for none
     _run: Any  # of wandb or trackio, which share this interface
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
@@ -53,8 +49,6 @@ class Trackers:
     def start(self, config: RunConfig, run_id: str, folder: Path) -> None:
         """Starts the trackers and sends them the rows of metrics.jsonl that they lack. The same `run_id` resumes the
         same run there."""
-        if not config.tracking.log_with:
-            return
         rows = valid_rows(line.row for line in read_lines(folder / METRICS) if line.row)
         last = rows[-1]["step"] if rows else -1
         for name in config.tracking.log_with:
@@ -73,12 +67,10 @@ class Trackers:
                 self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.log(numbers, row["step"]))
 
     def go_back(self, step: int) -> None:
-        """Deletes the rows after this step, where trackers can."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.go_back(step))
 
     def finish(self) -> None:
-        """Ends the trackers, which write buffered rows."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", tracker.finish)
         self._running = {}

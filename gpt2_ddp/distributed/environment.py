@@ -8,8 +8,7 @@ from gpt2_ddp.errors import UserError
 
 STOPPED = 75
 """Exit code of a command that was stopped early with nothing lost (EX_TEMPFAIL); the same command resumes it."""
-ROOT = Path("/")
-"""Folder of Linux's `proc` and `sys`."""
+ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
 _COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
 _VARIABLES = {
@@ -101,14 +100,11 @@ def stop_code() -> int:
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Number of cores that this process may keep busy, at least 1.
-
-    The minimum of the affinity mask (taskset, Slurm, docker --cpuset-cpus) and the CPU quota of the control groups
-    (docker --cpus, Kubernetes, CPUQuota).
+    """Number of cores that this process may keep busy, at least 1: the minimum of the affinity mask (taskset, Slurm,
+    docker --cpuset-cpus) and the CPU quota of the control groups (docker --cpus, Kubernetes, CPUQuota).
 
     Args:
-        hyperthreads: count hyperthreads as cores. They speed up text and bytes, which wait for memory; they do not
-            speed up matrix products.
+        hyperthreads: count hyperthreads as cores; they speed up text and bytes, but no matrix products.
     """
     import psutil
 
@@ -120,12 +116,8 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
 
 
 def spare_core(device: str, threads: int, workers: int) -> bool:
-    """Whether training leaves a core of this machine idle.
-
-    Args:
-        device: type of the training device, such as cpu or cuda; a process on an accelerator keeps one core busy.
-        threads: CPU threads per process. workers: loader workers per process.
-    """
+    """Whether training leaves a core of this machine idle, with CPU `threads` and loader `workers` per process. On an
+    accelerator (`device` is not cpu), a process keeps one core busy."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return processes * ((threads if device == "cpu" else 1) + workers) < usable_cores()
 

@@ -32,28 +32,26 @@ USE_TORCHRUN = (
 )
 COLLECTIVE = timedelta(minutes=30)  # timeout of collectives
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
-LEAST_CONNECTING = 30.0  # least seconds for that: one rank may load libraries for longer than another
+LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
 GRACE = 5.0  # further seconds before a rank ends without gloo's error
 
 
 def start_run(config: RunConfig) -> Accelerator:
-    """The Accelerator of a training run, deterministic if configured.
-
-    Raises:
-        UserError: as `build_accelerator`; also for a missing tracker package, and for ranks that cannot connect.
-    """
+    """The Accelerator of a training run, deterministic if configured. Raises UserError as `build_accelerator`; also
+    for a missing tracker package, and for ranks that cannot connect."""
     for name in config.tracking.log_with:
         if find_spec(name) is None:
             raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or leave it away")
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    patience = max(config.train.patience_seconds or CONNECTING, LEAST_CONNECTING)
+    train = config.train
+    patience = max(train.patience_seconds or CONNECTING, LEAST_CONNECTING)
     timer = Timer(patience + GRACE, _end_unconnected, [patience])
     timer.daemon = True
     if world_size() > 1:
         timer.start()
-    train, timeout = config.train, timedelta(seconds=patience)
+    timeout = timedelta(seconds=patience)
     try:
         accelerator = build_accelerator(
             train.device, train.mixed_precision, section="train.", backend=config.backend, timeout=timeout
@@ -141,11 +139,8 @@ def build_accelerator(
 
 
 def pick_device(name: str, section: str = "") -> torch.device:
-    """The torch device for `auto`, `cpu`, `cuda` or `mps`.
-
-    Raises:
-        UserError: the device is not available, or `auto` finds an NVIDIA device that CUDA cannot use.
-    """
+    """The torch device for `auto`, `cpu`, `cuda` or `mps`. Raises UserError: the device is not available, or `auto`
+    finds an NVIDIA device that CUDA cannot use."""
     field, cuda = f"{section}device", torch.cuda.is_available()
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
         name = "cpu"
@@ -160,11 +155,8 @@ def pick_device(name: str, section: str = "") -> torch.device:
 
 
 def processes_asked_for() -> int:
-    """Number of processes that the user requested from the launcher, as far as known; at least 1.
-
-    Raises:
-        UserError: a launcher's variable is not a number.
-    """
+    """Number of processes that the user requested from the launcher, as far as known; at least 1. Raises UserError: a
+    launcher's variable is not a number."""
     env = os.environ
     asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
     per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
@@ -176,7 +168,6 @@ def processes_asked_for() -> int:
 
 
 def _accelerate_arguments() -> argparse.Namespace | None:
-    """The arguments of the `accelerate launch` that is this process's parent; None without one."""
     words = accelerate_words()
     if words is None:
         return None
@@ -239,10 +230,8 @@ def describe_precision(accelerator: Accelerator) -> str:
 
 
 def set_cpu_threads() -> None:
-    """Divides the cores among this machine's processes, unless the user set a number of threads.
-
-    A launcher's own OMP_NUM_THREADS=1 counts as unset.
-    """
+    """Divides the cores among this machine's processes, unless the user set a number of threads: a launcher's own
+    OMP_NUM_THREADS=1 counts as unset."""
     launch, parent = _accelerate_arguments(), psutil.Process().parent()
     try:
         chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)

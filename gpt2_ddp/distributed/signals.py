@@ -50,13 +50,10 @@ _state = SignalState()
 
 @contextmanager
 def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Ends the process, with one line, on a signal without an installed handler. For the main thread.
+    """Ends the process, with one line by `print_line`, on a signal without an installed handler. For the main thread.
 
     Python's handlers wait until the main thread runs Python. A thread therefore reads Python's wake-up pipe: it reports
     the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`.
-
-    Args:
-        print_line: prints a line for the user.
 
     Raises:
         SystemExit: with the exit code of a stopped command.
@@ -166,8 +163,7 @@ def _stop_message(name: str) -> str:
 
 
 def _exit(code: int) -> None:
-    """Exits; at once if gloo's threads would abort a process that ends while other ranks are connected."""
-    if has_other_ranks():
+    if has_other_ranks():  # at once: gloo's threads would abort a process that ends while other ranks are connected
         sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)
