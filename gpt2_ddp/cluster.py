@@ -49,9 +49,7 @@ SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate",
 Facts = dict[str, Any]  # what a rank tells of itself and its machine (`gather_facts`)
 WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connections
 BACKWARD = 2 / 3  # share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass
-SLOW = 4
-"""A network that is as many times slower than its interface gets a note: the protocol, other traffic and ranks that
-share it take some."""
+SLOW = 4  # times slower than its interface, a network gets a note; the protocol, other traffic and ranks take some
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
@@ -131,13 +129,12 @@ def _await_answer(place: RankEnv, timeout: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((place.address, place.port), max(left, 0.1)).close()
+            return socket.create_connection((place.address, place.port), max(left, 0.1)).close()
         except OSError as error:
-            if left > 0.1:  # a name may be known, and rank 0 be started, in a moment
-                time.sleep(0.1)
-                continue
-            raise UserError("MASTER_ADDR", f"{place.address}:{place.port}", _reason(place, timeout, error)) from error
-        return
+            if left <= 0.1:
+                where = f"{place.address}:{place.port}"
+                raise UserError("MASTER_ADDR", where, _reason(place, timeout, error)) from error
+        time.sleep(0.1)  # a name may be known, and rank 0 be started, in a moment
 
 
 def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
@@ -206,9 +203,8 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
     """Waits until all ranks have arrived; returns their facts in order of rank. Rank 0 waits `timeout` seconds for the
     others. They wait as long for rank 0, and then for its result.
 
-    Raises:
-        UserError: ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE.
-        SystemExit: 2 on other ranks, after rank 0 has printed the error.
+    Raises UserError if ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE; SystemExit with 2
+    on other ranks, after rank 0 has printed the error.
     """
     if store.add(f"seats/{place.rank}", 1) > 1:
         hint = f"a second process (on {facts['host']}) has this rank; give each its own (--machine_rank, --node_rank)"

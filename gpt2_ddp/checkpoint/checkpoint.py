@@ -184,7 +184,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def steps_of(checkpoints: list[Path]) -> list[int]:
-    """The steps in the folders' names."""
     return [int(place.name[5:]) for place in checkpoints]
 
 
@@ -264,15 +263,9 @@ def _read_fields(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True, kind: str = "") -> Checkpoint:
-    """The checkpoint `path`, or the newest intact one of the run folder `path`.
-
-    Args:
-        field: the user's field with this path, for messages. weights: whether to hash the large files too.
-        kind: required kind of run; empty: any.
-
-    Raises:
-        UserError: no checkpoint, a corrupt one, or another kind.
-    """
+    """The checkpoint `path`, or the newest intact one of the run folder `path`, of a run of this `kind` (empty: any).
+    Hashes the large files too if `weights`. Raises UserError, for the user's `field` with this path: no checkpoint, a
+    corrupt one, or another kind."""
     if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
         raise UserError(field, path, "is a model of transformers; begin a run with it (train.init_from) and name that")
     if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):

@@ -42,12 +42,8 @@ def should_save_async(wish: bool | str, size: int, spare_core: bool) -> bool:
 
 
 class Background:
-    """One task at a time in a thread; `wait` raises its error.
-
-    A thread is enough: hashing, writing and fsync release Python's lock, and a thread sees the copied memory and ends
-    with the process.
-
-    """
+    """One task at a time in a thread; `wait` raises its error. A thread is enough: hashing, writing and fsync release
+    Python's lock, and a thread sees the copied memory and ends with the process."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -75,7 +71,6 @@ class Background:
 
     @property
     def is_working(self) -> bool:
-        """Whether the task still runs."""
         return bool(self._begun) and not self._ended
 
     @property
@@ -84,7 +79,6 @@ class Background:
         return self.is_working and self.seconds > self.timeout
 
     def join(self) -> None:
-        """Waits until the task has ended."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -98,13 +92,9 @@ class Background:
 
 
 class Checkpointer:
-    """The checkpoints of one run in RUN/checkpoints; on its main process.
-
-    Args:
-        lock: whether this process has locked the run, so that a damaged folder may be repaired.
-        record: called with each event row: a written checkpoint, or deletions that make room for one.
-
-    """
+    """The checkpoints of one run in RUN/checkpoints; on its main process. With `lock`, it has locked the run, so that a
+    damaged folder may be repaired. `record` is called with each event row: a written checkpoint, or deletions that make
+    room for one."""
 
     first_step = 0  # the step before the run's first; its checkpoint is only for rollbacks
     wish: bool | str = False  # `checkpoint.background`
@@ -124,16 +114,9 @@ class Checkpointer:
         self._verified: dict[Path, dict[str, Any]] = {}  # states of verified checkpoints
 
     def save(self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False) -> None:
-        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes; on a full disk, before. In the
-        background, of a copy, if `wish` and `should_save_async` allow it.
-
-        Args:
-            last_good: last step known to be good.
-            wait: waits for the disk in any case.
-
-        Raises:
-            UserError: writing failed; no partial checkpoint is left, and the kept checkpoints are unchanged.
-        """
+        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes (`prune`); on a full disk, before.
+        In the background, of a copy, if `wish` and `should_save_async` allow it, and not `wait`. Raises UserError if
+        writing failed: no partial checkpoint is left, and the kept checkpoints are unchanged."""
         self.background.wait()
         allocated = 0 if self._memory else snapshot.bytes
         if wait or not should_save_async(self.wish, allocated, self.spare_core):

@@ -84,10 +84,8 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """A generated text, prompt included."""
-
     prompt: str
-    text: str
+    text: str  # generated, prompt included
 
 
 class Metrics:
@@ -102,12 +100,11 @@ class Metrics:
         self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, disable=hidden)
 
     def start_trackers(self, config: RunConfig, run_id: str) -> None:
-        """Starts the trackers of `tracking.log_with` on the main process (`Trackers.start`)."""
+        """Starts the trackers of `tracking.log_with` on the main process."""
         if self.run and config.tracking.log_with:
             from gpt2_ddp.checkpoint.trackers import Trackers
 
-            self.trackers = Trackers(self.attempt)
-            self.trackers.start(config, run_id, self.run.path)
+            self.trackers = Trackers(self.attempt, config, run_id, self.run.path)
 
     def log(self, row: dict[str, Any]) -> None:
         """Writes and prints one row. JSON lacks numbers that are not finite; they become null."""
@@ -123,7 +120,6 @@ class Metrics:
         self._bar.set_postfix_str(text, refresh=False)
 
     def advance(self) -> None:
-        """Counts a step on the progress bar."""
         self._bar.update()
 
     def print(self, text: str) -> None:

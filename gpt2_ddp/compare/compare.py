@@ -61,10 +61,6 @@ class Strategy(NamedTuple):
     processes: int
     devices: int
 
-    @property
-    def data_parallel(self) -> bool:
-        return self.processes < self.devices
-
 
 @dataclass(frozen=True)
 class Row:
@@ -346,16 +342,15 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
 
 
 def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
-    """One run of a job, in fresh processes."""
     train: dict[str, object] = {}
-    size = job.train.micro_batch_size
-    if way.data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
+    size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
+    if data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
         train["micro_batch_size"] = size * way.devices
     if config.weak:
         field = "global_batch_tokens" if isinstance(job, TrainingConfig) else "global_batch_size"
         train[field] = getattr(job.train, field) * way.devices
     job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
-    return start_processes(measure, way.processes, job, way.data_parallel, config.threads, steps, weights)
+    return start_processes(measure, way.processes, job, data_parallel, config.threads, steps, weights)
 
 
 def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, folder: Path) -> int:
@@ -421,7 +416,6 @@ def draw(rows: Sequence[Row]) -> bytes:
 
 
 def _draw_bars(panel: "Axes", title: str, bars: Sequence[Bar], colors: dict[str, str]) -> None:
-    """Groups of bars, one for each job."""
     jobs = list(dict.fromkeys(row.job for row, *_ in bars))
     ways = [way for way in colors if any(row.way.name == way for row, *_ in bars)]
     width = 0.8 / len(colors)

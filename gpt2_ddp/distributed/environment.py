@@ -30,9 +30,7 @@ def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher.
 
     Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject them.
-
-    Raises:
-        UserError: a launcher's variable is not a number.
+    Raises UserError if one is not a number.
     """
     for name, pattern in _VARIABLES.items():
         value = os.environ.get(name, "").strip()
@@ -101,11 +99,8 @@ def stop_code() -> int:
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
     """Number of cores that this process may keep busy, at least 1: the minimum of the affinity mask (taskset, Slurm,
-    docker --cpuset-cpus) and the CPU quota of the control groups (docker --cpus, Kubernetes, CPUQuota).
-
-    Args:
-        hyperthreads: count hyperthreads as cores; they speed up text and bytes, but no matrix products.
-    """
+    docker --cpuset-cpus) and the CPU quota of the control groups (docker --cpus, Kubernetes, CPUQuota). `hyperthreads`
+    count as cores for text and bytes; they do not speed up matrix products."""
     import psutil
 
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))

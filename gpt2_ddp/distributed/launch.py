@@ -80,11 +80,9 @@ def _end_unconnected(seconds: float) -> None:
 
 
 def _not_connected(reason: str) -> UserError:
-    hint = (
-        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others ({reason[-100:]}); "
-        "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
-        "NCCL_SOCKET_IFNAME for GPUs"
-    )
+    here = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}"
+    hint = "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
+    hint = f"{here} cannot connect to the others ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs"
     return UserError("processes", world_size(), hint)
 
 
@@ -99,9 +97,7 @@ def build_accelerator(
     """The Accelerator of every script.
 
     Args:
-        device: auto, cpu, cuda or mps.
-        mixed_precision: auto (as configured by `accelerate config`), fast (bf16 or no), no, bf16 or fp16.
-        section: prefix of these two fields in messages, like `train.`.
+        device, mixed_precision: as `pick_device` and `pick_precision`; their messages begin with `section`.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
         timeout: of collectives.
 
@@ -203,7 +199,8 @@ def _check_environment(target: torch.device, backend: str) -> None:
 
 
 def pick_precision(name: str, target: torch.device, section: str) -> str:
-    """The precision for `auto`, `fast`, `no`, `bf16` or `fp16`. Raises UserError if it is not available."""
+    """The precision for `auto` (as configured by `accelerate config`), `fast` (bf16 where the device has it, else no),
+    `no`, `bf16` or `fp16`. Raises UserError if it is not available."""
     if name == "fast":
         return "bf16" if multiplies_bf16(target) else "no"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if name == "auto" else name

@@ -48,7 +48,6 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """The calling process."""
     return Process(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()))
 
 

@@ -30,14 +30,8 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta | None = None) -> T:
-    """This rank's result of `function`, once all ranks have succeeded.
-
-    Args:
-        patience: timeout, if other than that of collectives.
-
-    Raises:
-        UserError: on every rank, the first that any rank raised.
-    """
+    """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, the first UserError of
+    any rank. `patience`: timeout, if other than that of collectives."""
     result, error = _attempt(function)
     errors = [error]
     if accelerator.num_processes > 1:
@@ -89,10 +83,8 @@ def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tenso
 
     DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
     warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) are
-    restored.
-
-    Args:
-        loss: returns the model's scalar loss on inputs of the usual shapes; a compiled model would compile for others.
+    restored. `loss` returns the model's scalar loss on inputs of the usual shapes: a compiled model would compile for
+    others.
     """
     if isinstance(model, DistributedDataParallel):
         buffers = [buffer.clone() for buffer in model.buffers()]

@@ -24,19 +24,15 @@ from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
 
-GRACE_SECONDS = 10
-"""How long the other ranks may go on after one has failed: they may be about to report the same mistake."""
+GRACE_SECONDS = 10  # of the other ranks after one has failed: they may be about to report the same mistake
 
 
 def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
-    """The main rank's result of `function(*args)`, called here, or, for two processes or more, on each rank of a new
-    world of this machine.
+    """The main rank's result of a module's `function(*args)`, called here, or, for two processes or more, on each rank
+    of a new world of this machine. Function, arguments and result are pickled.
 
     The ranks get torchrun's environment. Signals to this process reach all of them; they end when this process dies.
     Under a launcher, which has started the ranks already, `function` is called here whatever `processes` says.
-
-    Args:
-        function: a module's function; it, `args` and the result are pickled.
 
     Raises:
         UserError: the main rank's, when it raised one; a launcher's variable that is no number.

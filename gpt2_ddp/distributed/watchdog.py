@@ -66,10 +66,8 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     """The verdict on ranks by their heartbeats; None while training may continue.
 
     A rank without a heartbeat for `patience` seconds is at fault. A live rank is at fault when it has exceeded its
-    limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old.
-
-    Args:
-        silence_only: judge only ranks that failed, ended or send no heartbeats.
+    limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old. With
+    `silence_only`, only ranks that failed, ended or send no heartbeats are judged.
     """
     running = {rank: one for rank, one in seen.items() if not one.beat.left}
     names = {rank: f"rank {rank} on {one.beat.process.host}" for rank, one in running.items()}
@@ -158,8 +156,8 @@ class Watchdog:
             thread.start()
 
     def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
-        """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. None: the
-        current step."""
+        """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
+        that begins; None: the current one."""
         if step is not None and step != self._step:
             self._step, self._count_before = step, self._count
         self._is_first = self._begun.setdefault(stage, self._step) == self._step

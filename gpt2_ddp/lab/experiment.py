@@ -71,7 +71,6 @@ def share(rows: Sequence[Tensor], accelerator: Accelerator) -> list[Tensor]:
 
 
 def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error, a scalar."""
     return nn.functional.mse_loss(model(inputs), targets)
 
 

@@ -37,8 +37,6 @@ BOUND = 60.0  # seconds that an experiment may take, the start of its processes 
 
 
 class Row(NamedTuple):
-    """An experiment's outcome."""
-
     experiment: Experiment
     numbers: Numbers
     holds: bool
