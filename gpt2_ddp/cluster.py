@@ -16,11 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate
 import psutil
@@ -43,29 +42,20 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import text_table
 
-AFTERMATH = 5.0
-"""Seconds that other ranks wait longer than rank 0, for what it found."""
+AFTERMATH = 5.0  # seconds that other ranks wait longer than rank 0, for what it found
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
 """Facts that must not differ between ranks."""
 
-Facts = dict[str, Any]
-"""What a rank tells of itself and its machine (`gather_facts`)."""
-WARM_UP = 3
-"""All-reduces of a size before it is timed: the first opens connections."""
-BACKWARD = 2 / 3
-"""Share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass."""
-SLOW = 4
-"""A network that is as many times slower than its interface gets a note: the protocol, other traffic and ranks that
-share it take some."""
+Facts = dict[str, Any]  # what a rank tells of itself and its machine (`gather_facts`)
+WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connections
+BACKWARD = 2 / 3  # share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass
+SLOW = 4  # times slower than its interface, a network gets a note; the protocol, other traffic and ranks take some
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
-    """Checks this process's world; rank 0 prints and saves the results.
-
-    Raises:
-        UserError: for ranks that do not arrive, differ in versions, or sum wrongly; on rank 0, for an `output` that
-            cannot be written. A rank that dies or hangs later ends all processes with an `error:` line and exit code 2.
-    """
+    """Checks this process's world; rank 0 prints and saves the results. Raises UserError for ranks that do not
+    arrive, differ in versions, or sum wrongly; on rank 0, for an `output` that cannot be written. A rank that dies or
+    hangs later ends all processes with an `error:` line and exit code 2."""
     if config.output and is_main_process():
         check_writable(config.output)
     training = load(TrainingConfig, ["--config", config.training]) if config.training else None
@@ -92,8 +82,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")
 
 
-@dataclass(frozen=True)
-class RankEnv:
+class RankEnv(NamedTuple):
     """A process of the world, from its launcher's environment."""
 
     rank: int
@@ -115,11 +104,8 @@ class RankEnv:
 
 
 def connect(place: RankEnv, timeout: float) -> Store:
-    """The store of this world: torchrun's own, or else one that rank 0 serves.
-
-    Raises:
-        UserError: nobody answers there within `timeout` seconds, or rank 0 cannot serve there.
-    """
+    """The store of this world: torchrun's own, or else one that rank 0 serves. Raises UserError: nobody answers there
+    within `timeout` seconds, or rank 0 cannot serve there."""
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves:
         try:
@@ -129,18 +115,12 @@ def connect(place: RankEnv, timeout: float) -> Store:
             raise UserError("MASTER_PORT", place.port, hint) from error
     else:
         _await_answer(place, timeout)
-    store = TCPStore(
-        "localhost" if serves else place.address,
-        place.port,
-        is_master=serves,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,  # the process group's rendezvous will share the server
-    )
+    address = "localhost" if serves else place.address
+    share = {"wait_for_workers": False, "multi_tenant": True}  # the process group's rendezvous will share the server
+    store = TCPStore(address, place.port, is_master=serves, timeout=timedelta(seconds=timeout), **share)
     if serves:
         _await_answer(place, timeout)  # the others come by this address, and so will the process group
-    prefix = f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return PrefixStore(prefix, store)
+    return PrefixStore(f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _await_answer(place: RankEnv, timeout: float) -> None:
@@ -149,33 +129,26 @@ def _await_answer(place: RankEnv, timeout: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((place.address, place.port), max(left, 0.1)).close()
+            return socket.create_connection((place.address, place.port), max(left, 0.1)).close()
         except OSError as error:
-            if left > 0.1:  # a name may be known, and rank 0 be started, in a moment
-                time.sleep(0.1)
-                continue
-            raise UserError("MASTER_ADDR", f"{place.address}:{place.port}", _reason(place, timeout, error)) from error
-        return
+            if left <= 0.1:
+                where = f"{place.address}:{place.port}"
+                raise UserError("MASTER_ADDR", where, _reason(place, timeout, error)) from error
+        time.sleep(0.1)  # a name may be known, and rank 0 be started, in a moment
 
 
 def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
-    host = socket.gethostname()
+    here = f"rank {place.rank} on {socket.gethostname()}"
     if isinstance(error, socket.gaierror):
-        return (
-            f"rank {place.rank} on {host} does not know this name ({error.strerror}); give rank 0's IP address, or put "
-            "its name into DNS or /etc/hosts"
-        )
+        where = "give rank 0's IP address, or put its name into DNS or /etc/hosts"
+        return f"{here} does not know this name ({error.strerror}); {where}"
     if place.rank:
-        return (
-            f"rank {place.rank} on {host} got no answer from rank 0 there within {timeout:g} s; is it started, and may "
-            "this machine reach that port?"
-        )
+        where = "is it started, and may this machine reach that port?"
+        return f"{here} got no answer from rank 0 there within {timeout:g} s; {where}"
     addresses = [(one, name) for name, ones in psutil.net_if_addrs().items() for one in ones if name != "lo"]
     own = [f"{one.address} ({name})" for one, name in addresses if one.family == socket.AF_INET]
-    return (
-        f"rank 0 on {host} serves this port, and is not reached by this address; is it this machine's? It has "
-        f"{', '.join(own) or 'none but 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
-    )
+    where = f"{', '.join(own) or 'none but 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
+    return f"{here} serves this port, and is not reached by this address; is it this machine's? It has {where}"
 
 
 def gather_facts(place: RankEnv, device: torch.device) -> Facts:
@@ -227,13 +200,11 @@ def _route(address: str, port: int) -> tuple[str, str, float]:
 
 
 def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
-    """Waits until all ranks have arrived; returns their facts in order of rank.
+    """Waits until all ranks have arrived; returns their facts in order of rank. Rank 0 waits `timeout` seconds for the
+    others. They wait as long for rank 0, and then for its result.
 
-    Rank 0 waits `timeout` seconds for the others. They wait as long for rank 0, and then for its result.
-
-    Raises:
-        UserError: ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE.
-        SystemExit: 2 on other ranks, after rank 0 has printed the error.
+    Raises UserError if ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE; SystemExit with 2
+    on other ranks, after rank 0 has printed the error.
     """
     if store.add(f"seats/{place.rank}", 1) > 1:
         hint = f"a second process (on {facts['host']}) has this rank; give each its own (--machine_rank, --node_rank)"
@@ -342,25 +313,18 @@ def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
     if not verdict.living:
         return "\n".join(lines)
     ways = ", ".join(dict.fromkeys(f"{facts['host']}: {facts['interface']} {facts['ip']}" for facts in ranks))
-    return (
-        f"ranks = {format_ranks(verdict.living)}: alive like all others, but not connected ({lines[0]}); open all "
-        "ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME and "
-        f"NCCL_SOCKET_IFNAME (routes to rank 0: {ways})"
-    )
+    cause = f"alive like all others, but not connected ({lines[0]}); open all ports between the machines"
+    names = f"in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (routes to rank 0: {ways})"
+    return f"ranks = {format_ranks(verdict.living)}: {cause}, and name the interface that joins them {names}"
 
 
 def time_all_reduce(
     size: int, repeats: int, rank: int, world_size: int, device: torch.device, progress: Callable[[], None]
 ) -> tuple[float, int]:
-    """Sums `size` bytes of fp32 over all ranks.
+    """Sums `size` bytes of fp32 over all ranks, and calls `progress` before each all-reduce. Returns the median seconds
+    of `repeats` all-reduces on this rank, and the number of elements that were wrong in the first.
 
     The numbers are whole and their sums below 2^24, so that fp32 is exact in any order of summation.
-
-    Args:
-        progress: called between two all-reduces.
-
-    Returns:
-        (median seconds of `repeats` all-reduces on this rank, elements that were wrong in the first)
     """
     index = torch.arange(size // 4, device=device) % 128
     value = (index * (rank % 8 + 1)).float()
@@ -383,8 +347,7 @@ def time_all_reduce(
 
 def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
-    seconds = max(median for median, _ in measured)
-    n = len(measured)
+    seconds, n = max(median for median, _ in measured), len(measured)
     algorithm = size / seconds / 1e9
     return {
         "bytes": size,
@@ -417,12 +380,7 @@ def gradient_bytes(config: TrainingConfig) -> int:
 
 def share_of_a_step(communication: float, computation: float) -> tuple[float, float]:
     """The least and the largest share of a step that all-reducing adds: gradients travel during the whole backward
-    pass, or after it.
-
-    Args:
-        communication: seconds of the all-reduce of all gradients alone.
-        computation: seconds of the forward and backward passes alone.
-    """
+    pass, or after it. In seconds: the all-reduce of all gradients alone, the forward and backward passes alone."""
     least = max(communication - BACKWARD * computation, 0)
     return least / (computation + least), communication / (computation + communication)
 
@@ -430,11 +388,7 @@ def share_of_a_step(communication: float, computation: float) -> tuple[float, fl
 def network_notes(
     config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
 ) -> Iterator[str]:
-    """What the measured speed means for `training`, and beside the speed of the network's interface.
-
-    Args:
-        rows: of the table.
-    """
+    """What the measured speed means for `training`, and beside the speed of the network's interface."""
     largest = max(rows, key=lambda row: row["bytes"])
     if training:
         size = gradient_bytes(training)
@@ -464,13 +418,12 @@ def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict],
     print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
     if results:
         backend = "nccl" if ranks[0]["device_type"] == "cuda" else "gloo"
-        heads = ("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")
-        cells = []
+        cells = [("all-reduce", "median us", "algorithm GB/s", "bus GB/s", "sums")]
         for row in results:
             figures = f"{row['median_us']:.1f}", f"{row['algorithm_gb_per_s']:.3f}", f"{row['bus_gb_per_s']:.3f}"
             sums = f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right"
             cells.append((spell_bytes(row["bytes"]), *figures, sums))
-        print(f"\n{text_table([heads, *cells])}")
+        print(f"\n{text_table(cells)}")
         print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
     for note in notes:
         print(f"note: {note}")

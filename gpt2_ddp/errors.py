@@ -1,7 +1,6 @@
 """User errors. All other errors are bugs and end with a traceback."""
 
-FIELD, VALUE, HINT = 100, 160, 320
-"""Maximum characters of the three parts of a message."""
+FIELD, VALUE, HINT = 100, 160, 320  # maximum characters of the three parts of a message
 
 
 class UserError(Exception):
@@ -19,9 +18,8 @@ class UserError(Exception):
     on_every_rank = False
 
     def __init__(self, field: str, value: object, hint: str):
-        self.mistakes = [
-            f"{truncate(field, FIELD)} = {truncate(value, VALUE)}: {truncate(' '.join(hint.split()), HINT)}"
-        ]
+        text = truncate(" ".join(hint.split()), HINT)
+        self.mistakes = [f"{truncate(field, FIELD)} = {truncate(value, VALUE)}: {text}"]
         super().__init__(self.mistakes[0])
 
     @classmethod

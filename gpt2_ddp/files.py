@@ -14,8 +14,7 @@ from typing import Any
 
 from gpt2_ddp.errors import UserError
 
-PIECE = 2**20
-"""Bytes hashed and written at a time, so that the second of the two reads the CPU cache."""
+PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU cache
 
 HINTS = {
     errno.ENOSPC: "make room on that disk",

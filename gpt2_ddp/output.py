@@ -11,8 +11,7 @@ from typing import IO
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, writing
 
-ATTEMPTS = 1000
-"""To lock a folder, while other processes end and remove their locks."""
+ATTEMPTS = 1000  # to lock a folder, while other processes end and remove their locks
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: bool = True) -> str:
@@ -43,13 +42,8 @@ def make_output_folder(output: str | Path) -> Path:
 def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
     """Locks `output`, and yields an empty hidden folder beside it, for `publish`. Removes what is left of both.
 
-    The hidden folder is inside `output` if that is a disk's root, or its parent is not writable.
-
-    Args:
-        waiting: line that is printed before waiting for another process; without one, that process is an error.
-
-    Raises:
-        UserError: another process has the lock, or the disk refuses.
+    The hidden folder is inside `output` if that is a disk's root, or its parent is not writable. Raises UserError if
+    another process has the lock, and there is no line `waiting` to print before waiting for it; or the disk refuses.
     """
     output = Path(os.path.realpath(output))
     is_fixed = os.path.ismount(output) or (output.is_dir() and not os.access(output.parent, os.W_OK))

@@ -39,13 +39,13 @@ def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     behind.start(lambda: (done.append(2), refuse()), timeout=60.0)
     assert done[:1] == [1]
     behind.join()
-    assert (done, behind.failed, behind.is_overdue) == ([1, 2], True, False)
+    assert (done, bool(behind.error), behind.is_overdue) == ([1, 2], True, False)
     took = behind.seconds
     assert took == behind.seconds
     with pytest.raises(OSError, match="No space"):
         behind.wait()
     behind.wait()
-    assert not behind.failed
+    assert not behind.error
 
 
 def test_after_each_step_an_overdue_save_is_waited_for_and_a_failed_one_stops_the_run():
@@ -125,7 +125,7 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
                 os.kill(os.getpid(), 15)
             if then == "fail" and run.folder:
                 gate.set()
-                while not run.checkpoints.background.failed:
+                while not run.checkpoints.background.error:
                     time.sleep(0.02)
         return step(run)
 

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
-from gpt2_ddp.compare.compare import Difference, Machine, Row, Strategy, as_markdown, compare, difference, read_job
+from gpt2_ddp.compare.compare import Machine, Row, Strategy, as_markdown, compare, difference, read_job
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
@@ -41,8 +41,8 @@ def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
         runs[name] = found[0]
         assert all(run == found[0] for run in found)
     single, ddp = runs["single"], runs["ddp"]
-    assert difference(files["ddp"], files["single"]).norm < 1e-5
-    assert difference(files["shorter"], files["single"]).norm > 1e-4  # so that a step that was not taken would show
+    assert difference(files["ddp"], files["single"])[0] < 1e-5
+    assert difference(files["shorter"], files["single"])[0] > 1e-4  # so that a step that was not taken would show
     assert (ddp.steps, ddp.samples, ddp.parameters) == (single.steps, single.samples, single.parameters)
     assert ddp.metrics == pytest.approx(single.metrics, rel=1e-4)
     assert ddp.steps_per_epoch == single.steps_per_epoch == {"mlp": 5}.get(kind, ddp.steps_per_epoch)
@@ -80,7 +80,7 @@ def test_data_parallel_trains_the_same(tmp_path, corpus):
     for data_parallel in (False, True):
         own = config.model_copy(update={"run_name": str(data_parallel)})
         run_ranks(measure, 1, own, data_parallel, 1, 6, tmp_path / str(data_parallel))
-    assert difference(tmp_path / "True", tmp_path / "False").norm < 1e-5
+    assert difference(tmp_path / "True", tmp_path / "False")[0] < 1e-5
 
 
 def test_difference(tmp_path):
@@ -153,7 +153,7 @@ def runs(*seconds: float, communication: CommFraction | None = None) -> list[Run
 @pytest.fixture
 def rows() -> list[Row]:
     single, double = runs(2.0, 2.2, 3.0), runs(1.0, 1.3, 1.25, communication=CommFraction(0.2, 0.01))
-    zero, small = [Difference(0.0, 0.0)] * 3, [Difference(1e-7, 1e-8), Difference(3e-7, 2e-8), Difference(0.0, 0.0)]
+    zero, small = [(0.0, 0.0)] * 3, [(1e-7, 1e-8), (3e-7, 2e-8), (0.0, 0.0)]
     return [
         Row("gpt2", Strategy("single", 1, 1), "", single, single, zero),
         Row("gpt2", Strategy("DataParallel", 1, 2), "needs 2 GPUs, this machine has 0", [], single, []),
@@ -190,7 +190,7 @@ def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
     def row(*shares: tuple[float, float]) -> Row:
         repeats = [runs(1.0, communication=CommFraction(*share))[0] for share in shares]
         n = len(shares)
-        return Row("line", Strategy("DDP-2", 2, 2), "", repeats, runs(*[1.0] * n), [Difference(0, 0)] * n)
+        return Row("line", Strategy("DDP-2", 2, 2), "", repeats, runs(*[1.0] * n), [(0.0, 0.0)] * n)
 
     assert row((0.1, 0.03)).communication == (0.1, 0.03)
     assert row((0.1, 0.03), (0.1, 0.05), (0.1, 0.01)).communication == (0.1, 0.03)
@@ -227,7 +227,7 @@ def no_machine(monkeypatch):
         return runs(60.0 * (steps < 10) + 0.01 * steps)[0]
 
     monkeypatch.setattr(module, "run_way", run_way)
-    monkeypatch.setattr(module, "difference", lambda one, other: Difference(0.0, 0.0))
+    monkeypatch.setattr(module, "difference", lambda one, other: (0.0, 0.0))
     monkeypatch.setattr(module.psutil, "cpu_percent", lambda interval: 0.0)
     return taken
 
@@ -290,7 +290,7 @@ def test_ways_say_why_they_are_missing(monkeypatch):
     assert [way.name for way, _ in CPU.ways((2, 4))] == ["single", "DataParallel", "DDP-2", "DDP-4"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert dict(CPU.ways((2,)))[Strategy("DataParallel", 1, 2)] == "needs GPUs, and device is cpu"
-    reasons = {way.name: reason for way, reason in Machine(2, 8, "cuda").ways((2, 4))}
+    reasons = {way.name: reason for way, reason in Machine("cuda", 2, 8).ways((2, 4))}
     assert reasons["DataParallel"] == reasons["DDP-2"] == ""
     assert reasons["DDP-4"] == "needs 4 GPUs, this machine has 2"
 
@@ -302,7 +302,7 @@ def test_too_few_cores_are_said():
     assert note == "DDP-4: too few cores: 4 processes with 1 thread each share 2, so it cannot show its speed-up"
     assert any("DDP-2: too few cores" in note for note in module.find_notes(CompareConfig(threads=2), CPU, 0.1))
     assert not any(
-        "too few" in note for note in module.find_notes(CompareConfig(processes=(4,)), Machine(4, 2, "cuda"), 0.1)
+        "too few" in note for note in module.find_notes(CompareConfig(processes=(4,)), Machine("cuda", 4, 2), 0.1)
     )
     assert not any("other programs" in note for note in notes)
     assert any("kept 3.0 cores busy" in note for note in module.find_notes(CompareConfig(), CPU, 3.0))

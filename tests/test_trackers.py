@@ -127,8 +127,7 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     def start(cut_to: int, *log: int, loss: float) -> Trackers:
         kept = [line.row for line in read_lines(run.path / METRICS) if line.row and line.row["step"] <= cut_to]
         run.cut_rows(cut_to, 0, kept[-1]["chain"] if kept else None)
-        trackers = Trackers(lambda _, action: action())
-        trackers.start(config, "id", run.path)
+        trackers = Trackers(lambda _, action: action(), config, "id", run.path)
         for step in log:
             run.append(METRICS, numbers(step, loss + step))
             trackers.log(numbers(step, loss + step))
@@ -136,7 +135,7 @@ def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
 
     for row in (numbers(0, 0.5), {"event": "other", "step": 7, "at": 3}):
         run.append(METRICS, row)
-    Trackers(lambda _, action: action()).start(config, "id", run.path)  # a tracker that comes later
+    Trackers(lambda _, action: action(), config, "id", run.path)  # a tracker that comes later
     assert in_tensorboard(run.path) == {"loss": [(0, 0.5)]}
     start(-1, 0, 10, 20, loss=0.5)
     start(-1, 0, 10, 20, 30, 40, loss=0.25)
@@ -166,9 +165,8 @@ def test_one_tracker_that_fails_leaves_the_others(corpus, tmp_path, monkeypatch)
     monkeypatch.setattr(WandB, "__init__", fail)
     monkeypatch.setitem(__import__("sys").modules, "trackio", None)  # cannot be imported
     config = training_config(corpus, tmp_path, {"tracking.log_with": ["wandb", "tensorboard"]})
-    trackers = Trackers(attempt)
     run = RunFolder(config)
-    trackers.start(config, "id", run.path)
+    trackers = Trackers(attempt, config, "id", run.path)
     trackers.log(numbers(1, 0.5))
     trackers.finish()
     assert (said, in_tensorboard(run.path)) == (["wandb tracker: gone"], {"loss": [(1, 0.5)]})

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -34,44 +34,21 @@ FORMAT = 1
 """Format of a checkpoint folder. Its readers give missing fields their defaults, and ignore unknown fields."""
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
-TRANSFORMERS = "config.json"
-"""A file of transformers' models that no checkpoint has."""
+TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 
-DTYPES = {
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""Names of dtypes in a safetensors file, in the order of its tensors."""
+_ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
+DTYPES = {_TYPES[name]: name for name in _ORDER}  # names of dtypes in a safetensors file, in the order of its tensors
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a checkpoint, on the main process.
+    """The content of a checkpoint, on the main process."""
 
-    Args:
-        state: plain JSON values of state.json. `moments` is False if the optimizer state was left out.
-        config: the run's configuration as YAML.
-        model: parameters and buffers by their plain names.
-        optimizer: `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`.
-        files: files to copy into the checkpoint, such as a tokenizer.
-    """
-
-    state: dict[str, Any]
-    config: str
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    files: tuple[Path, ...] = ()
+    state: dict[str, Any]  # plain JSON values of state.json; `moments` is False if the optimizer state was left out
+    config: str  # the run's configuration as YAML
+    model: dict[str, Tensor]  # parameters and buffers by their plain names
+    optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
+    files: tuple[Path, ...] = ()  # to copy into the checkpoint, such as a tokenizer
 
     @property
     def bytes(self) -> int:
@@ -83,11 +60,7 @@ class Snapshot:
         return replace(self, state=self.state | {"moments": False}, optimizer={}) if self.optimizer else self
 
     def copied(self, memory: dict[str, Tensor]) -> "Snapshot":
-        """A copy on the host, which training does not change.
-
-        Args:
-            memory: the first copy allocates it, later copies reuse it.
-        """
+        """A copy on the host, which training does not change. The first allocates `memory`, later ones reuse it."""
         parts = (self.model, self.optimizer)
         model, optimizer = ({name: _copy(value, memory, name) for name, value in part.items()} for part in parts)
         if any(tensor.is_cuda for tensor in self.model.values()):
@@ -179,16 +152,10 @@ def _pin(tensor: Tensor) -> None:
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint that differs from what was written.
-
-    Args:
-        file: the corrupt file.
-        reason: its defect.
-    """
+    """A checkpoint with a file that differs from what was written, for `reason`."""
 
     def __init__(self, file: Path, reason: str):
-        self.file = file
-        self.reason = reason
+        self.file, self.reason = file, reason
         super().__init__(f"{file}: {reason}")
 
 
@@ -217,7 +184,6 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def steps_of(checkpoints: list[Path]) -> list[int]:
-    """The steps in the folders' names."""
     return [int(place.name[5:]) for place in checkpoints]
 
 
@@ -229,36 +195,26 @@ def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
 def newest_intact(
     folder: Path, weights: bool = True, put_aside: bool = False, quiet: bool = False
 ) -> Checkpoint | None:
-    """The newest intact checkpoint in a folder of checkpoints, or None; prints a warning for each corrupt one.
-
-    Args:
-        weights: whether to hash the large files too.
-        put_aside: whether to rename corrupt ones to `*.corrupt`. quiet: whether to omit the warnings.
-    """
+    """The newest intact checkpoint in a folder of checkpoints, or None; prints a warning for each corrupt one, unless
+    `quiet`. Hashes the large files too if `weights`. Renames corrupt ones to `*.corrupt` if `put_aside`."""
     for place in reversed(list_checkpoints(folder)):
         try:
             return verify(place, weights)
         except CorruptCheckpoint as damage:
             if not place.is_dir():  # its running trainer has written a newer one and deleted this
                 return newest_intact(folder, weights, put_aside, quiet)
-            then = "trying the one before it"
+            moved = ""
             if put_aside:
-                aside = free_name(place.with_name(f"{place.name}.corrupt"))
                 with writing(place):
-                    place.rename(aside)
-                then = f"moved to {aside.name}, {then}"
+                    moved = f"moved to {place.rename(free_name(place.with_name(f'{place.name}.corrupt'))).name}, "
             if not quiet:
-                print(f"warning: {damage}; {then}", file=sys.stderr)
+                print(f"warning: {damage}; {moved}trying the one before it", file=sys.stderr)
     return None
 
 
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
-    """Checks every file of a checkpoint against its manifest. Without `weights`, only sizes of the large files.
-
-    Raises:
-        CorruptCheckpoint: with the first file that is missing, truncated or changed.
-        UserError: another format.
-    """
+    """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises
+    CorruptCheckpoint for the first file that is missing, truncated or changed; UserError for another format."""
     for name, (size, sha256) in _read_manifest(checkpoint).items():
         file = checkpoint / name
         try:
@@ -307,16 +263,9 @@ def _read_fields(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True, kind: str = "") -> Checkpoint:
-    """The checkpoint `path`, or the newest intact one of the run folder `path`.
-
-    Args:
-        field: the user's field with this path, for messages.
-        weights: whether to hash the large files too.
-        kind: required kind of run; empty: any.
-
-    Raises:
-        UserError: no checkpoint, a corrupt one, or another kind.
-    """
+    """The checkpoint `path`, or the newest intact one of the run folder `path`, of a run of this `kind` (empty: any).
+    Hashes the large files too if `weights`. Raises UserError, for the user's `field` with this path: no checkpoint, a
+    corrupt one, or another kind."""
     if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
         raise UserError(field, path, "is a model of transformers; begin a run with it (train.init_from) and name that")
     if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):

@@ -32,38 +32,23 @@ from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, writing
 
-SLOW_DISK = 20e6
-"""Bytes per second of the slowest disk for checkpoints, in timeouts."""
+SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in timeouts
 
 
 def should_save_async(wish: bool | str, size: int, spare_core: bool) -> bool:
-    """Whether a checkpoint is saved in the background.
-
-    Args:
-        wish: `checkpoint.background`; auto needs a spare core and memory for the copy.
-        size: bytes of the copy.
-    """
-    if not isinstance(wish, bool):
-        return spare_core and psutil.virtual_memory().available > 1.25 * size
-    return wish
+    """Whether a checkpoint is saved in the background: as `checkpoint.background` says; auto needs a spare core, and
+    memory for a copy of `size` bytes."""
+    return wish if isinstance(wish, bool) else spare_core and psutil.virtual_memory().available > 1.25 * size
 
 
 class Background:
-    """One task at a time in a thread; `wait` raises its error.
-
-    A thread is enough: hashing, writing and fsync release Python's lock, and a thread sees the copied memory and ends
-    with the process.
-
-    Attributes:
-        timeout: allowed seconds of the current or last task.
-        failed: whether the task raised an error that `wait` has not yet raised.
-    """
+    """One task at a time in a thread; `wait` raises its error. A thread is enough: hashing, writing and fsync release
+    Python's lock, and a thread sees the copied memory and ends with the process."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._begun = self._ended = self.timeout = 0.0
-        self.failed = False
+        self._begun = self._ended = self.timeout = 0.0  # `timeout`: allowed seconds of the current or last task
+        self.error: BaseException | None = None  # of the task; `wait` has not yet raised it
 
     def start(self, task: Callable[[], object], timeout: float) -> None:
         """Waits for the previous task, and starts this one."""
@@ -76,7 +61,7 @@ class Background:
         try:
             task()
         except BaseException as error:  # `wait` raises it
-            self._error, self.failed = error, True
+            self.error = error
         self._ended = time.monotonic()
 
     @property
@@ -86,7 +71,6 @@ class Background:
 
     @property
     def is_working(self) -> bool:
-        """Whether the task still runs."""
         return bool(self._begun) and not self._ended
 
     @property
@@ -95,7 +79,6 @@ class Background:
         return self.is_working and self.seconds > self.timeout
 
     def join(self) -> None:
-        """Waits until the task has ended."""
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -103,30 +86,20 @@ class Background:
     def wait(self) -> None:
         """Waits until the task has ended, and raises its error, once."""
         self.join()
-        error, self._error, self.failed = self._error, None, False
+        error, self.error = self.error, None
         if error:
             raise error
 
 
 class Checkpointer:
-    """The checkpoints of one run; on its main process.
+    """The checkpoints of one run in RUN/checkpoints; on its main process. With `lock`, it has locked the run, so that a
+    damaged folder may be repaired. `record` is called with each event row: a written checkpoint, or deletions that make
+    room for one."""
 
-    Args:
-        folder: RUN/checkpoints.
-        keep_last: newest checkpoints to keep.
-        lock: whether this process has locked the run, so that a damaged folder may be repaired.
-        record: called with each event row: a written checkpoint, or deletions that make room for one.
-
-    Attributes:
-        first_step: the step before the run's first. Its checkpoint is only for rollbacks.
-        wish: `checkpoint.background`. spare_core: whether training leaves a core idle.
-        patience: allowed seconds of a background save, besides those for its size.
-    """
-
-    first_step = 0
-    wish: bool | str = False
-    spare_core = False
-    patience = TIMEOUT
+    first_step = 0  # the step before the run's first; its checkpoint is only for rollbacks
+    wish: bool | str = False  # `checkpoint.background`
+    spare_core = False  # whether training leaves a core idle
+    patience = TIMEOUT  # allowed seconds of a background save, besides those for its size
 
     def __init__(
         self,
@@ -141,16 +114,9 @@ class Checkpointer:
         self._verified: dict[Path, dict[str, Any]] = {}  # states of verified checkpoints
 
     def save(self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False) -> None:
-        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes; on a full disk, before. In the
-        background, of a copy, if `wish` and `should_save_async` allow it.
-
-        Args:
-            last_good: last step known to be good.
-            wait: waits for the disk in any case.
-
-        Raises:
-            UserError: writing failed; no partial checkpoint is left, and the kept checkpoints are unchanged.
-        """
+        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes (`prune`); on a full disk, before.
+        In the background, of a copy, if `wish` and `should_save_async` allow it, and not `wait`. Raises UserError if
+        writing failed: no partial checkpoint is left, and the kept checkpoints are unchanged."""
         self.background.wait()
         allocated = 0 if self._memory else snapshot.bytes
         if wait or not should_save_async(self.wish, allocated, self.spare_core):
@@ -204,12 +170,9 @@ class Checkpointer:
         return newest_intact(self.folder, weights=False, quiet=True)
 
     def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames
-        corrupt ones to `*.corrupt`, with a warning on stderr that names file and reason.
-
-        Raises:
-            UserError: checkpoints exist, and none is intact.
-        """
+        """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames corrupt
+        ones to `*.corrupt`, with a warning on stderr that names file and reason. Raises UserError: checkpoints exist,
+        and none is intact."""
         if self._lock:
             self.recover()
         found = newest_intact(self.folder, put_aside=self._lock)
@@ -233,21 +196,14 @@ class Checkpointer:
         self._delete_except([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
 
     def prune(self, last_good: int | None = None) -> None:
-        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need.
-
-        Args:
-            last_good: last step known to be good. Keeps the newest checkpoint up to this step, and all later ones.
-                Deletes that of the run's first step once a later one is good.
-        """
+        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
+        newest up to `last_good`, the last step known to be good, and all later ones. Deletes that of the run's first
+        step once a later one is good."""
         self._delete_except(self._to_keep(last_good))
 
     def _to_keep(self, last_good: int | None = None, coming: dict[str, Any] | None = None) -> list[Path]:
-        """The checkpoints that `prune` keeps.
-
-        Args:
-            coming: state of the checkpoint that a save is about to write; it counts as kept. The newest existing
-                checkpoint is kept, too.
-        """
+        """The checkpoints that `prune` keeps. `coming`: state of the checkpoint that a save is about to write, which
+        counts as kept; then the newest existing checkpoint is kept, too."""
         there, first = list_checkpoints(self.folder), self.place(self.first_step)
         if len(there) + (coming is not None) <= self.keep_last and first not in there:
             return there

@@ -84,34 +84,27 @@ T = TypeVar("T")
 
 
 class Sample(NamedTuple):
-    """A generated text, prompt included."""
-
     prompt: str
-    text: str
+    text: str  # generated, prompt included
 
 
 class Metrics:
-    """Rows of a run: writes them to metrics.jsonl and the trackers, and prints them. Only the main process does.
-
-    On a terminal it shows a progress bar; in a log file it prints a line for each row.
-    """
+    """Rows of a run: writes them to metrics.jsonl and the trackers, and prints them. Only the main process does. On a
+    terminal it shows a progress bar; in a log file it prints a line for each row."""
 
     def __init__(self, run: RunFolder | None, step: int, steps: int):
-        self.run = run
-        self.steps = steps
+        self.run, self.steps = run, steps
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
-        self._bar = tqdm(
-            total=steps, initial=step, unit="step", dynamic_ncols=True, disable=run is None or not sys.stderr.isatty()
-        )
+        hidden = run is None or not sys.stderr.isatty()
+        self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, disable=hidden)
 
     def start_trackers(self, config: RunConfig, run_id: str) -> None:
-        """Starts the trackers of `tracking.log_with` on the main process (`Trackers.start`)."""
+        """Starts the trackers of `tracking.log_with` on the main process."""
         if self.run and config.tracking.log_with:
             from gpt2_ddp.checkpoint.trackers import Trackers
 
-            self.trackers = Trackers(self.attempt)
-            self.trackers.start(config, run_id, self.run.path)
+            self.trackers = Trackers(self.attempt, config, run_id, self.run.path)
 
     def log(self, row: dict[str, Any]) -> None:
         """Writes and prints one row. JSON lacks numbers that are not finite; they become null."""
@@ -127,7 +120,6 @@ class Metrics:
         self._bar.set_postfix_str(text, refresh=False)
 
     def advance(self) -> None:
-        """Counts a step on the progress bar."""
         self._bar.update()
 
     def print(self, text: str) -> None:
@@ -138,10 +130,9 @@ class Metrics:
 
     def go_back(self, event: dict[str, Any]) -> None:
         """Records a rollback in the files and trackers."""
-        if self.run is not None:
-            for name in (METRICS, SAMPLES):
-                if (self.run.path / name).exists():
-                    self.run.append(name, event)
+        for name in (METRICS, SAMPLES):
+            if self.run and (self.run.path / name).exists():
+                self.run.append(name, event)
         if self.trackers:
             self.trackers.go_back(event["step"])
         self._bar.update(event["step"] - self._bar.n)

@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -24,21 +23,15 @@ METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.jso
 
 def is_locked(folder: Path) -> bool:
     """Whether a trainer has locked the run folder. For other processes: in the trainer, this would unlock it."""
-    try:
-        lock = os.open(folder / ".lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(lock)
+    with suppress(OSError), (folder / ".lock").open() as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
     return False
 
 
-FIRST_CHAIN = "0" * 64
-"""Chain before the first row."""
+FIRST_CHAIN = "0" * 64  # chain before the first row
 
 
 def next_chain(chain: str, text: str) -> str:

@@ -33,17 +33,10 @@ from gpt2_ddp.files import check_can_make, write_atomically, writing
 
 
 class RunFolder:
-    """`output_dir/run_name`, locked by one trainer at a time.
+    """`output_dir/run_name`, locked by one trainer at a time; `chain` is the hash of all rows of metrics.jsonl.
 
-    Args:
-        lock: False only checks the folder, without creating, locking or repairing anything.
-
-    Attributes:
-        chain: hash of all rows of metrics.jsonl.
-
-    Raises:
-        UserError: the folder cannot be written, another trainer has locked it, `--fresh` finds a run in it, or its
-            checkpoints are gone.
+    Without `lock`, only checks the folder: creates, locks and repairs nothing. Raises UserError: the folder cannot be
+    written, another trainer has locked it, `--fresh` finds a run in it, or its checkpoints are gone.
     """
 
     _lock: int | None = None
@@ -87,10 +80,9 @@ class RunFolder:
             hint = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
             raise UserError("fresh", "true", hint)
         if begun and not any(self.checkpoints.folder.glob("step-*")) and self._had_checkpoints():
-            hint = (
-                f"the checkpoints in {self.path} are gone, and starting over would erase its {METRICS}; put them back"
-            )
-            raise UserError("run_name", config.run_name, f"{hint}, or choose another run_name, or remove the folder")
+            lost = f"the checkpoints in {self.path} are gone, and starting over would erase its {METRICS}"
+            hint = f"{lost}; put them back, or choose another run_name, or remove the folder"
+            raise UserError("run_name", config.run_name, hint)
 
     def _had_checkpoints(self) -> bool:
         return any((line.row or {}).get("event") == "checkpoint" for line in read_lines(self.path / METRICS))
@@ -161,9 +153,9 @@ class RunFolder:
         Args:
             step: of the checkpoint. rollbacks: how many there were until then.
             chain: of the last row then; None: no row is kept.
-            sample_pending: whether the step's sample follows the checkpoint.
+            sample_pending, row_pending: whether the step's sample and row follow the checkpoint; the latter matters if
+                the row of `chain` is damaged.
             start: row to add in the same write: a kill leaves either the old rows or this one.
-            row_pending: whether the step's row follows the checkpoint; matters if the row of `chain` is damaged.
         """
         for file, pending in ((self.path / METRICS, row_pending), (self.path / SAMPLES, sample_pending)):
             lines = sound_lines(file) if file.exists() else []

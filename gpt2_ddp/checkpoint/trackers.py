@@ -22,17 +22,12 @@ EVENTS = "events.out.tfevents.*"
 
 
 class Tracker:
-    """One tracker's run; on the main process.
+    """One tracker's run; on the main process."""
 
-    Attributes:
-        held: step of its last row; -1 for none.
-    """
-
-    held: int
+    held: int  # step of its last row; -1 for none
     _run: Any  # of wandb or trackio, which share this interface
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
-        """Adds a row."""
         self._run.log(numbers, step=step)
 
     def go_back(self, step: int) -> None:
@@ -44,17 +39,12 @@ class Tracker:
 
 
 class Trackers:
-    """The trackers of `tracking.log_with`. A failing one causes a warning; the others continue."""
+    """The trackers of `tracking.log_with`. A failing one causes a warning; the others continue. Each is started, and
+    sent the rows of metrics.jsonl that it lacks. The same `run_id` resumes the same run there."""
 
-    def __init__(self, attempt: Attempt):
+    def __init__(self, attempt: Attempt, config: RunConfig, run_id: str, folder: Path):
         self._attempt = attempt
         self._running: dict[str, Tracker] = {}
-
-    def start(self, config: RunConfig, run_id: str, folder: Path) -> None:
-        """Starts the trackers and sends them the rows of metrics.jsonl that they lack. The same `run_id` resumes the
-        same run there."""
-        if not config.tracking.log_with:
-            return
         rows = valid_rows(line.row for line in read_lines(folder / METRICS) if line.row)
         last = rows[-1]["step"] if rows else -1
         for name in config.tracking.log_with:
@@ -73,12 +63,10 @@ class Trackers:
                 self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.log(numbers, row["step"]))
 
     def go_back(self, step: int) -> None:
-        """Deletes the rows after this step, where trackers can."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.go_back(step))
 
     def finish(self) -> None:
-        """Ends the trackers, which write buffered rows."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", tracker.finish)
         self._running = {}
@@ -150,17 +138,9 @@ class WandB(Tracker):
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
         tracking, online = config.tracking, mode == "online"
         self.held = -1 if online else last_step_offline(folder, run_id)
-        self._run = wandb.init(
-            entity=tracking.entity,
-            project=tracking.project,
-            group=tracking.group,
-            tags=tracking.tags,
-            name=config.run_name,
-            id=run_id,
-            resume="allow" if online else None,  # offline it would be ignored, with a warning
-            mode=mode,
-            dir=str(folder),
-        )
+        own = {"entity": tracking.entity, "project": tracking.project, "group": tracking.group, "tags": tracking.tags}
+        resume = "allow" if online else None  # offline it would be ignored, with a warning
+        self._run = wandb.init(**own, name=config.run_name, id=run_id, resume=resume, mode=mode, dir=str(folder))
         self.held = max(self.held, self._run.starting_step - 1)
         self._run.config.update(_settings(config), allow_val_change=True)
 
@@ -177,12 +157,9 @@ class Trackio(Tracker):
         self.held = self._run._next_step - 1  # of a Space, too, where no file here would say
 
 
-KINDS: dict[str, Callable[[RunConfig, str, Path, int], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "trackio": Trackio,
-}
+Start = Callable[[RunConfig, str, Path, int], Tracker]
 """(configuration, the run's id, its folder, the last step of metrics.jsonl) -> a tracker's run."""
+KINDS: dict[str, Start] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def _settings(config: RunConfig) -> dict[str, int | float | bool | str]:

@@ -51,8 +51,7 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
 TRIAL, STEPS = 5, (5, 5000)
 """Timed steps of the first run that decides how many steps `seconds` are; and the fewest and the most of these."""
 WALL = "wall s (min–max)"
-BUSY = 0.1
-"""Share of the machine's cores in use before the first run, above which it is not idle."""
+BUSY = 0.1  # share of the machine's cores in use before the first run, above which it is not idle
 
 
 class Strategy(NamedTuple):
@@ -61,18 +60,6 @@ class Strategy(NamedTuple):
     name: str
     processes: int
     devices: int
-
-    @property
-    def data_parallel(self) -> bool:
-        """Whether it is nn.DataParallel."""
-        return self.name == "DataParallel"
-
-
-class Difference(NamedTuple):
-    """Between final parameters: norm of the difference over the norm, and the largest absolute one."""
-
-    norm: float
-    largest: float
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,7 @@ class Row:
     why_missing: str  # why it could not be measured; or empty
     runs: list[RunResult]  # its repeats
     singles: list[RunResult]  # those of one process, each run right before the same repeat of this way
-    differences: list[Difference]  # of each repeat's final parameters from those of the first single run
+    differences: list[tuple[float, float]]  # `difference` of each repeat from the first single run
 
     @property
     def seconds(self) -> float:
@@ -126,7 +113,8 @@ class Row:
         about = {"job": self.job, "way": self.way.name, "processes": self.way.processes, "devices": self.way.devices}
         if self.why_missing:
             return about | {"why_missing": self.why_missing}
-        first = self.runs[0]
+        first, share = self.runs[0], self.communication
+        norms, largest = zip(*self.differences, strict=True)
         return about | {
             **{name: getattr(first, name) for name in ("parameters", "threads", "steps", "samples", "steps_per_epoch")},
             "seconds": self.seconds,
@@ -137,12 +125,12 @@ class Row:
             "efficiency": self.speed_up / self.way.devices,
             "peak_memory_bytes": self.peak_memory,
             "peak_memory_bytes_of_each_process": [list(run.peak_memory) for run in self.runs],
-            "communication": self.communication and self.communication.share,
-            "communication_noise": self.communication and self.communication.noise,
+            "communication": share and share.share,
+            "communication_noise": share and share.noise,
             "communication_of_each_run": [run.communication and run.communication.share for run in self.runs],
             "metrics": dict(first.metrics),
-            "difference_norm": max(difference.norm for difference in self.differences),
-            "difference_largest": max(difference.largest for difference in self.differences),
+            "difference_norm": max(norms),
+            "difference_largest": max(largest),
         }
 
     def cells(self) -> dict[str, str]:
@@ -153,17 +141,14 @@ class Row:
         found, share = self.numbers(), self.communication
         metrics, rate = found["metrics"], found["samples_per_second"]
         metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
-        communication = "–"
-        if share:
-            noise = f"± {share.noise:.1%}"
-            communication = f"{share.share:.1%} {noise}" if share.measured else f"below the noise of {noise}"
+        above = f"{share.share:.1%} " if share and share.share > share.noise else "below the noise of "
         return place | {
             WALL: _with_extremes(self.seconds, [run.seconds for run in self.runs], "{:.3g}"),
             "samples/s": f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
             "speed-up (min–max)": _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
             "efficiency": f"{found['efficiency']:.0%}",
             "peak MB per process": f"{self.peak_memory / 1e6:,.0f}",
-            "communication": communication,
+            "communication": f"{above}± {share.noise:.1%}" if share else "–",
             "final metric": f"{metric} {metrics[metric]:.4f}" if metric else "–",
             "Δ parameters / norm": f"{found['difference_norm']:.1e}",
             "largest Δ": f"{found['difference_largest']:.1e}",
@@ -174,13 +159,12 @@ Bar = tuple[Row, float, str, Sequence[float], float, float]
 """A row, height, label above it, readings, drawn as dots, and the ends of a line over it, which may coincide."""
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """What the runs have: `gpus` is 0 where they run on the CPU, `cores` are physical ones that may be used."""
 
+    device: str
     gpus: int
     cores: int
-    device: str
 
     def ways(self, processes: tuple[int, ...]) -> list[tuple[Strategy, str]]:
         """All rows of a job, the single process first, each with the reason why it cannot be measured here, or ''."""
@@ -211,7 +195,17 @@ def compare(config: CompareConfig) -> list[Row]:
             notes = find_notes(config, machine, busy)
             if left := [name for name, _ in jobs[number:]]:
                 notes.insert(0, f"not finished: without {', '.join(left)}")
-            write(output, config, machine, rows, [*notes, *_about_jobs(rows)], busy)
+            notes += _about_jobs(rows)
+            found = {
+                "machine": {**machine._asdict(), "torch": torch.__version__},
+                "settings": config.model_dump(mode="json"),
+                "busy_cores_before": busy,
+                "notes": notes,
+                "rows": [row.numbers() for row in rows],
+            }
+            write_atomically(output / "compare.md", as_markdown(rows, notes) + "\n")
+            write_atomically(output / "compare.json", json.dumps(found, indent=1) + "\n")
+            write_atomically(output / "compare.png", draw(rows))
     print((output / "compare.md").read_text(encoding="utf-8"), end="")
     return rows
 
@@ -226,34 +220,15 @@ def check_idle(busy_ok: bool) -> float:
     return busy
 
 
-def write(
-    output: Path, config: CompareConfig, machine: Machine, rows: list[Row], notes: list[str], busy: float
-) -> None:
-    """What was measured so far, as table, numbers and bars."""
-    found = {
-        "machine": {"device": machine.device, "gpus": machine.gpus, "cores": machine.cores, "torch": torch.__version__},
-        "settings": config.model_dump(mode="json"),
-        "busy_cores_before": busy,
-        "notes": notes,
-        "rows": [row.numbers() for row in rows],
-    }
-    write_atomically(output / "compare.md", as_markdown(rows, notes) + "\n")
-    write_atomically(output / "compare.json", json.dumps(found, indent=1) + "\n")
-    write_atomically(output / "compare.png", draw(rows))
-
-
 def find_machine(device: str) -> Machine:
     """What there is to run on. Raises: UserError when the device is not there."""
     on_gpus = pick_device(device).type == "cuda"
-    return Machine(torch.cuda.device_count() if on_gpus else 0, usable_cores(), "cuda" if on_gpus else "cpu")
+    return Machine("cuda" if on_gpus else "cpu", torch.cuda.device_count() if on_gpus else 0, usable_cores())
 
 
 def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tuple[str, Job]]:
-    """Every job's name and configuration (`read_job`), and `data_path` given to the one that reads data.
-
-    Raises:
-        UserError: as `read_job`; or there is not exactly one job for `data_path`.
-    """
+    """Every job's name and configuration (`read_job`), and `data_path` given to the one that reads data. Raises
+    UserError: as `read_job`; or there is not exactly one job for `data_path`."""
     jobs = [read_job(word, config, machine, folder) for word in config.jobs]
     if config.data_path is None:
         return jobs
@@ -272,11 +247,8 @@ def _with_path(job: Job, path: str) -> Job:
 
 
 def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -> tuple[str, Job]:
-    """The name and configuration of a job given as KIND or KIND:FILE, with what a comparison wants otherwise.
-
-    Raises:
-        UserError: there is no such job, its file is wrong, or its batch cannot be shared out.
-    """
+    """The name and configuration of a job given as KIND or KIND:FILE, with what a comparison wants otherwise. Raises
+    UserError: there is no such job, its file is wrong, or its batch cannot be shared out."""
     kind, _, file = word.partition(":")
     if kind not in KINDS:
         raise UserError("jobs", word, f"is no job; name {', '.join(KINDS)}, with a configuration after a colon")
@@ -325,15 +297,16 @@ def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, fo
     return rows
 
 
-def difference(file: Path, reference: Path) -> Difference:
-    """Between the parameters of two safetensors files."""
+def difference(file: Path, reference: Path) -> tuple[float, float]:
+    """Between the parameters of two safetensors files: norm of the difference over the norm, and the largest absolute
+    one."""
     one, other = load_file(file), load_file(reference)
     assert one.keys() == other.keys(), "both are of the same model"
     apart = [(one[name] - other[name]).flatten() for name in other]
     norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in apart]
     whole = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in other.values()]
     relative = torch.stack(norms).norm() / torch.stack(whole).norm()
-    return Difference(relative.item(), max(part.abs().max().item() for part in apart))
+    return relative.item(), max(part.abs().max().item() for part in apart)
 
 
 def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str]:
@@ -369,16 +342,15 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
 
 
 def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
-    """One run of a job, in fresh processes."""
     train: dict[str, object] = {}
-    size = job.train.micro_batch_size
-    if way.data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
+    size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
+    if data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
         train["micro_batch_size"] = size * way.devices
     if config.weak:
         field = "global_batch_tokens" if isinstance(job, TrainingConfig) else "global_batch_size"
         train[field] = getattr(job.train, field) * way.devices
     job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
-    return start_processes(measure, way.processes, job, way.data_parallel, config.threads, steps, weights)
+    return start_processes(measure, way.processes, job, data_parallel, config.threads, steps, weights)
 
 
 def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, folder: Path) -> int:
@@ -427,7 +399,7 @@ def draw(rows: Sequence[Row]) -> bytes:
         memory.append((row, size, f"{size:.0f}", [], size, size))
         if row.communication:  # without height where it is lost in its noise
             share, noise = 100 * row.communication.share, 100 * row.communication.noise
-            value, label = (share, f"{share:.0f}%") if row.communication.measured else (0.0, f"< {noise:.0f}%")
+            value, label = (share, f"{share:.0f}%") if share > noise else (0.0, f"< {noise:.0f}%")
             readings = [100 * run.communication.share for run in row.runs if run.communication]
             communication.append((row, value, label, readings, share - noise, share + noise))
     colors = dict(zip(dict.fromkeys(row.way.name for row in measured), cycle(COLORS), strict=False))
@@ -444,7 +416,6 @@ def draw(rows: Sequence[Row]) -> bytes:
 
 
 def _draw_bars(panel: "Axes", title: str, bars: Sequence[Bar], colors: dict[str, str]) -> None:
-    """Groups of bars, one for each job."""
     jobs = list(dict.fromkeys(row.job for row, *_ in bars))
     ways = [way for way in colors if any(row.way.name == way for row, *_ in bars)]
     width = 0.8 / len(colors)

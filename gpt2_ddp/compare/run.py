@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -24,12 +25,9 @@ from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Run
 
-WARM_UP = 3
-"""Steps before the clock starts; they train like all others."""
-ROUNDS = 5
-"""Pairs of readings, with and without synchronised gradients."""
-BLOCK = 500
-"""The most steps of one such reading: a long training would otherwise take twice as long."""
+WARM_UP = 3  # steps before the clock starts; they train like all others
+ROUNDS = 5  # pairs of readings, with and without synchronised gradients
+BLOCK = 500  # the most steps of one such reading: a long training would otherwise take twice as long
 
 
 class CommFraction(NamedTuple):
@@ -38,11 +36,6 @@ class CommFraction(NamedTuple):
 
     share: float
     noise: float
-
-    @property
-    def measured(self) -> bool:
-        """Whether it is more than its noise."""
-        return self.share > self.noise
 
 
 @dataclass(frozen=True)
@@ -63,12 +56,8 @@ class RunResult:
 def measure(
     config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path
 ) -> RunResult:
-    """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint.
-
-    Args:
-        config: the job's, whose number of steps does not matter.
-        data_parallel: one process splits each micro-batch among the machine's GPUs.
-        weights: safetensors file for the final parameters.
+    """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint; writes the final parameters
+    to the safetensors file `weights`. With `data_parallel`, one process splits each micro-batch among all GPUs.
     """
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
@@ -122,11 +111,10 @@ def communication_share(run: Run, block: int) -> CommFraction | None:
         return None
     together, apart = [], []
     for _ in range(ROUNDS):
-        seconds, n_samples = time_steps(run, block)  # an epoch's last step may be a short one
-        together.append(seconds / n_samples)
-        with run.accelerator.no_sync(run.model):
-            seconds, n_samples = time_steps(run, block)
-        apart.append(seconds / n_samples)
+        for found, context in ((together, nullcontext()), (apart, run.accelerator.no_sync(run.model))):
+            with context:
+                seconds, n_samples = time_steps(run, block)  # an epoch's last step may be a short one
+            found.append(seconds / n_samples)
     shares = [1 - without / with_all for without, with_all in zip(apart, together, strict=True)]
     return CommFraction(1 - median(apart) / median(together), stdev(shares))
 

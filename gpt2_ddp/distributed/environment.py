@@ -8,8 +8,7 @@ from gpt2_ddp.errors import UserError
 
 STOPPED = 75
 """Exit code of a command that was stopped early with nothing lost (EX_TEMPFAIL); the same command resumes it."""
-ROOT = Path("/")
-"""Folder of Linux's `proc` and `sys`."""
+ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
 _COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
 _VARIABLES = {
@@ -31,9 +30,7 @@ def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher.
 
     Unsets launcher variables that are empty or -1, as unfilled templates leave them: Accelerate and torch reject them.
-
-    Raises:
-        UserError: a launcher's variable is not a number.
+    Raises UserError if one is not a number.
     """
     for name, pattern in _VARIABLES.items():
         value = os.environ.get(name, "").strip()
@@ -101,15 +98,9 @@ def stop_code() -> int:
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Number of cores that this process may keep busy, at least 1.
-
-    The minimum of the affinity mask (taskset, Slurm, docker --cpuset-cpus) and the CPU quota of the control groups
-    (docker --cpus, Kubernetes, CPUQuota).
-
-    Args:
-        hyperthreads: count hyperthreads as cores. They speed up text and bytes, which wait for memory; they do not
-            speed up matrix products.
-    """
+    """Number of cores that this process may keep busy, at least 1: the minimum of the affinity mask (taskset, Slurm,
+    docker --cpuset-cpus) and the CPU quota of the control groups (docker --cpus, Kubernetes, CPUQuota). `hyperthreads`
+    count as cores for text and bytes; they do not speed up matrix products."""
     import psutil
 
     mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -120,12 +111,8 @@ def usable_cores(*, hyperthreads: bool = False) -> int:
 
 
 def spare_core(device: str, threads: int, workers: int) -> bool:
-    """Whether training leaves a core of this machine idle.
-
-    Args:
-        device: type of the training device, such as cpu or cuda; a process on an accelerator keeps one core busy.
-        threads: CPU threads per process. workers: loader workers per process.
-    """
+    """Whether training leaves a core of this machine idle, with CPU `threads` and loader `workers` per process. On an
+    accelerator (`device` is not cpu), a process keeps one core busy."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return processes * ((threads if device == "cpu" else 1) + workers) < usable_cores()
 

@@ -32,28 +32,26 @@ USE_TORCHRUN = (
 )
 COLLECTIVE = timedelta(minutes=30)  # timeout of collectives
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
-LEAST_CONNECTING = 30.0  # least seconds for that: one rank may load libraries for longer than another
+LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
 GRACE = 5.0  # further seconds before a rank ends without gloo's error
 
 
 def start_run(config: RunConfig) -> Accelerator:
-    """The Accelerator of a training run, deterministic if configured.
-
-    Raises:
-        UserError: as `build_accelerator`; also for a missing tracker package, and for ranks that cannot connect.
-    """
+    """The Accelerator of a training run, deterministic if configured. Raises UserError as `build_accelerator`; also
+    for a missing tracker package, and for ranks that cannot connect."""
     for name in config.tracking.log_with:
         if find_spec(name) is None:
             raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or leave it away")
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    patience = max(config.train.patience_seconds or CONNECTING, LEAST_CONNECTING)
+    train = config.train
+    patience = max(train.patience_seconds or CONNECTING, LEAST_CONNECTING)
     timer = Timer(patience + GRACE, _end_unconnected, [patience])
     timer.daemon = True
     if world_size() > 1:
         timer.start()
-    train, timeout = config.train, timedelta(seconds=patience)
+    timeout = timedelta(seconds=patience)
     try:
         accelerator = build_accelerator(
             train.device, train.mixed_precision, section="train.", backend=config.backend, timeout=timeout
@@ -82,11 +80,9 @@ def _end_unconnected(seconds: float) -> None:
 
 
 def _not_connected(reason: str) -> UserError:
-    hint = (
-        f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()} cannot connect to the others ({reason[-100:]}); "
-        "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
-        "NCCL_SOCKET_IFNAME for GPUs"
-    )
+    here = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}"
+    hint = "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
+    hint = f"{here} cannot connect to the others ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs"
     return UserError("processes", world_size(), hint)
 
 
@@ -101,9 +97,7 @@ def build_accelerator(
     """The Accelerator of every script.
 
     Args:
-        device: auto, cpu, cuda or mps.
-        mixed_precision: auto (as configured by `accelerate config`), fast (bf16 or no), no, bf16 or fp16.
-        section: prefix of these two fields in messages, like `train.`.
+        device, mixed_precision: as `pick_device` and `pick_precision`; their messages begin with `section`.
         backend: of the process group: auto (nccl between GPUs, gloo between CPU processes), nccl or gloo.
         timeout: of collectives.
 
@@ -141,11 +135,8 @@ def build_accelerator(
 
 
 def pick_device(name: str, section: str = "") -> torch.device:
-    """The torch device for `auto`, `cpu`, `cuda` or `mps`.
-
-    Raises:
-        UserError: the device is not available, or `auto` finds an NVIDIA device that CUDA cannot use.
-    """
+    """The torch device for `auto`, `cpu`, `cuda` or `mps`. Raises UserError: the device is not available, or `auto`
+    finds an NVIDIA device that CUDA cannot use."""
     field, cuda = f"{section}device", torch.cuda.is_available()
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true") and name == "auto":
         name = "cpu"
@@ -160,11 +151,8 @@ def pick_device(name: str, section: str = "") -> torch.device:
 
 
 def processes_asked_for() -> int:
-    """Number of processes that the user requested from the launcher, as far as known; at least 1.
-
-    Raises:
-        UserError: a launcher's variable is not a number.
-    """
+    """Number of processes that the user requested from the launcher, as far as known; at least 1. Raises UserError: a
+    launcher's variable is not a number."""
     env = os.environ
     asked = [world_size(), *(int(env.get(name, "1")) for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"))]
     per_node = env.get("PET_NPROC_PER_NODE", "1")  # Kubeflow; torchrun reads PET_*, accelerate does not
@@ -176,7 +164,6 @@ def processes_asked_for() -> int:
 
 
 def _accelerate_arguments() -> argparse.Namespace | None:
-    """The arguments of the `accelerate launch` that is this process's parent; None without one."""
     words = accelerate_words()
     if words is None:
         return None
@@ -212,7 +199,8 @@ def _check_environment(target: torch.device, backend: str) -> None:
 
 
 def pick_precision(name: str, target: torch.device, section: str) -> str:
-    """The precision for `auto`, `fast`, `no`, `bf16` or `fp16`. Raises UserError if it is not available."""
+    """The precision for `auto` (as configured by `accelerate config`), `fast` (bf16 where the device has it, else no),
+    `no`, `bf16` or `fp16`. Raises UserError if it is not available."""
     if name == "fast":
         return "bf16" if multiplies_bf16(target) else "no"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if name == "auto" else name
@@ -239,10 +227,8 @@ def describe_precision(accelerator: Accelerator) -> str:
 
 
 def set_cpu_threads() -> None:
-    """Divides the cores among this machine's processes, unless the user set a number of threads.
-
-    A launcher's own OMP_NUM_THREADS=1 counts as unset.
-    """
+    """Divides the cores among this machine's processes, unless the user set a number of threads: a launcher's own
+    OMP_NUM_THREADS=1 counts as unset."""
     launch, parent = _accelerate_arguments(), psutil.Process().parent()
     try:
         chosen = "OMP_NUM_THREADS" in (parent.environ() if under_launcher() and parent else os.environ)

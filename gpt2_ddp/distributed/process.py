@@ -18,8 +18,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
 
 POLL_SECONDS = 0.5
-CHILD = "GPT2_DDP_CHILD"
-"""Environment variable of a script that `run_script` started."""
+CHILD = "GPT2_DDP_CHILD"  # environment variable of a script that `run_script` started
 LAUNCHERS = ("RANK", "WORLD_", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "ACCELERATE_", "TORCHELASTIC_", "PET_", "OMPI_")
 """Prefixes of the environment variables by which launchers describe a rank."""
 
@@ -49,7 +48,6 @@ class Process(NamedTuple):
 
 
 def this_process() -> Process:
-    """The calling process."""
     return Process(socket.gethostname(), _machine(), os.getpid(), _started(os.getpid()))
 
 
@@ -92,10 +90,8 @@ def end_with_parent(number: int) -> None:
 
 
 def run_script(script: str, *arguments: str, quiet: bool = False) -> None:
-    """Runs scripts/SCRIPT.py in a child process without a rank, which ends with this process.
-
-    Args:
-        quiet: drop its standard output.
+    """Runs scripts/SCRIPT.py in a child process without a rank, which ends with this process. `quiet` drops its
+    standard output.
 
     Raises:
         UserError: the script's user errors (exit code 2).

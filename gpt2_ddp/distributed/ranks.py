@@ -16,10 +16,8 @@ from gpt2_ddp.errors import UserError, truncate
 
 T = TypeVar("T")
 
-PREPARATION = timedelta(days=7)
-"""Timeout while data are prepared, fetched or hashed."""
-MOST = 5
-"""Differences between ranks that an error lists."""
+PREPARATION = timedelta(days=7)  # timeout while data are prepared, fetched or hashed
+MOST = 5  # differences between ranks that an error lists
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
@@ -32,14 +30,8 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta | None = None) -> T:
-    """This rank's result of `function`, once all ranks have succeeded.
-
-    Args:
-        patience: timeout, if other than that of collectives.
-
-    Raises:
-        UserError: on every rank, the first that any rank raised.
-    """
+    """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, the first UserError of
+    any rank. `patience`: timeout, if other than that of collectives."""
     result, error = _attempt(function)
     errors = [error]
     if accelerator.num_processes > 1:
@@ -51,14 +43,8 @@ def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience:
 
 
 def check_ranks_agree(here: Mapping[str, object]) -> None:
-    """Checks that all ranks have the same configuration and data.
-
-    Args:
-        here: this rank's values or hashes, by names for the user.
-
-    Raises:
-        UserError: on every rank, with each name whose values differ, rank 0's value and the other.
-    """
+    """Checks that all ranks have the same values or hashes, by names for the user. Raises UserError: on every rank,
+    with each name whose values differ, rank 0's value and the other."""
     first, *others = gather_object([dict(here)])
     mistakes: dict[str, str] = {}
     for rank, other in enumerate(others, start=1):
@@ -97,10 +83,8 @@ def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tenso
 
     DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
     warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) are
-    restored.
-
-    Args:
-        loss: returns the model's scalar loss on inputs of the usual shapes; a compiled model would compile for others.
+    restored. `loss` returns the model's scalar loss on inputs of the usual shapes: a compiled model would compile for
+    others.
     """
     if isinstance(model, DistributedDataParallel):
         buffers = [buffer.clone() for buffer in model.buffers()]
@@ -111,13 +95,10 @@ def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tenso
 
 
 class AsyncSum:
-    """Sums of a few integers over all ranks, returned one call late: no rank waits for another, no GPU is synchronised.
+    """Sums of `size` integers over all ranks, returned one call late: no rank waits for another, and no GPU either.
 
     Each call starts a small all-reduce on a gloo group and returns the result of the call before. Sums of integers are
-    the same in any order.
-
-    Args:
-        size: how many integers; their sums must stay below 2^63.
+    the same in any order; they must stay below 2^63.
     """
 
     def __init__(self, accelerator: Accelerator, size: int):

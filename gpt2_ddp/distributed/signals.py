@@ -31,8 +31,6 @@ class Stopped(BaseException):
 
 
 class SignalState:
-    """The signals of this process."""
-
     active = False  # inside `exit_on_signal`
     first = ""  # name of the first signal
     first_at = 0.0  # its time on the monotonic clock
@@ -50,16 +48,11 @@ _state = SignalState()
 
 @contextmanager
 def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
-    """Ends the process, with one line, on a signal without an installed handler. For the main thread.
+    """Ends the process, with one line by `print_line`, on a signal without an installed handler. For the main thread.
 
     Python's handlers wait until the main thread runs Python. A thread therefore reads Python's wake-up pipe: it reports
-    the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`.
-
-    Args:
-        print_line: prints a line for the user.
-
-    Raises:
-        SystemExit: with the exit code of a stopped command.
+    the signal, and ends a process with nothing to save after `PATIENCE_SECONDS`. Raises SystemExit with the exit code
+    of a stopped command.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -93,12 +86,8 @@ def exit_on_signal(print_line: Callable[[str], None]) -> Iterator[None]:
 
 
 def install_handlers(handler: Handler, last: bool = True) -> Callable[[], None]:
-    """Calls `handler` for every signal, until the returned function is called. Does nothing outside the main thread.
-
-    Args:
-        last: whether the process ends afterwards. Then signals are ignored, except a second SIGINT, which raises
-            KeyboardInterrupt.
-    """
+    """Calls `handler` for every signal, until the returned function is called. Does nothing outside the main thread. If
+    `last`, signals are ignored afterwards, except a second SIGINT, which raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     _state.first = ""
@@ -166,8 +155,7 @@ def _stop_message(name: str) -> str:
 
 
 def _exit(code: int) -> None:
-    """Exits; at once if gloo's threads would abort a process that ends while other ranks are connected."""
-    if has_other_ranks():
+    if has_other_ranks():  # at once: gloo's threads would abort a process that ends while other ranks are connected
         sys.stdout.flush()
         os._exit(code)
     raise SystemExit(code)

@@ -18,33 +18,21 @@ from typing import TypeVar
 
 from gpt2_ddp.distributed.environment import STOPPED, usable_cores, world_size
 from gpt2_ddp.distributed.process import POLL_SECONDS, end_with_parent
-from gpt2_ddp.distributed.signals import (
-    SIGNALS,
-    Stopped,
-    exit_on_signal,
-    install_handlers,
-)
+from gpt2_ddp.distributed.signals import SIGNALS, Stopped, exit_on_signal, install_handlers
 from gpt2_ddp.distributed.workers import block_signals, start_resource_tracker
 from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
 
-GRACE_SECONDS = 10
-"""How long the other ranks may go on after one has failed: they may be about to report the same mistake."""
+GRACE_SECONDS = 10  # of the other ranks after one has failed: they may be about to report the same mistake
 
 
 def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
-    """Calls `function(*args)` here, or, for two processes or more, on each rank of a new world of this machine.
+    """The main rank's result of a module's `function(*args)`, called here, or, for two processes or more, on each rank
+    of a new world of this machine. Function, arguments and result are pickled.
 
     The ranks get torchrun's environment. Signals to this process reach all of them; they end when this process dies.
     Under a launcher, which has started the ranks already, `function` is called here whatever `processes` says.
-
-    Args:
-        function: a module's function; it, `args` and the result are pickled.
-        processes: how many; None: just here.
-
-    Returns:
-        What the main rank's call returned.
 
     Raises:
         UserError: the main rank's, when it raised one; a launcher's variable that is no number.
@@ -59,16 +47,21 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
 
 
 def start_processes(function: Callable[..., T], processes: int, *args: object) -> T:
-    """Calls `function(*args)` on each rank of a new world of fresh processes, of which one alone gets no rank.
-
-    Otherwise like `run_processes`.
-    """
+    """As `run_processes`, always on a new world of fresh processes, of which one alone gets no rank."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     ranks = list(start_ranks(_run_rank, [(sender, function, args)] * processes))
     sender.close()
     heard: list[str] = []
-    with _forwarded_signals(ranks, heard):
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        heard.append(signal.Signals(number).name)
+        _signal(ranks, number)  # they stop with a checkpoint
+
+    uninstall = install_handlers(forward, last=False)
+    try:
         answer = _wait(ranks, receiver)
+    finally:
+        uninstall()
     if any(rank.exitcode == STOPPED for rank in ranks):
         raise Stopped(heard[0] if heard else "a signal to a rank")
     if answer is None or (answer[1] is None and any(rank.exitcode for rank in ranks)):
@@ -87,7 +80,9 @@ def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[objec
     A process that is alone gets no rank. A Ctrl-C of the terminal reaches this process only. A rank that is asked to
     stop while there is nothing to save ends with 75.
     """
-    context, port = multiprocessing.get_context("spawn"), _free_port()
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     start_resource_tracker()
     for rank, own in enumerate(arguments):
         process = context.Process(target=_call, args=(function, own), name=f"rank {rank}")
@@ -101,7 +96,7 @@ def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> Non
     # as usual again: a fresh interpreter for each loader worker would import torch for seconds, in every evaluation
     multiprocessing.set_start_method(None, force=True)
     with exit_on_signal(lambda line: None):  # the parent says it
-        unblock_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # pending ones are delivered
         end_with_parent(signal.SIGTERM)
         function(*arguments)
 
@@ -154,14 +149,9 @@ def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     if processes > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         yield
     finally:
@@ -169,34 +159,7 @@ def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
         os.environ |= before
 
 
-@contextmanager
-def _forwarded_signals(ranks: list[BaseProcess], heard: list[str]) -> Iterator[None]:
-    """Passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, which stop with a checkpoint, and adds their names to
-    `heard`."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        heard.append(signal.Signals(number).name)
-        _signal(ranks, number)
-
-    give_back = install_handlers(forward, last=False)
-    try:
-        yield
-    finally:
-        give_back()
-
-
 def _signal(ranks: list[BaseProcess], number: int) -> None:
     for rank in ranks:
         if rank.pid is not None and rank.exitcode is None:
             os.kill(rank.pid, number)
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-def unblock_signals() -> None:
-    """Unblocks the signals of this process; pending ones are delivered."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

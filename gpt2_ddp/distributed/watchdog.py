@@ -49,9 +49,7 @@ class Heartbeat(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """A rank's latest heartbeat."""
-
-    beat: Heartbeat
+    beat: Heartbeat  # a rank's latest
     silent: float  # its age in seconds, while the observer was awake
     gone: bool = False  # whether the rank's process has ended; known on the same machine only
 
@@ -68,10 +66,8 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     """The verdict on ranks by their heartbeats; None while training may continue.
 
     A rank without a heartbeat for `patience` seconds is at fault. A live rank is at fault when it has exceeded its
-    limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old.
-
-    Args:
-        silence_only: judge only ranks that failed, ended or send no heartbeats.
+    limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old. With
+    `silence_only`, only ranks that failed, ended or send no heartbeats are judged.
     """
     running = {rank: one for rank, one in seen.items() if not one.beat.left}
     names = {rank: f"rank {rank} on {one.beat.process.host}" for rank, one in running.items()}
@@ -160,12 +156,8 @@ class Watchdog:
             thread.start()
 
     def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
-        """Records progress and the stage that begins.
-
-        Args:
-            step: the step that begins; None: the current one.
-            timeout: seconds allowed for this stage on top of the usual limit.
-        """
+        """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
+        that begins; None: the current one."""
         if step is not None and step != self._step:
             self._step, self._count_before = step, self._count
         self._is_first = self._begun.setdefault(stage, self._step) == self._step
@@ -190,11 +182,8 @@ class Watchdog:
         return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **rounded}
 
     def failed(self, error: BaseException) -> None:
-        """Sends this rank's error to the other ranks.
-
-        An error of a collective follows the end of another rank. Then waits for the verdict on that rank, which ends
-        this process, and returns if no other rank is at fault.
-        """
+        """Sends this rank's error to the other ranks. An error of a collective follows the end of another rank: then
+        waits for the verdict on that rank, which ends this process, and returns if no other rank is at fault."""
         if self._world == 1 or self._failed or self._ended.is_set():
             return
         self.progress()
@@ -339,10 +328,8 @@ class Watchdog:
 
 
 def _collectives() -> int:
-    """Number of collectives that this process has started; 0 where torch has no such number.
-
-    In a backward pass, waiting ranks differ from the stalled one in this number alone.
-    """
+    """Number of collectives that this process has started; 0 where torch has no such number. In a backward pass,
+    waiting ranks differ from the stalled one in this number alone."""
     try:
         return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore
     except (AttributeError, RuntimeError):  # private; or the group has ended

@@ -27,7 +27,6 @@ class _Worker(BaseProcess):
     """A process that ends with its parent or by `terminate`; signals are blocked, since the parent handles them."""
 
     def start(self) -> None:
-        """Starts the process with signals blocked, and a pipe for `terminate`."""
         self._end, sender = multiprocessing.Pipe(duplex=False)
         with block_signals():
             super().start()
@@ -41,7 +40,6 @@ class _Worker(BaseProcess):
         self._popen.terminate = terminate  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(self) -> None:
-        """Runs the target, and a thread that ends the process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # children of a fork server do not inherit the mask
         threading.Thread(target=self._wait_for_end, name="wait for end", daemon=True).start()
         super().run()
@@ -64,7 +62,6 @@ class _SpawnedWorker(_Worker, SpawnProcess):
     """A worker in a fresh interpreter, which does not import the user's script."""
 
     def start(self) -> None:
-        """Starts the process without this one's main module, which it would import otherwise."""
         main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
         try:
             super().start()
@@ -73,11 +70,7 @@ class _SpawnedWorker(_Worker, SpawnProcess):
 
 
 def worker_context(method: str | None = None) -> BaseContext:
-    """A multiprocessing context for the workers of a loader or a pool.
-
-    Args:
-        method: `spawn`, or None for the default start method.
-    """
+    """A multiprocessing context for the workers of a loader or a pool; `method`: `spawn`, or None for the default."""
     if method == "spawn":
         start_resource_tracker()
     context = copy.copy(multiprocessing.get_context(method or multiprocessing.get_start_method()))
@@ -87,7 +80,7 @@ def worker_context(method: str | None = None) -> BaseContext:
 
 @contextmanager
 def block_signals() -> Iterator[None]:
-    """Blocks the three signals in processes that are started inside, until they call `unblock_signals`."""
+    """Blocks the three signals in processes that are started inside, until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,29 +19,20 @@ Measure = Callable[[Accelerator, int], Iterator[Numbers]]
 
 @dataclass(frozen=True)
 class Experiment:
-    """A claim about DDP, and how to measure both the wrong way and the right one.
+    """A claim about DDP, and how to measure both the wrong way and the right one."""
 
-    Args:
-        claim, wrong, right: cells of the table.
-        measured: the fourth cell, with the measured numbers' names in braces.
-        holds: whether the claim follows from the numbers.
-        measure: runs on both ranks, given the Accelerator and a seed, and yields numbers; rank 0's count.
-    """
-
-    claim: str
+    claim: str  # cells of the table
     wrong: str
     right: str
-    measured: str
-    holds: Callable[[SimpleNamespace], bool]
-    measure: Measure
+    measured: str  # with the measured numbers' names in braces
+    holds: Callable[[SimpleNamespace], bool]  # whether the claim follows from the numbers
+    measure: Measure  # runs on both ranks, given the Accelerator and a seed, and yields numbers; rank 0's count
 
     @property
     def name(self) -> str:
-        """The measuring function's."""
         return self.measure.__name__  # pyright: ignore[reportFunctionMemberAccess]
 
     def run(self, accelerator: Accelerator, seed: int) -> Numbers:
-        """All numbers that are measured, on this rank."""
         return {name: value for part in self.measure(accelerator, seed) for name, value in part.items()}
 
     @property
@@ -56,11 +47,9 @@ class Experiment:
         return found
 
 
-def experiment(
-    *, claim: str, wrong: str, right: str, measured: str, holds: Callable[[SimpleNamespace], bool]
-) -> Callable[[Measure], Experiment]:
+def experiment(**claim: Any) -> Callable[[Measure], Experiment]:
     """Makes an Experiment of a measuring function."""
-    return lambda measure: Experiment(claim, wrong, right, measured, holds, measure)
+    return lambda measure: Experiment(**claim, measure=measure)
 
 
 def make_model(seed: int) -> nn.Sequential:
@@ -82,7 +71,6 @@ def share(rows: Sequence[Tensor], accelerator: Accelerator) -> list[Tensor]:
 
 
 def mse(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean squared error, a scalar."""
     return nn.functional.mse_loss(model(inputs), targets)
 
 

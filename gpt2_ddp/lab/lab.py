@@ -8,11 +8,11 @@ import textwrap
 import traceback
 from collections.abc import Generator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 
@@ -33,14 +33,10 @@ EXPERIMENTS = [
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 PROCESSES = 2
-BOUND = 60.0
-"""Seconds that an experiment may take, the start of its processes included; all take a few."""
+BOUND = 60.0  # seconds that an experiment may take, the start of its processes included; all take a few
 
 
-@dataclass(frozen=True)
-class Row:
-    """An experiment's outcome."""
-
+class Row(NamedTuple):
     experiment: Experiment
     numbers: Numbers
     holds: bool
@@ -48,15 +44,9 @@ class Row:
 
 
 def run_lab(config: LabConfig) -> int:
-    """Runs experiments, prints each as it ends, and writes the table; or explains one.
-
-    Returns:
-        0 if all claims hold, else 1.
-
-    Raises:
-        UserError: an unknown experiment, an `output` that cannot be written, or a launcher that started several of
-            this command.
-    """
+    """Runs experiments, prints each as it ends, and writes the table; or explains one. Returns 0 if all claims hold,
+    else 1. Raises UserError: an unknown experiment, an `output` that cannot be written, or a launcher that started
+    several of this command."""
     if config.explain:
         print(explain(choose((config.explain,), "explain")[0]))
         return 0
@@ -102,7 +92,6 @@ def lesson(experiment: Experiment) -> str:
 
 
 def as_markdown(rows: list[Row]) -> str:
-    """The table that is printed."""
     lines = []
     for row in rows:
         cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured

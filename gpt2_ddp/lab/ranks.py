@@ -143,8 +143,7 @@ def unequal_batches(accelerator: Accelerator, seed: int):
         yield {way: largest(done), f"{way}_waited": largest(waited)}
 
 
-TIMEOUT = 1.0
-"""Seconds, in place of the 30 minutes after which gloo gives up by default."""
+TIMEOUT = 1.0  # seconds, in place of the 30 minutes after which gloo gives up by default
 
 
 def sum_over_ranks(value: float, group: dist.ProcessGroup) -> float:

@@ -407,7 +407,7 @@ class Run(Progress):
             if background.is_overdue:
                 self.watchdog.heartbeat("save")
                 background.join()
-            if background.failed:
+            if background.error:
                 self.stop.request("a checkpoint could not be written")
             self.stop.record_duration("save", 2 * background.seconds)  # the last save may have to wait for it
 
