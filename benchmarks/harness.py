@@ -83,10 +83,7 @@ Table = tuple[Sequence[Case], Sequence[str]]
 
 def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
     """The command. Each benchmark is a module with `measure(config)`, and perhaps `check(config)`, which runs first.
-
-    Raises:
-        UserError: before any benchmark begins.
-    """
+    Raises: UserError before any benchmark begins."""
     modules = {name: import_module(f"benchmarks.{name}") for name in config.only or get_args(Benchmark)}
     for module in modules.values():
         if hasattr(module, "check"):

@@ -163,10 +163,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a saved configuration of any release, without validation.
-
-    Args:
-        saved: parsed output of `dump`.
+    """The fields of a saved configuration of any release, without validation. `saved` is parsed output of `dump`.
 
     Returns:
         All fields of `command`, as `dump` writes them: newer fields have defaults. And the dotted names of saved fields

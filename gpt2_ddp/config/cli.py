@@ -181,11 +181,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
-    """The sections and keys of a YAML file. A missing one is looked up in the project's folder and its configs.
-
-    Raises:
-        UserError: the file cannot be read, or holds no mapping.
-    """
+    """The sections and keys of a YAML file. A missing one is looked up in the project's folder and its configs. Raises:
+    UserError if the file cannot be read, or holds no mapping."""
     shipped = [PROJECT / folder / file for folder in (".", "configs", "configs/jobs")]
     path = next((path for path in (Path(file), *shipped) if os.path.exists(path)), Path(file))
     try:

@@ -142,11 +142,8 @@ def order_of(config: TrainingConfig, windows: Sequence[int]) -> Order | MixedOrd
 
 
 def read_manifests(paths: Sequence[str]) -> list[Manifest]:
-    """The manifests of all folders.
-
-    Raises:
-        UserError: a manifest is unusable, its tokenizer differs from the first, or two folders share a shard.
-    """
+    """The manifests of all folders. Raises: UserError if a manifest is unusable, its tokenizer differs from the first,
+    or two folders share a shard."""
     manifests = [read_manifest(Path(path)) for path in paths]
     first, known = manifests[0], {}
     for path, manifest in zip(paths, manifests, strict=True):

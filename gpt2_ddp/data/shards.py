@@ -26,11 +26,8 @@ OPEN_FILES = 64
 
 
 def read_header(path: Path, dtype: np.dtype) -> int:
-    """Checks a shard's header and size; returns its number of tokens.
-
-    Raises:
-        UserError: the file is missing, truncated, or no shard of `dtype` tokens.
-    """
+    """Checks a shard's header and size; returns its number of tokens. Raises: UserError if the file is missing,
+    truncated, or no shard of `dtype` tokens."""
     try:
         with open(regular(path), "rb") as file:
             header = file.read(HEADER_BYTES)

@@ -51,14 +51,7 @@ class Tokenizer:
 
     def encode(self, text: str, field: str = "text") -> np.ndarray:
         """Ids [n]: uint16, or uint32 for more than 65,536 ids. Special tokens in the text are plain text. Lone
-        surrogates become U+FFFD.
-
-        Args:
-            field: name of the text in messages.
-
-        Raises:
-            UserError: a character of the text has no id.
-        """
+        surrogates become U+FFFD. `field` names the text in messages. Raises: UserError if a character has no id."""
         if self.characters is not None and (others := {*replace_surrogates(text)} - self.characters):
             hint = f"not among the {len(self.characters):,} characters of {self.name}"
             raise UserError(field, "".join(sorted(others)), f"{hint}; leave them out, or use bytes, bpe or gpt2")
@@ -91,11 +84,8 @@ def encoding_names() -> list[str]:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder.
-
-    Raises:
-        UserError: the name is unknown, the file unusable, or the download fails.
-    """
+    """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder. Raises:
+    UserError if the name is unknown, the file unusable, or the download fails."""
     if name_or_path == BYTES:
         ranks = {bytes([byte]): byte for byte in range(256)}
         return Tokenizer(BYTES, make_encoding(BYTES, ranks, {END_OF_TEXT: 256}, BYTES_PATTERN))

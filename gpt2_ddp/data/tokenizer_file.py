@@ -24,11 +24,8 @@ CHARACTER = r"[\s\S]"
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, run by tiktoken.
-
-    Raises:
-        UserError: the file cannot be read, or tiktoken would encode differently.
-    """
+    """The tokenizer of a `tokenizer.json`, run by tiktoken. Raises: UserError if the file cannot be read, or tiktoken
+    would encode differently."""
     try:
         data = read_small(path, LARGEST)
     except OSError as error:

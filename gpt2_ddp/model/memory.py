@@ -190,9 +190,8 @@ def estimate(setting: Setting) -> Memory:
         name: sum(block.total for block in blocks if not block.stays and keeps and block.bytes < HEAP)
         for name, blocks in at.items()
     }
-    peaks, highest = {}, max(heap.values())
-    for name, blocks in at.items():
-        peaks[name] = setting.base + sum(block.total for block in blocks) - heap[name] + highest
+    highest, whole = max(heap.values()), {name: sum(block.total for block in blocks) for name, blocks in at.items()}
+    peaks = {name: setting.base + size - heap[name] + highest for name, size in whole.items()}
     moment = max(peaks, key=peaks.__getitem__)
     parts = {"program": setting.base}
     for block in at[moment]:

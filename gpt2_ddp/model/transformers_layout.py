@@ -29,11 +29,7 @@ MASKS = (".attn.bias", ".attn.masked_bias")
 
 
 def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
-    """The config.json of a GPT2LMHeadModel of this shape.
-
-    Args:
-        eot: id of the end-of-text token, which begins and ends a document.
-    """
+    """The config.json of a GPT2LMHeadModel of this shape. `eot` is the token that begins and ends a document."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -83,10 +83,7 @@ class Seen:
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
     """Does what a training does up to its first step (`training.loop.train`, `Run.build`), and ends at the same errors.
-
-    Args:
-        processes: of the planned training; this one is alone, or has as many.
-    """
+    `processes` are the planned training's; this one is alone, or has as many."""
     seen = Seen()
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
@@ -175,15 +172,10 @@ class _Short(Pretraining):
 
 def measure(config: TrainingConfig, loaded: float) -> tuple[Rate | None, float]:
     """Trains some steps as the training would, in a temporary folder; the rate is the median of its rows. Collective.
-
-    Args:
-        loaded: seconds from this process's beginning until its libraries were loaded.
+    `loaded`: seconds from this process's beginning until its libraries were loaded. Raises: UserError as training does.
 
     Returns:
         (rate, None on other ranks than the main process; this process's peak memory in bytes)
-
-    Raises:
-        UserError: as training does.
     """
     seconds, values = dict.fromkeys(REPEATED, 0.0), config.model_dump(mode="json")
     values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}

@@ -58,14 +58,8 @@ class Target:
 
 
 def find_target(config: PlanConfig, started: int) -> Target:
-    """The machine that is planned for.
-
-    Args:
-        started: processes that a launcher started here.
-
-    Raises:
-        UserError: a GPU that is not known, and of which memory is not given either; a device that is not there.
-    """
+    """The machine that is planned for, where a launcher started `started` processes. Raises: UserError for a device
+    that is not there, and for an unknown GPU whose memory is not given."""
     per_node = config.gpus or max(started // config.nodes, 1)
     memory = config.gpu_memory * 1e9 if config.gpu_memory else None
     if config.gpu is None:
@@ -310,11 +304,8 @@ def show_plan(config: PlanConfig) -> int:
 
 
 def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
-    """The plan; `loaded`: seconds that this process took to load its libraries.
-
-    Raises:
-        UserError: for what is wrong with the question, rather than with the training.
-    """
+    """The plan, where this process took `loaded` seconds to load its libraries. Raises: UserError for what is wrong
+    with the question, rather than with the training."""
     machine = find_target(config, world_size())
     training = config.training
     if not machine.is_here:  # what is refused of the device is that of the GPUs, and they have all precisions

@@ -76,10 +76,7 @@ class LossSum:
 
 class Throughput:
     """Units (tokens, samples) per second of training, without the time while it is paused. Made by all ranks together.
-
-    Args:
-        peak_flops: FLOP/s of one device (`tracking.peak_flops`); None: the value of its data sheet.
-    """
+    `peak_flops` is of one device (`tracking.peak_flops`); None: the value of its data sheet."""
 
     def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
         self.task, self.device = task, device
@@ -132,11 +129,7 @@ def device_name(device: torch.device) -> str:
 
 def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float | None, list[str]]:
     """FLOP/s of all ranks' devices together, None if one is unknown; and the names of the unknown ones. Collective.
-
-    Args:
-        device: this rank's.
-        own: FLOP/s of each device (`tracking.peak_flops`).
-    """
+    `own`: FLOP/s of each device (`tracking.peak_flops`)."""
     name, peak = device_name(device), own
     if device.type == "cuda" and not own:
         from gpt2_ddp.training.peaks import peak_flops

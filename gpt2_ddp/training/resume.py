@@ -14,13 +14,11 @@ from gpt2_ddp.errors import UserError
 def resolve_start(
     config: RunConfig, own: Checkpoint | None, accelerator: Accelerator
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
-    """Checks that a run may resume from `own`, its newest checkpoint. Collective.
+    """Checks that a run may resume from `own`, its newest checkpoint. Collective. Raises: UserError, on every rank, if
+    the configuration is of another training.
 
     Returns:
         For a new run with `train.branch_from`: the parent's checkpoint, and the branch's first one. Else (None, None).
-
-    Raises:
-        UserError: on every rank; the configuration is of another training.
     """
     for field in check_resumable(config, own) if own else ():
         accelerator.print(f"note: {field} of the run's configuration is not known any more, and ignored")
@@ -34,15 +32,9 @@ def resolve_start(
 
 
 def check_resumable(config: RunConfig, saved: Checkpoint) -> list[str]:
-    """Checks that `config` continues the training of `saved`: the fields in `kept` must be equal. A field newer
-    than `saved` has its default there; null means the saved value.
-
-    Returns:
-        Fields of the saved configuration that are unknown now.
-
-    Raises:
-        UserError: naming every field that differs.
-    """
+    """Checks that `config` continues the training of `saved`: the fields in `kept` must be equal. A field newer than
+    `saved` has its default there; null means the saved value. Returns the fields of the saved configuration that
+    are unknown now. Raises: UserError, which names every field that differs."""
     if saved.kind != config.kind:
         hint = f"is a run of another kind, {saved.kind}; choose another run_name"
         raise UserError("run_name", config.run_name, hint)

@@ -118,10 +118,9 @@ class Run(Progress):
 
         def compare() -> None:
             if not lock.exists() or lock.stat().st_ino != there:
-                hint = (
-                    f"is not the same folder on {socket.gethostname()} as on rank 0's machine; an elastic job may go on"
-                )
-                raise UserError("output_dir", config.output_dir, f"{hint} on any machine: use a shared disk")
+                hint = f"is not the same folder on {socket.gethostname()} as on rank 0's machine"
+                hint += "; an elastic job may go on on any machine: use a shared disk"
+                raise UserError("output_dir", config.output_dir, hint)
 
         on_every_rank(self.accelerator, compare)
 
@@ -179,11 +178,8 @@ class Run(Progress):
 
     def build(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
         """Loads the data, builds model and optimizer, and loads the newest checkpoint on all ranks. Collective. Returns
-        before the model if the run is complete.
-
-        Args:
-            wrap: wraps the plain model, on its device, before Accelerate prepares it.
-        """
+        before the model if the run is complete. `wrap` changes the plain model, on its device, before Accelerate
+        prepares it."""
         accelerator, task = self.accelerator, self.task
         task.load(self.watchdog)
         config = self.config  # resolved

@@ -118,14 +118,8 @@ class StopRequest:
             raise Interrupted
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
-        """Runs `work`, which polls, on the main process; the other ranks poll until it returns.
-
-        Returns:
-            The result of `work` on the main process, None on the others.
-
-        Raises:
-            Interrupted: on all ranks; a stop right at the end may raise it on the others alone.
-        """
+        """The result of `work`, which polls, on the main process; None on the others, which poll until it returns.
+        Raises: Interrupted, on all ranks; a stop right at the end may raise it on the others alone."""
         result, self._done = None, 0
         if self._is_main:
             result = work()
