@@ -3,9 +3,21 @@
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator
 
-from gpt2_ddp.config.base import Command, Section, flat, only
+from gpt2_ddp.config.base import Command, Section, flat
+
+
+def only(kinds: Any, hint: str) -> BeforeValidator:
+    """A check that a value is one of several kinds, with one error."""
+
+    def check(value: object) -> object:
+        with suppress(ValidationError):
+            TypeAdapter(kinds).validate_python(value)
+            return value
+        raise ValueError(f"should be {hint}")
+
+    return BeforeValidator(check)
 
 
 class ClipConfig(Section):

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Section, Tasks, only
-from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.base import Section, Tasks
+from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig, only
 
 WINDOWS_PER_BLOCK = 1000
 """Positions of a block of a mixture's order; every source has its share of each block (`data.mixture`)."""

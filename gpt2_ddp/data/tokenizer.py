@@ -88,7 +88,9 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     UserError if the name is unknown, the file unusable, or the download fails."""
     if name_or_path == BYTES:
         ranks = {bytes([byte]): byte for byte in range(256)}
-        return Tokenizer(BYTES, make_encoding(BYTES, ranks, {END_OF_TEXT: 256}, BYTES_PATTERN))
+        special = {END_OF_TEXT: len(ranks)}
+        encoding = tiktoken.Encoding(BYTES, pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return Tokenizer(BYTES, encoding)
     if name_or_path not in encoding_names():
         from gpt2_ddp.data.tokenizer_file import read_tokenizer
 
@@ -98,7 +100,9 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if merges is not None:
         tokens = [*BYTE_OF_CHARACTER.values(), *merges]
         ranks = {token: rank for rank, token in enumerate(tokens)}
-        return Tokenizer(name_or_path, make_encoding("gpt2", ranks, {END_OF_TEXT: len(ranks)}))
+        special = {END_OF_TEXT: len(ranks)}
+        encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return Tokenizer("gpt2", encoding)
     try:
         return Tokenizer(name_or_path, tiktoken.get_encoding(name_or_path))
     except OSError as error:  # base class of the errors of requests
@@ -145,13 +149,6 @@ def _gpt2_merges() -> list[bytes] | None:
     if hashlib.sha256(data).hexdigest() != GPT2_MERGES_SHA256:
         return None
     return [to_bytes(line.replace(" ", "")) for line in data.decode().split("\n")[1:-1]]
-
-
-def make_encoding(
-    name: str, ranks: dict[bytes, int], special_tokens: dict[str, int], pattern: str = GPT2_PATTERN
-) -> tiktoken.Encoding:
-    """Encoding of tiktoken with these ids of tokens."""
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 def _hash(encoding: tiktoken.Encoding) -> str:

@@ -62,15 +62,8 @@ def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Ten
 
 
 class Sampling(NamedTuple):
-    """Length of the samples, and the distribution that their tokens are drawn from.
-
-    Args:
-        max_new_tokens: most tokens to add to each prompt.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens; None: all.
-        top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
-        seed: seed of the random numbers, with the row's index. Global generators stay as they are.
-    """
+    """Length of the samples, and the distribution that their tokens are drawn from: fields of `GenerateConfig`. `top_p`
+    is that of Holtzman et al. (2020). `seed` and a row's index seed its numbers; global generators stay as they are."""
 
     max_new_tokens: int = 256
     temperature: float = 0.8

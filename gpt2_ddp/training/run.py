@@ -14,16 +14,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    Checkpoint,
-    Snapshot,
-    find_checkpoint,
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-    reset_optimizer_state,
-)
+from gpt2_ddp.checkpoint import checkpoint
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot, find_checkpoint
 from gpt2_ddp.checkpoint.checkpointer import SLOW_DISK, Checkpointer
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import METRICS, finite
@@ -352,10 +344,9 @@ class Run(Progress):
         state = self.state_dict()
         if self.folder is None:
             return None
-        model, plain = self.task.model, self.optimizer.plain
-        whole = Snapshot(
-            finite(state), dump(self.config), model_state(model), optimizer_state(model, plain), self.task.files
-        )
+        model = self.task.model
+        weights, moments = checkpoint.model_state(model), checkpoint.optimizer_state(model, self.optimizer.plain)
+        whole = Snapshot(finite(state), dump(self.config), weights, moments, self.task.files)
         return whole if self.config.saves_optimizer else whole.without_optimizer()
 
     def load(self, snapshot: Snapshot | None) -> None:
@@ -363,11 +354,11 @@ class Run(Progress):
         place, so graphs and connections stay."""
         loaded = snapshot or Snapshot({}, "", {}, {})
         state = on_main(self.accelerator, lambda: loaded.state)
-        load_model_state(self.accelerator, loaded.model, self.task.model)
+        checkpoint.load_model_state(self.accelerator, loaded.model, self.task.model)
         if state.get("moments", True):
-            load_optimizer_state(self.accelerator, loaded.optimizer, self.task.model, self.optimizer.plain)
+            checkpoint.load_optimizer_state(self.accelerator, loaded.optimizer, self.task.model, self.optimizer.plain)
         else:
-            reset_optimizer_state(self.optimizer.plain)
+            checkpoint.reset_optimizer_state(self.optimizer.plain)
             self.accelerator.print(
                 f"note: the checkpoint of step {state['step']} has no moments of the optimizer "
                 "(checkpoint.save_optimizer): they begin at zero again"
