@@ -164,8 +164,7 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a mixture as JSON values, for checkpoints and starts: hashes of the manifests; first position and
-    weights (fractions) of each phase."""
+    """Identity of a mixture as JSON values: hashes of the manifests; first position and weights of each phase."""
 
     manifests: list[str]
     phases: list[tuple[int, list[str]]]
@@ -213,10 +212,9 @@ def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identit
             f"{' '.join(one[number][1])} from token {one[number][0] * size} on" if number < len(one) else "none"
             for one in (ours, theirs)
         )
-        hint = (
-            f"the run had {had}; give that back, with 0 for a folder that is new, or {then}. Other weights may begin "
-        )
-        hint += f"behind what it has been at: data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
+        later = f"data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
+        hint = f"the run had {had}; give that back, with 0 for a folder that is new, or {then}"
+        hint += f". Other weights may begin behind what it has been at: {later}"
         raise UserError("data.phases" if number else "data.weights", mine, hint)
 
 

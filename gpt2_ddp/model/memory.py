@@ -28,14 +28,11 @@ class Setting:
     """Inputs of the estimate.
 
     Args:
-        kind: cuda, cpu or mps.
-        precision: no, bf16 or fp16.
-        parameters: number of them. matrices: those that autocast copies. state: numbers of the optimizer state.
-        vocab_size: rows of the head, padding included.
-        micro_batch: windows per forward pass in training.
+        kind: cuda, cpu or mps. precision: no, bf16 or fp16.
+        parameters, matrices, state: numbers in all, in what autocast copies, and in the optimizer state.
+        vocab_size: rows of the head, padding included. micro_batch: windows per forward pass in training.
         base: bytes of a process with all libraries and no model.
-        background: checkpoints are written in the background, from a copy in host memory.
-        validates: there are evaluations.
+        background: checkpoints are written from a copy in host memory. validates: there are evaluations.
     """
 
     config: TrainingConfig

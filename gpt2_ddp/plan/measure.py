@@ -44,10 +44,8 @@ class Rate:
     """How fast a training is.
 
     Args:
-        tokens_per_second: of the steps, over all processes.
-        source: where it is from: given, measured, or by the MFU.
-        evaluation, save, sample: seconds for each.
-        start: seconds until the first step; end: after the last one, for the report.
+        tokens_per_second: of the steps, over all processes. source: given, measured, or by the MFU.
+        evaluation, save, sample: seconds of one. start, end: seconds before the first step, and after the last.
     """
 
     tokens_per_second: float
@@ -64,12 +62,10 @@ class Seen:
     """What a look at a training has shown.
 
     Args:
-        mistakes: user errors of the training, as the lines that are printed behind `error:`.
-        state: of the checkpoint that the run resumes from; empty for a fresh run.
+        mistakes: user errors, as the lines that are printed behind `error:`.
+        state: of the checkpoint that the run resumes from, at `step`; empty for a fresh run.
         task: with its data open; None where they could not be opened.
-        step: where the run stands.
-        base: bytes of a process without its model (`base_memory`).
-        rate, memory: measured by its steps (`measure`).
+        base: bytes of a process without its model (`base_memory`). rate, memory: measured by its steps (`measure`).
     """
 
     mistakes: list[str] = field(default_factory=list)

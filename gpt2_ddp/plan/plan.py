@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -40,12 +41,9 @@ class Target:
     """What a training is planned for: this machine, or GPUs by their name.
 
     Args:
-        device: a GPU's exact name, or cpu or mps.
-        kind: cuda, cpu or mps.
+        device: a GPU's exact name, or cpu or mps. kind: cuda, cpu or mps.
         processes: in all, one per device. nodes: machines, which have equally many.
-        memory: bytes that a process may take.
-        peak: FLOP/s of a device; None where that is not known.
-        is_here: it is this machine, rather than one that is asked about.
+        memory: bytes of a process. peak: FLOP/s of a device; None if unknown.
     """
 
     device: str
@@ -80,15 +78,9 @@ def find_target(config: PlanConfig, started: int) -> Target:
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """What the data decide, or what is assumed of data that are not there.
-
-    Args:
-        is_known: whether the number of ids is the data's.
-        windows: of an epoch. steps: of the whole run. bytes: of the shards. None where only the data decide.
-        scored: tokens of an evaluation.
-    """
+class Corpus(NamedTuple):
+    """What the data decide; None where they are not there. `is_known`: the number of ids is not assumed. `windows` are
+    an epoch's, `steps` the whole run's, `bytes` the shards', and `scored` the tokens of an evaluation."""
 
     vocab_size: int
     is_known: bool
@@ -223,7 +215,6 @@ class Plan:
         self.refused = seen.mistakes
 
     def _add_time(self, measured: Rate | None) -> None:
-        """Sets what depends on the rate."""
         config, steps = self._config, self.steps
         self.count = None
         if steps and steps >= self.step:
@@ -235,7 +226,7 @@ class Plan:
         self.price = None if config.price is None or self.device_hours is None else config.price * self.device_hours
 
     def _make_setting(self, base: float | None) -> Setting:
-        """The terms of the formula of memory, its micro-batch aside."""
+        """The setting of the memory estimate, for a micro-batch of 1."""
         config, (kind, processes, precision) = self._config, self._place
         setting = setting_of(config, self._model, kind, processes, precision)
         background = config.checkpoint.background is not False  # elsewhere, machines with GPUs have cores and memory
@@ -262,10 +253,8 @@ class Plan:
         return batch, ceil(windows / (processes * batch))
 
     def _assume_rate(self) -> Rate | None:
-        """As given, or by the MFU; None where the device has no known peak in this precision.
-
-        An evaluation has a third of a step's arithmetic per token.
-        """
+        """As given, or by the MFU; None without a known peak in this precision. An evaluation has a third of a step's
+        arithmetic per token."""
         config, machine, start = self._config, self.machine, START
         speed, source = config.tokens_per_second, "as given"
         is_of_bf16 = self.precision == "no" and machine.kind == "cuda" and not config.tracking.peak_flops

@@ -23,9 +23,7 @@ NVL72 = "NVIDIA GB200 and GB300 NVL72 data sheets: 360,000 of 72 GPUs, with spar
 GA102 = "NVIDIA Ampere GA102 whitepaper: BF16 with FP32 accumulate"
 RTX_A = "NVIDIA RTX data sheet: tensor performance 309.7 (A6000), 222.2 (A5000), 153.4 (A4000), with sparsity"
 ADA = "NVIDIA Ada whitepaper: BF16 with FP32 accumulate"
-RTX_ADA = (
-    "NVIDIA RTX data sheet: tensor performance 1,457.0 (6000 Ada), 1,044.4 (5000 Ada), FP8 with sparsity: four times"
-)
+RTX_ADA = "NVIDIA RTX data sheet: tensor performance 1,457.0 (6000 Ada), 1,044.4 (5000 Ada), FP8 with sparsity: 4 times"
 BLACKWELL = "NVIDIA RTX Blackwell whitepaper: BF16 with FP32 accumulate"
 
 GPUS = {

@@ -32,7 +32,6 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import LossSum, Throughput, device_name
 from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.progress import Outcome, Progress, Scores
-from gpt2_ddp.training.resume import resolve_start
 from gpt2_ddp.training.stop import Interrupted, StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task
 
@@ -91,7 +90,7 @@ class Run(Progress):
             report = lambda status: (folder.write_heartbeat(status), long_stage.report(status))  # noqa: E731
             self.watchdog.report_to(report, lambda reason: folder.write_failure(self.step, reason))
         own = on_main(self.accelerator, lambda: folder.checkpoints.latest_metadata() if folder else None)
-        self._parent, self._branch = resolve_start(config, own, self.accelerator)
+        self._parent, self._branch = self._resolve_start(config, own)
         saved = own or self._branch
         self._resumes = saved is not None
         self.task: Task = make_task(config, self.accelerator, saved)
@@ -100,6 +99,20 @@ class Run(Progress):
         if self.is_complete:  # only an intact checkpoint counts
             newest = self.newest()
             super().load_state_dict(newest.state if newest else {})
+
+    def _resolve_start(self, config: RunConfig, own: Checkpoint | None) -> tuple[Checkpoint | None, Checkpoint | None]:
+        """Checks that the run may resume from `own`, its newest checkpoint. For a new run with `train.branch_from`, the
+        parent's checkpoint, and the branch's first one."""
+        if own:
+            for field in config.check_resumable(own.kind, own.config, own.state.get("step", 0)):
+                self.accelerator.print(f"note: {field} of the run's configuration is not known any more, and ignored")
+            if config.branch_from and config.branch_from != own.config["train"].get("branch_from"):
+                self.accelerator.print("note: train.branch_from is for a new run; this one has checkpoints of its own")
+        if not config.branch_from or own:
+            return None, None
+        from gpt2_ddp.training.branch import find_parent
+
+        return on_main(self.accelerator, lambda: find_parent(config))
 
     def _check_shared_folder(self, config: RunConfig) -> None:
         """Raises UserError if an elastic launcher may move rank 0 to a machine without the run folder."""
@@ -359,10 +372,8 @@ class Run(Progress):
             checkpoint.load_optimizer_state(self.accelerator, loaded.optimizer, self.task.model, self.optimizer.plain)
         else:
             checkpoint.reset_optimizer_state(self.optimizer.plain)
-            self.accelerator.print(
-                f"note: the checkpoint of step {state['step']} has no moments of the optimizer "
-                "(checkpoint.save_optimizer): they begin at zero again"
-            )
+            what = f"the checkpoint of step {state['step']} has no moments of the optimizer (checkpoint.save_optimizer)"
+            self.accelerator.print(f"note: {what}: they begin at zero again")
         self.load_state_dict(state)
 
     def save(self) -> None:
@@ -407,12 +418,8 @@ class Run(Progress):
             check_replicas(self.accelerator, self.task.model, self.optimizer.plain, self.step)
 
     def record_step(self, step: int, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
-        """Records a step that was taken.
-
-        Args:
-            loss_sum: sum over this rank's units, fp32 scalar. n_valid: number of these units.
-            skipped: 1 if the step changed nothing, fp32 scalar.
-        """
+        """Records a step that was taken: the sum of its losses over this rank's `n_valid` units, and 1 if it changed
+        nothing; both are fp32 scalars."""
         self.step = step
         self.skipped += skipped
         self.epoch.add(loss_sum, n_valid, skipped)
