@@ -116,16 +116,9 @@ def resolve(
     default: Default = None,
     mistakes: Sequence[str] = (),
 ) -> C:
-    """The validated configuration of YAML files and `changes`: later files override earlier ones, changes all files.
-
-    Args:
-        changes: values by dotted names.
-        default: preset without files.
-        mistakes: user errors of the command line, reported with those found here.
-
-    Raises:
-        UserError: as `load`.
-    """
+    """The validated configuration of YAML files and `changes`, by dotted names: later files override earlier ones, and
+    changes all files. `mistakes` are user errors of the command line, reported with those found here. Raises: UserError
+    as `load` does."""
     note = ""
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)

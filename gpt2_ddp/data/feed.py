@@ -136,13 +136,11 @@ class Feed:
     """Endless steps over the items of an order.
 
     Args:
-        source: the training set, equal on every rank; None for a replay, which has no micro-batches.
-        accelerator: the rank that reads; None for a replay.
+        source, accelerator: the training set and the rank that reads it; None for a replay, without micro-batches.
         workers: loader processes; 0 reads in this process.
 
     Attributes:
-        position: first position that no step has taken.
-        skipped_ranges: ranges [start, stop) of positions that no step takes.
+        position: first that no step has taken. skipped_ranges: [start, stop) of positions that no step takes.
         order_digest: digest of all items so far (`next_digest`).
         ended_epoch: whether the last step took the last position of the epoch that it began in.
         waited: seconds that steps waited for the loader.

@@ -41,9 +41,7 @@ class MixedOrder:
 
     Its length is an epoch: all windows of the first phase's sources. Sources that come later do not change it.
 
-    Args:
-        windows: number of windows of each source.
-        names: name of each source in rows.
+    `windows` are the numbers of each source's windows, `names` its names in rows.
     """
 
     def __init__(self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]):

@@ -145,8 +145,7 @@ def verify_shards(
         remember: skip the hash of files that the record lists unchanged.
         record: add verified files to the record, if the folder is writable.
 
-    Raises:
-        UserError: a shard differs from the manifest.
+    Raises: UserError if a shard differs from the manifest.
     """
     folder = Path(folder)
     known = _read_record(folder / RECORD)

@@ -31,9 +31,7 @@ class Tokenizer:
     """Bidirectional map between text and ids 0 .. vocab_size - 1.
 
     Args:
-        name: name of the encoding, or file name of a tokenizer.json.
-        encoding: encoding of tiktoken.
-        sha256: hash of the definition; None: the hash of the encoding's tokens.
+        name: the encoding's, or that of a tokenizer.json. sha256: hash of the definition; None: of the tokens.
 
     Attributes:
         eot: id of the end-of-text token, which begins every document.
@@ -41,11 +39,8 @@ class Tokenizer:
     """
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, sha256: str | None = None):
-        self.name = name
-        self.sha256 = sha256 or _hash(encoding)
-        self.vocab_size = encoding.n_vocab
-        self.eot = encoding.eot_token
-        self.encoding = encoding
+        self.name, self.encoding, self.sha256 = name, encoding, sha256 or _hash(encoding)
+        self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
         tokens = encoding._mergeable_ranks
         self.characters = None if b"\xff" in tokens else {token.decode() for token in tokens}
 

@@ -21,8 +21,7 @@ def within_documents(tokens: Tensor, eot: int, blocks: bool = False) -> tuple[Te
     """Positions within each document, int64 [B, T], and the causal mask within each.
 
     Args:
-        tokens: int64 [B, T].
-        eot: first token of a document.
+        tokens: int64 [B, T]. eot: first token of a document.
         blocks: return a BlockMask; otherwise bool [B, 1, T, T].
     """
     B, T = tokens.shape

@@ -19,11 +19,7 @@ class KVCache:
     """Keys and values of the tokens decoded so far; slot s of a row belongs to its position s.
 
     Rows may differ in length. Padding comes after a row's last token: the causal mask hides it until tokens
-    overwrite it.
-
-    Args:
-        model: gives shapes, device and dtype.
-        rows: B. length: slots per row, at most block_size.
+    overwrite it. There are `rows` (B) of `length` slots, at most block_size.
     """
 
     def __init__(self, model: GPT, rows: int, length: int):
@@ -91,8 +87,7 @@ def generate(
         prompts: token ids. An empty prompt is the start of a document. A long one loses its beginning. A model with a
             document mask sees the last document of each.
         eot: the end-of-text token, which ends a row.
-        poll: called before each token; its exceptions end the generation.
-        heard: called with each row's index and new token.
+        poll: called before each token; its exceptions end the generation. heard: called with each row and new token.
 
     Returns:
         The new tokens of each row, without end-of-text.

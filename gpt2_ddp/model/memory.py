@@ -63,12 +63,8 @@ def setting_of(
 def pick_micro_batch(
     sizes: Iterable[int], kind: str, block_size: int, peak: Callable[[int], float], room: float
 ) -> int:
-    """Estimate for `train.micro_batch_size: auto`: the first of `sizes` that is expected to fit.
-
-    Args:
-        sizes: the largest first (`data.feed.micro_batches`).
-        peak: bytes of a process, as a function of the micro-batch. room: bytes of the device.
-    """
+    """Estimate for `train.micro_batch_size: auto`: the first of `sizes`, the largest first, that is expected to fit.
+    `peak` returns the bytes of a process for a micro-batch; `room` is the device's."""
     fits = (lambda size: peak(size) <= ROOM * room) if kind == "cuda" else lambda size: size * block_size <= CPU_TOKENS
     return next(filter(fits, sizes), 1)
 
@@ -167,8 +163,7 @@ class Memory:
     """Bytes of one process.
 
     Args:
-        peak: largest of `peaks`. moment: name of its moment.
-        peaks: peak of each moment. parts: bytes by part at the largest peak, which they sum up to.
+        peak: largest of `peaks`, those of each moment. parts: bytes by part at the largest, which they sum up to.
         host: host memory of a GPU's process for a checkpoint: a copy of it, or of its largest tensor.
     """
 

@@ -34,8 +34,7 @@ class Guard:
     running mean by `loss_sigmas`.
 
     Attributes:
-        judged: the last step with a verdict.
-        first_bad: first of the bad steps in a row; None after a good one.
+        judged: the last step with a verdict. first_bad: first of the bad steps in a row; None after a good one.
         problem: reason of the last bad verdict.
         bad_steps: number of bad steps in this process.
     """

@@ -62,12 +62,10 @@ class GuardedOptimizer:
     parameters and state are copied before the step and restored after it.
 
     Args:
-        optimizer: as Accelerate prepared it.
-        skip: whether bad steps change nothing.
-        norm_sigmas: standard deviations; None: every finite norm is good.
+        optimizer: as Accelerate prepared it; `plain` is the one inside.
+        skip: whether bad steps change nothing. norm_sigmas: None: every finite norm is good.
 
     Attributes:
-        plain: the optimizer inside.
         bad: whether the last gradient was bad, fp32 scalar on the device. The search for a loss scale does not count.
         norms: statistics of the norms of good gradients.
     """

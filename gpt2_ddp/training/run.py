@@ -49,10 +49,8 @@ class Run(Progress):
     Attributes:
         folder, checkpoints: on the main process; None on the others.
         model, optimizer: prepared by Accelerate. `task.model` is the plain model.
-        parameters: the model's, as a list.
         skipped: number of steps that changed nothing, fp32 scalar on the device.
         epoch: losses since the last epoch ended, without skipped steps. since_row: losses since the last row.
-        reason: why the run diverged.
 
     Raises:
         UserError: of configuration, run folder or launch; on every rank.

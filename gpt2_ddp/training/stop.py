@@ -30,16 +30,13 @@ class StopRequest:
     late (`AsyncSum`). A SIGINT more than a second after the first signal ends the process at once.
 
     Args:
-        begun: `time.monotonic()` when the run began.
-        max_minutes: time limit since `begun`; None: only Slurm's.
+        begun: `time.monotonic()` when the run began, from which `max_minutes` count; None: only Slurm's limit.
         progress: called before each poll.
 
     Attributes:
-        reason: of the stop, on this rank; empty without a stop.
-        is_agreed: whether all ranks have agreed to stop.
+        reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
         is_elastic: whether signals stop only the machines that received them. The elastic launchers of the others start
             their ranks again. Any other reason stops all.
-        restore_handlers: reinstalls the earlier signal handlers.
         reserve: seconds before a deadline at which to stop, so that the checkpoint is saved in time.
     """
 
