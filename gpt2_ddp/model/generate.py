@@ -43,13 +43,9 @@ class KVCache:
 
 
 def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-    """Hidden states [B, t, C], for `GPT.head`, of tokens that continue the cache; extends the cache. A row is one
-    document, for a model with a document mask.
-
-    Args:
-        tokens: int64 [B, t].
-        positions: int64 [B, t], positions in the rows; all earlier slots have to be filled.
-    """
+    """Hidden states [B, t, C], for `GPT.head`, of tokens int64 [B, t] that continue the cache; extends the cache. Their
+    positions in the rows are int64 [B, t]; all earlier slots have to be filled. A row is one document, for a model with
+    a document mask."""
     cache.place(positions)
     x = model.wte(tokens) + model.wpe(positions)  # [B, t, C]
     for block in model.h:
@@ -165,12 +161,8 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bo
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """One token per row, int64 [B], drawn by inverting its cumulative distribution.
-
-    Args:
-        logits: [B, V]. uniform: random numbers in [0, 1), one per row [B].
-        sampling: temperature, top_k and top_p apply in this order.
-    """
+    """One token per row, int64 [B], drawn from logits [B, V] by inverting their cumulative distribution at `uniform`,
+    numbers in [0, 1) [B]. Temperature, top_k and top_p apply in this order."""
     _, temperature, top_k, top_p, _ = sampling
     if temperature == 0:
         return logits.argmax(dim=-1)

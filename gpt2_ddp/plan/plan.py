@@ -165,14 +165,12 @@ class Plan:
     """A training on a machine. The public attributes are the figures of the JSON, in its order.
 
     Attributes:
-        steps, tokens, epochs: of the whole run; None where they depend on data that are not there.
-        micro_batch, accumulation, padding: of a step; padding is in rows, over all processes.
-        nearest_batch: windows per step nearest to the configured ones that have no padding.
+        steps, tokens, epochs, data_bytes: None where they depend on data that are not there.
+        padding: rows of a step, over all processes. nearest_batch: windows per step that have none.
         splits: micro-batch and accumulation of each process count up to 64 that divides the global batch.
         fits: whether `memory` suffices. largest_micro_batch: the one that still fits, of a rank's share; 0 for none.
-        data_bytes: of the shards; None where they are not prepared.
         count, rate, seconds, device_hours, price: of what is left to do; None where they are not known.
-        refused: what train_gpt2.py would answer, in its own words.
+        refused: user errors of train_gpt2.py.
     """
 
     def __init__(self, config: PlanConfig, machine: Target, precision: str, seen: Seen):

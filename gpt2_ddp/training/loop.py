@@ -29,10 +29,8 @@ class Result:
     """The result of `train`, in plain values that travel between processes.
 
     Args:
-        step: optimizer steps in all, those before a resume included.
-        metrics: the newest scores: train_loss (of the last whole epoch), val_loss ...
-        seconds: wall time of this call, evaluations and checkpoints included.
-        run: the run folder.
+        step: optimizer steps in all. seconds: wall time of this call, evaluations and checkpoints included.
+        metrics: the newest scores: train_loss (of the last whole epoch), val_loss ... run: the run folder.
         best: the checkpoint with the lowest val_loss, if it is older than the newest; None on other ranks.
     """
 

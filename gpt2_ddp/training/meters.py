@@ -31,12 +31,8 @@ class LossSum:
         self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
 
     def add(self, loss: Tensor, units: int, skipped: Tensor | None = None) -> None:
-        """Adds this rank's part of a step.
-
-        Args:
-            loss: sum over its units, scalar.
-            skipped: 1 if the step must not count, else 0, fp32 scalar on the device; None: count finite losses.
-        """
+        """Adds this rank's part of a step; `loss` is the sum over its units, scalar. `skipped` is 1 if the step must
+        not count, else 0, fp32 scalar on the device; None: count finite losses."""
         self._waiting.append((units, loss, skipped))
         self._units += units
         if len(self._waiting) == 64:  # summed at once, they take as long as one

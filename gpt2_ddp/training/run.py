@@ -138,7 +138,11 @@ class Run(Progress):
             self.metrics.close(failed=error is not None)
             if not error:
                 self.accelerator.end_training()
-        self.close()
+        if self.checkpoints:
+            self.checkpoints.background.join()
+        if self.folder:  # unlocked once nothing is written to it any more
+            self.folder.release()
+        self.watchdog.close()  # may wait for the other ranks
 
     def _record_failure(self, error: BaseException) -> None:
         """Reports an exception to the other ranks, to the user and in status.json. No checkpoint is saved: other ranks
@@ -149,14 +153,6 @@ class Run(Progress):
                 self.folder.write_status("failed", self.step, f"{type(error).__name__}: {error}")
         elif self._is_started and isinstance(error, UserError) and not error.on_every_rank:  # only this rank has it
             print(f"error: rank {self.accelerator.process_index}: {error}", file=sys.stderr)
-
-    def close(self) -> None:
-        """Unlocks the folder once nothing is written to it any more, and ends the watchdog."""
-        if self.checkpoints:
-            self.checkpoints.background.join()
-        if self.folder:
-            self.folder.release()
-        self.watchdog.close()  # may wait for the other ranks
 
     @property
     def config(self) -> Any:
