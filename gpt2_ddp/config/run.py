@@ -109,6 +109,10 @@ class TrackingConfig(Section):
         return [name for name in dict.fromkeys(map(str, names)) if name not in ("none", "null", "None", "")]
 
 
+PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "train.branch_from")
+"""Paths that may differ between machines."""
+
+
 class RunConfig(Command):
     """A training run of any kind"""
 
@@ -116,14 +120,6 @@ class RunConfig(Command):
     """kind of run, as checkpoints name it"""
     kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
     """sections and fields that a resumed run must keep"""
-    per_machine: ClassVar[tuple[str, ...]] = (
-        "output_dir",
-        "data.path",
-        "data.prepare",
-        "train.init_from",
-        "train.branch_from",
-    )
-    """paths that may differ between machines"""
 
     output_dir: str = "runs"
     """folder of run folders"""
@@ -136,9 +132,9 @@ class RunConfig(Command):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Fields that must agree on all ranks, by dotted names. Of `per_machine` paths, only their presence must."""
+        """Fields that must agree on all ranks, by dotted names. Of `PER_MACHINE` paths, only their presence must."""
         found = flat(self.model_dump(mode="json"))
-        return found | {name: "a path" if found[name] else None for name in self.per_machine if name in found}
+        return found | {name: "a path" if found[name] else None for name in PER_MACHINE if name in found}
 
     @property
     def backend(self) -> str:

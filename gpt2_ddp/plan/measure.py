@@ -119,10 +119,8 @@ def _look_at(run: Run, seen: Seen) -> None:
 
 
 def base_memory(config: TrainingConfig) -> float:
-    """Bytes of this process with all that a step loads, but without the model. Collective.
-
-    A step of a tiny model is trained first, since the first step loads libraries and makes kernels.
-    """
+    """Bytes of this process with all that a step loads, but without the model. Collective. A step of a tiny model is
+    trained first, since the first step loads libraries and makes kernels."""
     model = GPT(ModelConfig(n_layer=1, n_head=4, n_embd=128, block_size=128, dropout=config.model.dropout), 1024)
     optimizer = build_optimizer(model, config.optim)
     tokens = torch.zeros(4, 128, dtype=torch.int64)

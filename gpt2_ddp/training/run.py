@@ -138,9 +138,13 @@ class Run(Progress):
             self.metrics.close(failed=error is not None)
             if not error:
                 self.accelerator.end_training()
+        self.close()
+
+    def close(self) -> None:
+        """Unlocks the folder once nothing is written to it any more, and ends the watchdog."""
         if self.checkpoints:
             self.checkpoints.background.join()
-        if self.folder:  # unlocked once nothing is written to it any more
+        if self.folder:
             self.folder.release()
         self.watchdog.close()  # may wait for the other ranks
 
