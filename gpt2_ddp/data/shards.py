@@ -57,10 +57,8 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
 class TokenStream:
     """A split as one stream of tokens, read at any position with `preadv`. Can be pickled and forked; one thread.
 
-    A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS.
-
-    Raises:
-        UserError: the split or a shard is missing, or a shard's header or size is wrong.
+    A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS. Raises:
+    UserError if the split or a shard is missing, or a shard's header or size is wrong.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, split: str):
