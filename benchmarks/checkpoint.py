@@ -90,11 +90,8 @@ def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Ca
 
 
 def turn(run: Run, folder: Path, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
-    """Saves while the training goes on, and resumes; returns the seconds of `FIGURES`.
-
-    The time lost is that of the save, and the excess of the steps until the checkpoint is on disk over the median of
-    the steps before.
-    """
+    """Saves while the training goes on, and resumes; returns the seconds of `FIGURES`. The time lost is that of the
+    save, and the excess of the steps until the checkpoint is on disk over the median of the steps before."""
     assert run.checkpoints
     shutil.rmtree(folder, ignore_errors=True)
     os.sync()

@@ -71,9 +71,8 @@ def with_datasets(done: Done, data: Path, workers: int) -> None:
 
     datasets.disable_progress_bars()
     cache = str(data.with_name(f"arrow-{workers}"))
-    rows: Any = datasets.Dataset.from_generator(
-        windows, gen_kwargs={"file": data / "train_000000.bin"}, cache_dir=cache
-    )
+    source = {"file": data / "train_000000.bin"}
+    rows: Any = datasets.Dataset.from_generator(windows, gen_kwargs=source, cache_dir=cache)
     loader = DataLoader(rows.with_format("torch"), BATCH, shuffle=True, drop_last=True, num_workers=workers)
     while True:
         for batch in loader:

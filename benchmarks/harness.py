@@ -48,12 +48,8 @@ class StepTiming(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One measured quantity.
-
-    Args:
-        figures: of each contender, one per turn. The figures of one turn were taken one after the other.
-        more_is_better: true for rates; false for seconds and bytes.
-    """
+    """One measured quantity: `figures` of each contender, one per turn; more is better for rates, less for seconds and
+    bytes."""
 
     what: str
     unit: str
@@ -64,10 +60,6 @@ class Case(NamedTuple):
         """How many times better ours was than the baseline in each turn; empty where ours was not measured."""
         pairs = zip(self.figures.get(OURS, []), self.figures[baseline], strict=False)
         return [ours / other if self.more_is_better else other / ours for ours, other in pairs if ours and other]
-
-    def numbers(self) -> dict[str, Any]:
-        """All figures and ratios."""
-        return self._asdict() | {"ratios": {name: self.ratios(name) for name in self.figures if name != OURS}}
 
     def lines(self) -> Iterator[list[str]]:
         """Rows of the table below `HEADER`, one per contender."""
@@ -83,10 +75,7 @@ Table = tuple[Sequence[Case], Sequence[str]]
 
 def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
     """The command. Each benchmark is a module with `measure(config)`, and perhaps `check(config)`, which runs first.
-
-    Raises:
-        UserError: before any benchmark begins.
-    """
+    Raises: UserError before any benchmark begins."""
     modules = {name: import_module(f"benchmarks.{name}") for name in config.only or get_args(Benchmark)}
     for module in modules.values():
         if hasattr(module, "check"):
@@ -98,7 +87,9 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
         table = markdown_table(HEADER, [line for case in cases for line in case.lines()])
         print(f"{name}\n\n{table}\n", *(f"- {note}" for note in notes), sep="\n", end="\n\n", flush=True)
         found = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json")}
-        found |= {"notes": notes, "cases": [case.numbers() for case in cases]}
+        ratios = [{name: case.ratios(name) for name in case.figures if name != OURS} for case in cases]
+        numbers = [case._asdict() | {"ratios": of} for case, of in zip(cases, ratios, strict=True)]
+        found |= {"notes": notes, "cases": numbers}
         write_atomically(output / f"{name}.json", json.dumps(found, indent=1) + "\n")
     return tables
 
@@ -166,12 +157,9 @@ def _run_contender(pipe: Connection, contender: Contender, device: torch.device,
 
 
 def step_timer(pipe: Connection, device: torch.device, seconds: float) -> Generator[None, None, None]:
-    """A generator that a contender advances after each of its steps. A turn takes about `seconds`.
-
-    Each turn begins with a message from the pipe and ends with a `StepTiming`. The first one ends with None: one step
-    loads libraries and compiles graphs, another one decides how many steps a turn has. The process exits when the other
-    end is closed.
-    """
+    """A generator that a contender advances after each of its steps. A turn takes about `seconds`. It begins with a
+    message from the pipe and ends with a `StepTiming`, the first one with None: one step loads libraries and compiles
+    graphs, another one decides how many steps a turn has. The process exits when the other end is closed."""
     read_clock(device)
     begun, timing = time.perf_counter(), None
     yield

@@ -15,12 +15,5 @@ sys.path.insert(0, str(PROJECT))  # the folder of `benchmarks`
 
 from benchmarks.config import BenchmarkConfig
 
-
-def main(config: BenchmarkConfig) -> None:
-    from benchmarks.harness import run_benchmarks
-
-    run_benchmarks(config)
-
-
 if __name__ == "__main__":
-    run_command(BenchmarkConfig, main)
+    run_command(BenchmarkConfig, "benchmarks.harness:run_benchmarks")

@@ -10,12 +10,5 @@ Launchers wait long for a machine that is missing before they start anything: se
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
 
-
-def main(config: CheckClusterConfig) -> None:
-    from gpt2_ddp.cluster import check_cluster
-
-    check_cluster(config)
-
-
 if __name__ == "__main__":
-    run_command(CheckClusterConfig, main)
+    run_command(CheckClusterConfig, "gpt2_ddp.cluster:check_cluster")

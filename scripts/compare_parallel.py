@@ -10,12 +10,5 @@ What the columns mean is in docs/compare.md.
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CompareConfig
 
-
-def main(config: CompareConfig) -> None:
-    from gpt2_ddp.compare.compare import compare
-
-    compare(config)
-
-
 if __name__ == "__main__":
-    run_command(CompareConfig, main)
+    run_command(CompareConfig, "gpt2_ddp.compare.compare:compare")

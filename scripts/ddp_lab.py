@@ -10,12 +10,5 @@ Each row is explained in docs/ddp-lab.md.
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import LabConfig
 
-
-def main(config: LabConfig) -> int:
-    from gpt2_ddp.lab.lab import run_lab
-
-    return run_lab(config)
-
-
 if __name__ == "__main__":
-    run_command(LabConfig, main)
+    run_command(LabConfig, "gpt2_ddp.lab.lab:run_lab")

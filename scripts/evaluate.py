@@ -8,12 +8,5 @@ torchrun --nproc_per_node 8 scripts/evaluate.py runs/gpt2_124m --mixed_precision
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import EvaluateConfig
 
-
-def main(config: EvaluateConfig) -> int:
-    from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
-
-    return evaluate_checkpoint(config)
-
-
 if __name__ == "__main__":
-    run_command(EvaluateConfig, main)
+    run_command(EvaluateConfig, "gpt2_ddp.tasks.checkpoints:evaluate_checkpoint")

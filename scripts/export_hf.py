@@ -12,12 +12,5 @@ docs/export.md tells what is written and what is compared.
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import ExportConfig
 
-
-def main(config: ExportConfig) -> int:
-    from gpt2_ddp.export.export import export_hf
-
-    return export_hf(config)
-
-
 if __name__ == "__main__":
-    run_command(ExportConfig, main)
+    run_command(ExportConfig, "gpt2_ddp.export.export:export_hf")

@@ -11,12 +11,5 @@ The samples go to standard output, the speed to standard error. A single sample 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import GenerateConfig
 
-
-def main(config: GenerateConfig) -> int:
-    from gpt2_ddp.tasks.trained_model import generate_text
-
-    return generate_text(config)
-
-
 if __name__ == "__main__":
-    run_command(GenerateConfig, main)
+    run_command(GenerateConfig, "gpt2_ddp.tasks.trained_model:generate_text")

@@ -12,12 +12,5 @@ from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import training_default
 
-
-def main(config: PlanConfig) -> int:
-    from gpt2_ddp.plan.plan import show_plan
-
-    return show_plan(config)
-
-
 if __name__ == "__main__":
-    run_command(PlanConfig, main, default=training_default)
+    run_command(PlanConfig, "gpt2_ddp.plan.plan:show_plan", default=training_default)

@@ -7,12 +7,5 @@ python scripts/predict.py runs/photos folder --output predictions.jsonl       # 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import PredictConfig
 
-
-def main(config: PredictConfig) -> int:
-    from gpt2_ddp.tasks.checkpoints import predict
-
-    return predict(config)
-
-
 if __name__ == "__main__":
-    run_command(PredictConfig, main)
+    run_command(PredictConfig, "gpt2_ddp.tasks.checkpoints:predict")

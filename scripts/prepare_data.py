@@ -11,12 +11,5 @@ The same command given again finds the data prepared; a command that was interru
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import PrepareConfig
 
-
-def main(config: PrepareConfig) -> None:
-    from gpt2_ddp.preparation.prepare import prepare
-
-    prepare(config)
-
-
 if __name__ == "__main__":
-    run_command(PrepareConfig, main)
+    run_command(PrepareConfig, "gpt2_ddp.preparation.prepare:prepare")

@@ -7,12 +7,5 @@ python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import ReportConfig
 
-
-def main(config: ReportConfig) -> int:
-    from gpt2_ddp.reports.report import report
-
-    return report(config)
-
-
 if __name__ == "__main__":
-    run_command(ReportConfig, main)
+    run_command(ReportConfig, "gpt2_ddp.reports.report:report")

@@ -6,12 +6,5 @@ python scripts/status.py runs/*
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import StatusConfig
 
-
-def main(config: StatusConfig) -> int:
-    from gpt2_ddp.reports.status import show_status
-
-    return show_status(config)
-
-
 if __name__ == "__main__":
-    run_command(StatusConfig, main)
+    run_command(StatusConfig, "gpt2_ddp.reports.status:show_status")

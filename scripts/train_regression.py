@@ -22,10 +22,8 @@ def train(config: RegressionConfig) -> str:
     result = run_job(config)
     if result.outcome == "completed" and is_main_process():
         line = load_file(result.checkpoint / "model.safetensors")
-        print(
-            f"weight {line['linear.weight'].item():.4f}, bias {line['linear.bias'].item():.4f}, "
-            f"loss {result.metrics['val_loss']:.4f}, {result.seconds:.1f} s"
-        )
+        found = f"weight {line['linear.weight'].item():.4f}, bias {line['linear.bias'].item():.4f}"
+        print(f"{found}, loss {result.metrics['val_loss']:.4f}, {result.seconds:.1f} s")
     return result.outcome
 
 

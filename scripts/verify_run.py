@@ -10,12 +10,5 @@ Exits with 0 when everything is as it should be, with 1 when it is not; docs/ver
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import VerifyConfig
 
-
-def main(config: VerifyConfig) -> int:
-    from gpt2_ddp.reports.verify import verify_run
-
-    return verify_run(config)
-
-
 if __name__ == "__main__":
-    run_command(VerifyConfig, main)
+    run_command(VerifyConfig, "gpt2_ddp.reports.verify:verify_run")

@@ -50,12 +50,11 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "data/feed.py": (24, ["tests/test_feed.py", "-k", "not (share_of_random or workers or middle or windows)"]),
     "data/mixture.py": (24, ["tests/test_mixture.py"]),
     "training/loop.py": (
-        14,
-        [*LOOP, GUARD, "-k", f"{STEPS} or {ENDS}"],
+        24,
+        [*LOOP, GUARD, "tests/test_background.py", "tests/test_branch.py", "-k", f"{STEPS} or {ENDS} or {BACK}"],
     ),
     "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
     "training/optimizer.py": (20, ["tests/test_optim.py", GUARD, "-k", STATISTICS]),
-    "training/rollback.py": (10, [GUARD, "tests/test_background.py", "tests/test_branch.py", "-k", BACK]),
     "checkpoint/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
     "checkpoint/checkpointer.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
     "model/evaluate.py": (
@@ -129,7 +128,7 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
         "Accelerate's step is the same, and slower",
     ),
     (
-        "training/rollback.py",
+        "training/loop.py",
         "return False",
         "return None",
         "read as a condition",

@@ -36,7 +36,6 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.resume import check_resumable
 
 ALONE: Any = SimpleNamespace(num_processes=1, is_main_process=True)
 """What a task asks of the accelerator before any long work."""
@@ -301,7 +300,7 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
     started._resolve_schedule(1900)
     saved = Checkpoint(Path("saved"), state | {"kind": "gpt2"}, started.config.model_dump(mode="json"))
     config = tiny_config(changes | now)
-    check_resumable(config, saved)
+    config.check_resumable(saved.kind, saved.config, saved.state["step"])
     resumed = Pretraining(config, ALONE, saved)
     assert resumed.config.optim.decay_steps == length
     assert all(started.lr_at(past) == resumed.lr_at(past) for past in range(1, step + 1))
@@ -319,12 +318,11 @@ def test_an_end_that_steps_depend_on_cannot_be_moved(tiny_config):
     saved = tiny_config({"optim.decay_steps": 20}).model_dump(mode="json")
     for step, refused in ((2, False), (3, True)):
         config = tiny_config({"optim.decay_steps": 40})
-        checkpoint = Checkpoint(Path("saved"), {"step": step, "kind": "gpt2"}, saved)
         if refused:
             with pytest.raises(UserError, match=r"optim.decay_steps = 40: the run was started with 20; .*branch_from"):
-                check_resumable(config, checkpoint)
+                config.check_resumable("gpt2", saved, step)
         else:
-            assert check_resumable(config, checkpoint) == []
+            assert config.check_resumable("gpt2", saved, step) == []
 
 
 def test_the_beginning_of_a_branch_can_be_gone_back_to():

@@ -4,20 +4,10 @@ import copy
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    ModelWrapValidatorHandler,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from gpt2_ddp.errors import FIELD, UserError, truncate
@@ -99,18 +89,6 @@ Tasks = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 """Names of tasks, or files of items."""
 
 
-def only(kinds: Any, hint: str) -> BeforeValidator:
-    """A check that a value is one of several kinds, with one error."""
-
-    def check(value: object) -> object:
-        with suppress(ValidationError):
-            TypeAdapter(kinds).validate_python(value)
-            return value
-        raise ValueError(f"should be {hint}")
-
-    return BeforeValidator(check)
-
-
 class Section(BaseModel):
     """A frozen group of fields. Unknown keys, NaN, booleans as numbers and NUL in text are user errors."""
 
@@ -120,7 +98,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_kind(cls, value: object, info: ValidationInfo) -> object:
+    def _check_kind(cls, value: object, info: pydantic.ValidationInfo) -> object:
         annotation = cls.model_fields[info.field_name or ""].annotation
         items = value if isinstance(value, list | tuple) else [value]
         if {int, float} & {annotation, *get_args(annotation)} and any(isinstance(item, bool) for item in items):
@@ -142,7 +120,7 @@ class Command(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _report_mistakes(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _report_mistakes(cls, values: Any, handler: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
         try:
             config = handler(values)
         except ValidationError as error:
@@ -163,10 +141,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a saved configuration of any release, without validation.
-
-    Args:
-        saved: parsed output of `dump`.
+    """The fields of a saved configuration of any release, without validation. `saved` is parsed output of `dump`.
 
     Returns:
         All fields of `command`, as `dump` writes them: newer fields have defaults. And the dotted names of saved fields

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
@@ -44,22 +45,23 @@ Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
 a note (or "") for the given flags."""
 
 
-def run_command(command: type[C], main: Callable[[C], int | None], default: Default = None) -> NoReturn:
+def run_command(command: type[C], main: Callable[[C], object] | str, default: Default = None) -> NoReturn:
     """The body of every script: parses `sys.argv`, calls `main` and exits.
 
-    Exit codes: that of `main` (None for 0); 2 after a user error; 75 if a signal stopped it; 141, as after SIGPIPE, if
-    standard output is closed, as by `| head`.
+    Exit codes: that of `main`, or 0 if it returns no integer; 2 after a user error; 75 if a signal stopped it; 141, as
+    after SIGPIPE, if standard output is closed, as by `| head`.
 
     Args:
         command: class of the script's configuration.
-        main: the work; imports its modules itself, so that `--help` stays fast.
+        main: the work, or its name, `module:function`. It is imported after `--help`, which stays fast.
         default: preset without `--config`.
     """
     with exit_on_signal(_print_line):
         if under_launcher() or CHILD in os.environ:  # the parent may end without passing the signal on
             end_with_parent(signal.SIGTERM)
         try:
-            code = main(load(command, sys.argv[1:], default))
+            config = load(command, sys.argv[1:], default)
+            code = (resolve_name(main) if isinstance(main, str) else main)(config)
             print(end="", flush=True)
         except BrokenPipeError:
             stdout, poll = sys.stdout.fileno(), select.poll()
@@ -75,7 +77,7 @@ def run_command(command: type[C], main: Callable[[C], int | None], default: Defa
             distributed = sys.modules.get("torch.distributed")  # gloo's threads abort ranks that end while connected
             if distributed and distributed.is_initialized():
                 distributed.destroy_process_group()
-    sys.exit(code)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _print_line(line: str) -> None:
@@ -114,16 +116,9 @@ def resolve(
     default: Default = None,
     mistakes: Sequence[str] = (),
 ) -> C:
-    """The validated configuration of YAML files and `changes`: later files override earlier ones, changes all files.
-
-    Args:
-        changes: values by dotted names.
-        default: preset without files.
-        mistakes: user errors of the command line, reported with those found here.
-
-    Raises:
-        UserError: as `load`.
-    """
+    """The validated configuration of YAML files and `changes`, by dotted names: later files override earlier ones, and
+    changes all files. `mistakes` are user errors of the command line, reported with those found here. Raises: UserError
+    as `load` does."""
     note = ""
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
@@ -179,11 +174,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
-    """The sections and keys of a YAML file. A missing one is looked up in the project's folder and its configs.
-
-    Raises:
-        UserError: the file cannot be read, or holds no mapping.
-    """
+    """The sections and keys of a YAML file. A missing one is looked up in the project's folder and its configs. Raises:
+    UserError if the file cannot be read, or holds no mapping."""
     shipped = [PROJECT / folder / file for folder in (".", "configs", "configs/jobs")]
     path = next((path for path in (Path(file), *shipped) if os.path.exists(path)), Path(file))
     try:

@@ -15,13 +15,7 @@ CONFIGS: dict[str, type[RunConfig]] = {
 
 def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
     """The configuration of a run, from its config.yaml. Missing fields take defaults, unknown ones are left out.
-
-    Args:
-        saved: content of the file. place: its path, for messages.
-
-    Raises:
-        UserError: unknown kind or invalid value.
-    """
+    Raises: UserError, which names the file `place`, for an unknown kind or an invalid value."""
     if kind not in CONFIGS:
         hint = f"{place} is of a kind that is unknown here; this release has {', '.join(CONFIGS)}"
         raise UserError("kind", kind, hint)

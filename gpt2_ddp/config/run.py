@@ -1,11 +1,25 @@
 """Sections and fields of every training run; the training loop reads these."""
 
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator
 
-from gpt2_ddp.config.base import Command, Section, flat, only
+from gpt2_ddp.config.base import Command, Section, complete, differences, flat
+from gpt2_ddp.errors import UserError
+
+
+def only(kinds: Any, hint: str) -> BeforeValidator:
+    """A check that a value is one of several kinds, with one error."""
+
+    def check(value: object) -> object:
+        with suppress(ValidationError):
+            TypeAdapter(kinds).validate_python(value)
+            return value
+        raise ValueError(f"should be {hint}")
+
+    return BeforeValidator(check)
 
 
 class ClipConfig(Section):
@@ -95,6 +109,10 @@ class TrackingConfig(Section):
         return [name for name in dict.fromkeys(map(str, names)) if name not in ("none", "null", "None", "")]
 
 
+PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "train.branch_from")
+"""Paths that may differ between machines."""
+
+
 class RunConfig(Command):
     """A training run of any kind"""
 
@@ -102,14 +120,6 @@ class RunConfig(Command):
     """kind of run, as checkpoints name it"""
     kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
     """sections and fields that a resumed run must keep"""
-    per_machine: ClassVar[tuple[str, ...]] = (
-        "output_dir",
-        "data.path",
-        "data.prepare",
-        "train.init_from",
-        "train.branch_from",
-    )
-    """paths that may differ between machines"""
 
     output_dir: str = "runs"
     """folder of run folders"""
@@ -122,9 +132,9 @@ class RunConfig(Command):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Fields that must agree on all ranks, by dotted names. Of `per_machine` paths, only their presence must."""
+        """Fields that must agree on all ranks, by dotted names. Of `PER_MACHINE` paths, only their presence must."""
         found = flat(self.model_dump(mode="json"))
-        return found | {name: "a path" if found[name] else None for name in self.per_machine if name in found}
+        return found | {name: "a path" if found[name] else None for name in PER_MACHINE if name in found}
 
     @property
     def backend(self) -> str:
@@ -155,6 +165,26 @@ class RunConfig(Command):
     def may_change(self, name: str, before: Any, step: int) -> bool:
         """Whether a kept field may differ from `before`, since no step up to `step` depends on it."""
         return False
+
+    def check_resumable(self, kind: str, saved: dict[str, Any], step: int) -> list[str]:
+        """Checks that this continues the training of a checkpoint with the configuration `saved`: the fields in `kept`
+        must be equal. A newer field has its default there; null means the saved value. Returns the fields of `saved`
+        that are unknown now. Raises: UserError, which names every field that differs."""
+        if kind != self.kind:
+            hint = f"is a run of another kind, {kind}; choose another run_name"
+            raise UserError("run_name", self.run_name, hint)
+        mistakes = []
+        for name, now, before in differences(self, saved, self.kept):
+            if now is not None and not self.may_change(name, before, step):
+                own = Path(self.output_dir, self.run_name, "config.yaml")
+                hint = f"the run was started with {before}; give that back (--config {own}), or choose another run_name"
+                if name.startswith("optim.") and hasattr(self.train, "branch_from"):
+                    way, what = ("init_from", "weights") if name == "optim.name" else ("branch_from", "training")
+                    hint += f" (train.{way} takes this one's {what} along)"
+                mistakes += UserError(name, now, hint).mistakes
+        if mistakes:
+            raise UserError.join(mistakes)
+        return complete(type(self), saved)[1]
 
     if TYPE_CHECKING:  # each kind has its own sections, in its own order
         optim: ClipConfig

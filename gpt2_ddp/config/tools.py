@@ -8,12 +8,16 @@ from contextlib import suppress
 from encodings.aliases import aliases
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Tasks
 from gpt2_ddp.errors import UserError
+
+DEVICES = "where to run; auto: cuda, then mps, then cpu"
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
+RunOrCheckpoint = Annotated[str, Field(description="a run folder (its newest intact checkpoint) or one checkpoint")]
 
 
 class PrepareConfig(Command):
@@ -83,8 +87,7 @@ class EvaluateConfig(Command):
 
     positional = "checkpoint"
 
-    checkpoint: str = "runs/stdlib"
-    """a run folder (its newest intact checkpoint) or one checkpoint"""
+    checkpoint: RunOrCheckpoint = "runs/stdlib"
     data: str | None = None
     """folder of token shards; null: the one the run was trained on"""
     split: str = "val"
@@ -102,8 +105,7 @@ class EvaluateConfig(Command):
     """windows, or continuations of a task, per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """autocast; auto follows `accelerate config`"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to run; auto: cuda, then mps, then cpu"""
+    device: Device = "auto"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.tasks and self.tokens is not None:
@@ -119,8 +121,7 @@ class GenerateConfig(Command):
 
     positional = "checkpoint"
 
-    checkpoint: str = "runs/stdlib"
-    """a run folder (its newest intact checkpoint) or one checkpoint"""
+    checkpoint: RunOrCheckpoint = "runs/stdlib"
     prompts: tuple[str, ...] = ("",)
     """what to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
@@ -138,8 +139,7 @@ class GenerateConfig(Command):
     """fixes the samples"""
     num_samples: int = Field(default=1, ge=1)
     """continuations per prompt"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to run; auto: cuda, then mps, then cpu"""
+    device: Device = "auto"
 
 
 class PredictConfig(Command):
@@ -155,8 +155,7 @@ class PredictConfig(Command):
     """likeliest classes to print of each image"""
     batch_size: int = Field(default=256, ge=1)
     """images per forward pass"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to run; auto: cuda, then mps, then cpu"""
+    device: Device = "auto"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if len(self.run_and_images) < 2:
@@ -168,8 +167,7 @@ class ExportConfig(Command):
 
     positional = "checkpoint"
 
-    checkpoint: str = "runs/stdlib"
-    """a run folder (its newest intact checkpoint) or one checkpoint"""
+    checkpoint: RunOrCheckpoint = "runs/stdlib"
     output: str | None = None
     """folder to make; null: in exports/, by the run's name and the step"""
     gguf: bool = False
@@ -236,8 +234,7 @@ class CheckClusterConfig(Command):
     """bytes to all-reduce, in fp32; gradients travel in DDP's buckets of 25 MiB"""
     repeats: int = Field(default=20, ge=1)
     """timed all-reduces per size"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to run; auto: cuda, then mps, then cpu"""
+    device: Device = "auto"
     training: str | None = None
     """a configuration of train_gpt2.py, to be told how long its gradients take on this network"""
     step_seconds: float | None = Field(default=None, gt=0)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Section, Tasks, only
-from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.base import Section, Tasks
+from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig, only
 
 WINDOWS_PER_BLOCK = 1000
 """Positions of a block of a mixture's order; every source has its share of each block (`data.mixture`)."""
@@ -316,27 +316,21 @@ class TrainingConfig(RunConfig):
                 yield field, " ".join(map(str, weights)), "should be at least 0 each, and more than that in all"
         for before, phase, begins in zip([0, *self.phase_begins], data.phases, self.phase_begins, strict=False):
             if begins <= before:
-                hint = (
-                    f"should come after the phase before, by a block of {WINDOWS_PER_BLOCK} windows (model.block_size)"
-                )
-                yield "data.phases", phase.at_tokens, f"{hint}, {WINDOWS_PER_BLOCK * self.model.block_size} tokens"
+                tokens = WINDOWS_PER_BLOCK * self.model.block_size
+                block = f"{WINDOWS_PER_BLOCK} windows (model.block_size), {tokens} tokens"
+                yield "data.phases", phase.at_tokens, f"should come after the phase before, by a block of {block}"
 
 
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
 
 
 def training_default(flags: Mapping[str, Any]) -> tuple[str, str]:
-    """The preset without `--config`, for the built-in corpus or other data, and a note for the user or "".
-
-    Args:
-        flags: values of the command line, by dotted names.
-    """
+    """The preset without `--config`, for the built-in corpus or other data, and a note for the user or "". `flags`
+    are values of the command line, by dotted names."""
     own = DataConfig().paths[0]
     given = flags.get("data.path", own)
     data = " ".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
     if os.path.normpath(data) == os.path.normpath(own):
         return BUILT_IN, ""
-    return (
-        OWN_TEXT,
-        f"note: no --config, so {data} is trained on with {OWN_TEXT}; README.md has one for each size of text",
-    )
+    note = f"note: no --config, so {data} is trained on with {OWN_TEXT}; README.md has one for each size of text"
+    return OWN_TEXT, note

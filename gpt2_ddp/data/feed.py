@@ -110,12 +110,10 @@ class GlobalBatch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """Rows of one forward pass of a rank, on its device.
+    """Rows of one forward pass of a rank, on its device; whether it is the step's `last`.
 
     Args:
-        n_valid: leading rows that count; the others are padding. It is 0 for an empty share, as all-reduce needs every
-            rank.
-        last: whether this is the step's last micro-batch.
+        n_valid: leading rows that count; the others are padding. 0 for an empty share, as all-reduce needs every rank.
         positions: int64 [rows], in the endless order; each row has its own, also in another epoch.
     """
 
@@ -136,13 +134,11 @@ class Feed:
     """Endless steps over the items of an order.
 
     Args:
-        source: the training set, equal on every rank; None for a replay, which has no micro-batches.
-        accelerator: the rank that reads; None for a replay.
+        source, accelerator: the training set and the rank that reads it; None for a replay, without micro-batches.
         workers: loader processes; 0 reads in this process.
 
     Attributes:
-        position: first position that no step has taken.
-        skipped_ranges: ranges [start, stop) of positions that no step takes.
+        position: first that no step has taken. skipped_ranges: [start, stop) of positions that no step takes.
         order_digest: digest of all items so far (`next_digest`).
         ended_epoch: whether the last step took the last position of the epoch that it began in.
         waited: seconds that steps waited for the loader.
@@ -188,12 +184,8 @@ class Feed:
         self.order_digest = skipped_digest(self.order_digest, start, stop)
 
     def next_step(self) -> Step:
-        """Advances by a step. Its micro-batches are read lazily, one ahead.
-
-        Raises:
-            RuntimeError: from a micro-batch, if the loader delivers items other than the order's.
-            UserError: from a micro-batch, if the source cannot be read.
-        """
+        """Advances by a step. Its micro-batches are read lazily, one ahead. They raise RuntimeError if the loader
+        delivers items other than the order's, and UserError if the source cannot be read."""
         positions = self.positions_from(self.position)
         items = self.order.items_at(positions)
         self.position = int(positions[-1]) + 1
@@ -334,10 +326,7 @@ def split_batch(windows: int, processes: int, largest: int) -> int:
 
     Where W divides G, b is the largest divisor of G / W. Otherwise a step has `padding_rows`. Then b is the size with
     the fewest of them among those of M to 2·M micro-batches per rank, where M is the least possible number; on a tie,
-    the largest.
-
-    Raises:
-        UserError: there are more processes than windows.
+    the largest. Raises: UserError if there are more processes than windows.
     """
     if processes > windows:
         hint = f"more than the {windows} windows of a step (train.global_batch_tokens / model.block_size); start fewer"

@@ -80,11 +80,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and validates `manifest.json`.
-
-    Raises:
-        UserError: the manifest is missing, unreadable, changed since it was written, or of another version.
-    """
+    """Reads and validates `manifest.json`. Raises: UserError if the manifest is missing, unreadable, changed since it
+    was written, or of another version."""
     path = Path(folder) / MANIFEST
     try:
         text = read_small(path, LARGEST_MANIFEST)

@@ -41,9 +41,7 @@ class MixedOrder:
 
     Its length is an epoch: all windows of the first phase's sources. Sources that come later do not change it.
 
-    Args:
-        windows: number of windows of each source.
-        names: name of each source in rows.
+    `windows` are the numbers of each source's windows, `names` its names in rows.
     """
 
     def __init__(self, seed: int, windows: Sequence[int], phases: Sequence[Phase], names: Sequence[str]):
@@ -142,11 +140,8 @@ def order_of(config: TrainingConfig, windows: Sequence[int]) -> Order | MixedOrd
 
 
 def read_manifests(paths: Sequence[str]) -> list[Manifest]:
-    """The manifests of all folders.
-
-    Raises:
-        UserError: a manifest is unusable, its tokenizer differs from the first, or two folders share a shard.
-    """
+    """The manifests of all folders. Raises: UserError if a manifest is unusable, its tokenizer differs from the first,
+    or two folders share a shard."""
     manifests = [read_manifest(Path(path)) for path in paths]
     first, known = manifests[0], {}
     for path, manifest in zip(paths, manifests, strict=True):
@@ -167,8 +162,7 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
 
 @dataclass(frozen=True)
 class Identity:
-    """Identity of a mixture as JSON values, for checkpoints and starts: hashes of the manifests; first position and
-    weights (fractions) of each phase."""
+    """Identity of a mixture as JSON values: hashes of the manifests; first position and weights of each phase."""
 
     manifests: list[str]
     phases: list[tuple[int, list[str]]]
@@ -216,10 +210,9 @@ def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identit
             f"{' '.join(one[number][1])} from token {one[number][0] * size} on" if number < len(one) else "none"
             for one in (ours, theirs)
         )
-        hint = (
-            f"the run had {had}; give that back, with 0 for a folder that is new, or {then}. Other weights may begin "
-        )
-        hint += f"behind what it has been at: data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
+        later = f"data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
+        hint = f"the run had {had}; give that back, with 0 for a folder that is new, or {then}"
+        hint += f". Other weights may begin behind what it has been at: {later}"
         raise UserError("data.phases" if number else "data.weights", mine, hint)
 
 

@@ -24,10 +24,8 @@ class Order:
 
     A Feistel network (Luby and Rackoff, 1988) over pairs (left, right) of digits below a = ceil(sqrt(N)) permutes
     [0, a²). Values outside [0, N), at most 2·sqrt(N), pass through it again until they are inside (cycle walking;
-    Black and Rogaway, 2002).
-
-    Args:
-        stream: prefix of the epoch in the key; each gives another order of the same seed (`data.mixture`).
+    Black and Rogaway, 2002). `stream` is a prefix of the epoch in the key: each gives another order of the same seed
+    (`data.mixture`).
     """
 
     def __init__(self, seed: int, n_items: int, stream: str = ""):

@@ -26,11 +26,8 @@ OPEN_FILES = 64
 
 
 def read_header(path: Path, dtype: np.dtype) -> int:
-    """Checks a shard's header and size; returns its number of tokens.
-
-    Raises:
-        UserError: the file is missing, truncated, or no shard of `dtype` tokens.
-    """
+    """Checks a shard's header and size; returns its number of tokens. Raises: UserError if the file is missing,
+    truncated, or no shard of `dtype` tokens."""
     try:
         with open(regular(path), "rb") as file:
             header = file.read(HEADER_BYTES)
@@ -60,10 +57,8 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
 class TokenStream:
     """A split as one stream of tokens, read at any position with `preadv`. Can be pickled and forked; one thread.
 
-    A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS.
-
-    Raises:
-        UserError: the split or a shard is missing, or a shard's header or size is wrong.
+    A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS. Raises:
+    UserError if the split or a shard is missing, or a shard's header or size is wrong.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, split: str):
@@ -148,8 +143,7 @@ def verify_shards(
         remember: skip the hash of files that the record lists unchanged.
         record: add verified files to the record, if the folder is writable.
 
-    Raises:
-        UserError: a shard differs from the manifest.
+    Raises: UserError if a shard differs from the manifest.
     """
     folder = Path(folder)
     known = _read_record(folder / RECORD)

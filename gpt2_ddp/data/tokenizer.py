@@ -31,9 +31,7 @@ class Tokenizer:
     """Bidirectional map between text and ids 0 .. vocab_size - 1.
 
     Args:
-        name: name of the encoding, or file name of a tokenizer.json.
-        encoding: encoding of tiktoken.
-        sha256: hash of the definition; None: the hash of the encoding's tokens.
+        name: the encoding's, or that of a tokenizer.json. sha256: hash of the definition; None: of the tokens.
 
     Attributes:
         eot: id of the end-of-text token, which begins every document.
@@ -41,24 +39,14 @@ class Tokenizer:
     """
 
     def __init__(self, name: str, encoding: tiktoken.Encoding, sha256: str | None = None):
-        self.name = name
-        self.sha256 = sha256 or _hash(encoding)
-        self.vocab_size = encoding.n_vocab
-        self.eot = encoding.eot_token
-        self.encoding = encoding
+        self.name, self.encoding, self.sha256 = name, encoding, sha256 or _hash(encoding)
+        self.vocab_size, self.eot = encoding.n_vocab, encoding.eot_token
         tokens = encoding._mergeable_ranks
         self.characters = None if b"\xff" in tokens else {token.decode() for token in tokens}
 
     def encode(self, text: str, field: str = "text") -> np.ndarray:
         """Ids [n]: uint16, or uint32 for more than 65,536 ids. Special tokens in the text are plain text. Lone
-        surrogates become U+FFFD.
-
-        Args:
-            field: name of the text in messages.
-
-        Raises:
-            UserError: a character of the text has no id.
-        """
+        surrogates become U+FFFD. `field` names the text in messages. Raises: UserError if a character has no id."""
         if self.characters is not None and (others := {*replace_surrogates(text)} - self.characters):
             hint = f"not among the {len(self.characters):,} characters of {self.name}"
             raise UserError(field, "".join(sorted(others)), f"{hint}; leave them out, or use bytes, bpe or gpt2")
@@ -91,14 +79,13 @@ def encoding_names() -> list[str]:
 
 
 def load_tokenizer(name_or_path: str) -> Tokenizer:
-    """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder.
-
-    Raises:
-        UserError: the name is unknown, the file unusable, or the download fails.
-    """
+    """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder. Raises:
+    UserError if the name is unknown, the file unusable, or the download fails."""
     if name_or_path == BYTES:
         ranks = {bytes([byte]): byte for byte in range(256)}
-        return Tokenizer(BYTES, make_encoding(BYTES, ranks, {END_OF_TEXT: 256}, BYTES_PATTERN))
+        special = {END_OF_TEXT: len(ranks)}
+        encoding = tiktoken.Encoding(BYTES, pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return Tokenizer(BYTES, encoding)
     if name_or_path not in encoding_names():
         from gpt2_ddp.data.tokenizer_file import read_tokenizer
 
@@ -108,7 +95,9 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     if merges is not None:
         tokens = [*BYTE_OF_CHARACTER.values(), *merges]
         ranks = {token: rank for rank, token in enumerate(tokens)}
-        return Tokenizer(name_or_path, make_encoding("gpt2", ranks, {END_OF_TEXT: len(ranks)}))
+        special = {END_OF_TEXT: len(ranks)}
+        encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        return Tokenizer("gpt2", encoding)
     try:
         return Tokenizer(name_or_path, tiktoken.get_encoding(name_or_path))
     except OSError as error:  # base class of the errors of requests
@@ -155,13 +144,6 @@ def _gpt2_merges() -> list[bytes] | None:
     if hashlib.sha256(data).hexdigest() != GPT2_MERGES_SHA256:
         return None
     return [to_bytes(line.replace(" ", "")) for line in data.decode().split("\n")[1:-1]]
-
-
-def make_encoding(
-    name: str, ranks: dict[bytes, int], special_tokens: dict[str, int], pattern: str = GPT2_PATTERN
-) -> tiktoken.Encoding:
-    """Encoding of tiktoken with these ids of tokens."""
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
 
 
 def _hash(encoding: tiktoken.Encoding) -> str:

@@ -5,15 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gpt2_ddp.data.tokenizer import (
-    BYTE_OF_CHARACTER,
-    END_OF_TEXT,
-    GPT2_PATTERN,
-    Tokenizer,
-    encoding_names,
-    make_encoding,
-    to_bytes,
-)
+import tiktoken
+
+from gpt2_ddp.data.tokenizer import BYTE_OF_CHARACTER, END_OF_TEXT, GPT2_PATTERN, Tokenizer, encoding_names, to_bytes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 
@@ -24,27 +18,23 @@ CHARACTER = r"[\s\S]"
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, run by tiktoken.
-
-    Raises:
-        UserError: the file cannot be read, or tiktoken would encode differently.
-    """
+    """The tokenizer of a `tokenizer.json`, run by tiktoken. Raises: UserError if the file cannot be read, or tiktoken
+    would encode differently."""
     try:
         data = read_small(path, LARGEST)
     except OSError as error:
         known = f"name bpe, chars, a tokenizer.json or an encoding ({', '.join(encoding_names())})"
         raise UserError("tokenizer", path, f"cannot be read ({error.strerror}); {known}") from error
     try:
-        encoding = make_encoding(path.name, *_definition(json.loads(data)))
+        encoding = tiktoken.Encoding(path.name, **_definition(json.loads(data)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         hint = f"is not a byte-level BPE like GPT-2's, nor of characters ({error}); `bpe` trains one on the source"
         raise UserError("tokenizer", path, hint) from error
     return Tokenizer(path.name, encoding, hashlib.sha256(data).hexdigest())
 
 
-def _definition(definition: dict[str, Any]) -> tuple[dict[bytes, int], dict[str, int], str]:
-    """Ids of tokens and of special tokens, and the pattern that splits text. Raises: ValueError where tiktoken would
-    encode differently."""
+def _definition(definition: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of tiktoken's `Encoding`. Raises: ValueError where it would encode differently."""
     model, pre_tokenizer = definition["model"], definition["pre_tokenizer"] or {}
     kinds = model["type"], pre_tokenizer.get("type")
     special_tokens = {token["content"]: token["id"] for token in definition["added_tokens"]}
@@ -63,7 +53,7 @@ def _definition(definition: dict[str, Any]) -> tuple[dict[bytes, int], dict[str,
         raise ValueError(f"its ids are not 0 to {len(ids) - 1}, each of one token")
     if not all(isinstance(token, str) and token for token in special_tokens):
         raise ValueError("one of its added tokens has no text")
-    return ranks, special_tokens, pattern
+    return {"pat_str": pattern, "mergeable_ranks": ranks, "special_tokens": special_tokens}
 
 
 def _characters(vocab: dict[str, int], pre_tokenizer: dict[str, Any]) -> dict[bytes, int]:

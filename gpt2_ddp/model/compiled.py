@@ -43,12 +43,7 @@ def resolve_compile(
     how: str, before: str | None, model: nn.Module, accelerator: Accelerator, flops: float
 ) -> tuple[str, str | None]:
     """`train.compile` with `auto` resolved (off, blocks or model), and what inductor lacks if that turned `auto` off.
-
-    Args:
-        before: the saved run's value on the same devices.
-        model: plain.
-        flops: remaining FLOPs of a process; 0 if unknown.
-    """
+    `before`: the saved run's value on the same devices. `flops`: what is left to a process; 0 if unknown."""
     if how != "auto":
         return how, None
     environment = accelerator.device.type, accelerator.num_processes, accelerator.mixed_precision

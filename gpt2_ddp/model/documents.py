@@ -18,13 +18,8 @@ def flex_is_there(tokens: Tensor, head_size: int, dropout: float) -> bool:
 
 
 def within_documents(tokens: Tensor, eot: int, blocks: bool = False) -> tuple[Tensor, Mask]:
-    """Positions within each document, int64 [B, T], and the causal mask within each.
-
-    Args:
-        tokens: int64 [B, T].
-        eot: first token of a document.
-        blocks: return a BlockMask; otherwise bool [B, 1, T, T].
-    """
+    """Positions within each document, int64 [B, T], and the causal mask within each: a BlockMask with `blocks`, else
+    bool [B, 1, T, T]. The tokens are int64 [B, T]; `eot` is the first one of a document."""
     B, T = tokens.shape
     begins, index = tokens == eot, torch.arange(T, device=tokens.device)
     positions = index - (begins * index).cummax(dim=1).values

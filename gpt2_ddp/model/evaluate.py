@@ -52,12 +52,8 @@ def mixed(parts: Iterable[tuple[float, Evaluation]]) -> Evaluation:
 
 
 class EvalSet(NamedTuple):
-    """The L - 1 targets of a stream of L tokens, in windows of block_size; the last may be shorter.
-
-    Args:
-        tokens: number of targets to score, rounded to whole windows that are evenly spread; None: all.
-        token_bytes: int [vocab_size], UTF-8 bytes of each token, for bits per byte.
-    """
+    """The L - 1 targets of a stream of L tokens, in windows of block_size; the last may be shorter. `tokens` of them
+    are scored, in whole windows, evenly spread; None: all. `token_bytes`, int [vocab_size]: UTF-8 bytes of each."""
 
     stream: TokenStream
     block_size: int

@@ -19,11 +19,7 @@ class KVCache:
     """Keys and values of the tokens decoded so far; slot s of a row belongs to its position s.
 
     Rows may differ in length. Padding comes after a row's last token: the causal mask hides it until tokens
-    overwrite it.
-
-    Args:
-        model: gives shapes, device and dtype.
-        rows: B. length: slots per row, at most block_size.
+    overwrite it. There are `rows` (B) of `length` slots, at most block_size.
     """
 
     def __init__(self, model: GPT, rows: int, length: int):
@@ -47,13 +43,9 @@ class KVCache:
 
 
 def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-    """Hidden states [B, t, C], for `GPT.head`, of tokens that continue the cache; extends the cache. A row is one
-    document, for a model with a document mask.
-
-    Args:
-        tokens: int64 [B, t].
-        positions: int64 [B, t], positions in the rows; all earlier slots have to be filled.
-    """
+    """Hidden states [B, t, C], for `GPT.head`, of tokens int64 [B, t] that continue the cache; extends the cache. Their
+    positions in the rows are int64 [B, t]; all earlier slots have to be filled. A row is one document, for a model with
+    a document mask."""
     cache.place(positions)
     x = model.wte(tokens) + model.wpe(positions)  # [B, t, C]
     for block in model.h:
@@ -62,15 +54,8 @@ def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Ten
 
 
 class Sampling(NamedTuple):
-    """Length of the samples, and the distribution that their tokens are drawn from.
-
-    Args:
-        max_new_tokens: most tokens to add to each prompt.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens; None: all.
-        top_p: sample among the likeliest tokens that hold this share of the probability (Holtzman et al., 2020).
-        seed: seed of the random numbers, with the row's index. Global generators stay as they are.
-    """
+    """Length of the samples, and the distribution that their tokens are drawn from: fields of `GenerateConfig`. `top_p`
+    is that of Holtzman et al. (2020). `seed` and a row's index seed its numbers; global generators stay as they are."""
 
     max_new_tokens: int = 256
     temperature: float = 0.8
@@ -98,8 +83,7 @@ def generate(
         prompts: token ids. An empty prompt is the start of a document. A long one loses its beginning. A model with a
             document mask sees the last document of each.
         eot: the end-of-text token, which ends a row.
-        poll: called before each token; its exceptions end the generation.
-        heard: called with each row's index and new token.
+        poll: called before each token; its exceptions end the generation. heard: called with each row and new token.
 
     Returns:
         The new tokens of each row, without end-of-text.
@@ -177,12 +161,8 @@ def next_logits(model: GPT, windows: list[list[int]], cache: KVCache, refill: bo
 
 
 def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
-    """One token per row, int64 [B], drawn by inverting its cumulative distribution.
-
-    Args:
-        logits: [B, V]. uniform: random numbers in [0, 1), one per row [B].
-        sampling: temperature, top_k and top_p apply in this order.
-    """
+    """One token per row, int64 [B], drawn from logits [B, V] by inverting their cumulative distribution at `uniform`,
+    numbers in [0, 1) [B]. Temperature, top_k and top_p apply in this order."""
     _, temperature, top_k, top_p, _ = sampling
     if temperature == 0:
         return logits.argmax(dim=-1)

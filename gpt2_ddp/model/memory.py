@@ -28,14 +28,11 @@ class Setting:
     """Inputs of the estimate.
 
     Args:
-        kind: cuda, cpu or mps.
-        precision: no, bf16 or fp16.
-        parameters: number of them. matrices: those that autocast copies. state: numbers of the optimizer state.
-        vocab_size: rows of the head, padding included.
-        micro_batch: windows per forward pass in training.
+        kind: cuda, cpu or mps. precision: no, bf16 or fp16.
+        parameters, matrices, state: numbers in all, in what autocast copies, and in the optimizer state.
+        vocab_size: rows of the head, padding included. micro_batch: windows per forward pass in training.
         base: bytes of a process with all libraries and no model.
-        background: checkpoints are written in the background, from a copy in host memory.
-        validates: there are evaluations.
+        background: checkpoints are written from a copy in host memory. validates: there are evaluations.
     """
 
     config: TrainingConfig
@@ -66,12 +63,8 @@ def setting_of(
 def pick_micro_batch(
     sizes: Iterable[int], kind: str, block_size: int, peak: Callable[[int], float], room: float
 ) -> int:
-    """Estimate for `train.micro_batch_size: auto`: the first of `sizes` that is expected to fit.
-
-    Args:
-        sizes: the largest first (`data.feed.micro_batches`).
-        peak: bytes of a process, as a function of the micro-batch. room: bytes of the device.
-    """
+    """Estimate for `train.micro_batch_size: auto`: the first of `sizes`, the largest first, that is expected to fit.
+    `peak` returns the bytes of a process for a micro-batch; `room` is the device's."""
     fits = (lambda size: peak(size) <= ROOM * room) if kind == "cuda" else lambda size: size * block_size <= CPU_TOKENS
     return next(filter(fits, sizes), 1)
 
@@ -170,8 +163,7 @@ class Memory:
     """Bytes of one process.
 
     Args:
-        peak: largest of `peaks`. moment: name of its moment.
-        peaks: peak of each moment. parts: bytes by part at the largest peak, which they sum up to.
+        peak: largest of `peaks`, those of each moment. parts: bytes by part at the largest, which they sum up to.
         host: host memory of a GPU's process for a checkpoint: a copy of it, or of its largest tensor.
     """
 
@@ -190,9 +182,8 @@ def estimate(setting: Setting) -> Memory:
         name: sum(block.total for block in blocks if not block.stays and keeps and block.bytes < HEAP)
         for name, blocks in at.items()
     }
-    peaks, highest = {}, max(heap.values())
-    for name, blocks in at.items():
-        peaks[name] = setting.base + sum(block.total for block in blocks) - heap[name] + highest
+    highest, whole = max(heap.values()), {name: sum(block.total for block in blocks) for name, blocks in at.items()}
+    peaks = {name: setting.base + size - heap[name] + highest for name, size in whole.items()}
     moment = max(peaks, key=peaks.__getitem__)
     parts = {"program": setting.base}
     for block in at[moment]:

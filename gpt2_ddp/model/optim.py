@@ -75,11 +75,7 @@ def default_decay_steps(steps: int, config: OptimConfig) -> int:
 
 
 def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
-    """Warning about a schedule that does not end with the run; empty if none is due.
-
-    Args:
-        step: steps so far, of `steps` in all.
-    """
+    """Warning, after `step` steps of `steps` in all, about a schedule that does not end with the run; or empty."""
     end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
     branch = "train.branch_from starts a new run from one of its checkpoints with another schedule"
     hint = f"--optim.decay_steps {steps} moves that end" if config.may_end_at(steps, step) else branch

@@ -29,11 +29,7 @@ MASKS = (".attn.bias", ".attn.masked_bias")
 
 
 def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
-    """The config.json of a GPT2LMHeadModel of this shape.
-
-    Args:
-        eot: id of the end-of-text token, which begins and ends a document.
-    """
+    """The config.json of a GPT2LMHeadModel of this shape. `eot` is the token that begins and ends a document."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -61,10 +57,7 @@ def to_transformers(state: Mapping[str, Tensor], vocab_size: int) -> dict[str, T
     """
     tensors = {}
     for name, weight in state.items():
-        if name == "wte.weight":
-            tensors[name] = weight[:vocab_size].contiguous()
-        else:
-            tensors[name] = _transposed(name, weight)
+        tensors[name] = weight[:vocab_size].contiguous() if name == "wte.weight" else _transposed(name, weight)
         bias = name.removesuffix("weight") + "bias"
         if name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
             tensors[bias] = weight.new_zeros(weight.size(0))

@@ -44,10 +44,8 @@ class Rate:
     """How fast a training is.
 
     Args:
-        tokens_per_second: of the steps, over all processes.
-        source: where it is from: given, measured, or by the MFU.
-        evaluation, save, sample: seconds for each.
-        start: seconds until the first step; end: after the last one, for the report.
+        tokens_per_second: of the steps, over all processes. source: given, measured, or by the MFU.
+        evaluation, save, sample: seconds of one. start, end: seconds before the first step, and after the last.
     """
 
     tokens_per_second: float
@@ -64,12 +62,10 @@ class Seen:
     """What a look at a training has shown.
 
     Args:
-        mistakes: user errors of the training, as the lines that are printed behind `error:`.
-        state: of the checkpoint that the run resumes from; empty for a fresh run.
+        mistakes: user errors, as the lines that are printed behind `error:`.
+        state: of the checkpoint that the run resumes from, at `step`; empty for a fresh run.
         task: with its data open; None where they could not be opened.
-        step: where the run stands.
-        base: bytes of a process without its model (`base_memory`).
-        rate, memory: measured by its steps (`measure`).
+        base: bytes of a process without its model (`base_memory`). rate, memory: measured by its steps (`measure`).
     """
 
     mistakes: list[str] = field(default_factory=list)
@@ -83,10 +79,7 @@ class Seen:
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
     """Does what a training does up to its first step (`training.loop.train`, `Run.build`), and ends at the same errors.
-
-    Args:
-        processes: of the planned training; this one is alone, or has as many.
-    """
+    `processes` are the planned training's; this one is alone, or has as many."""
     seen = Seen()
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
@@ -126,10 +119,8 @@ def _look_at(run: Run, seen: Seen) -> None:
 
 
 def base_memory(config: TrainingConfig) -> float:
-    """Bytes of this process with all that a step loads, but without the model. Collective.
-
-    A step of a tiny model is trained first, since the first step loads libraries and makes kernels.
-    """
+    """Bytes of this process with all that a step loads, but without the model. Collective. A step of a tiny model is
+    trained first, since the first step loads libraries and makes kernels."""
     model = GPT(ModelConfig(n_layer=1, n_head=4, n_embd=128, block_size=128, dropout=config.model.dropout), 1024)
     optimizer = build_optimizer(model, config.optim)
     tokens = torch.zeros(4, 128, dtype=torch.int64)
@@ -175,15 +166,10 @@ class _Short(Pretraining):
 
 def measure(config: TrainingConfig, loaded: float) -> tuple[Rate | None, float]:
     """Trains some steps as the training would, in a temporary folder; the rate is the median of its rows. Collective.
-
-    Args:
-        loaded: seconds from this process's beginning until its libraries were loaded.
+    `loaded`: seconds from this process's beginning until its libraries were loaded. Raises: UserError as training does.
 
     Returns:
         (rate, None on other ranks than the main process; this process's peak memory in bytes)
-
-    Raises:
-        UserError: as training does.
     """
     seconds, values = dict.fromkeys(REPEATED, 0.0), config.model_dump(mode="json")
     values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}

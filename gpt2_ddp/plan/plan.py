@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -40,12 +41,9 @@ class Target:
     """What a training is planned for: this machine, or GPUs by their name.
 
     Args:
-        device: a GPU's exact name, or cpu or mps.
-        kind: cuda, cpu or mps.
+        device: a GPU's exact name, or cpu or mps. kind: cuda, cpu or mps.
         processes: in all, one per device. nodes: machines, which have equally many.
-        memory: bytes that a process may take.
-        peak: FLOP/s of a device; None where that is not known.
-        is_here: it is this machine, rather than one that is asked about.
+        memory: bytes of a process. peak: FLOP/s of a device; None if unknown.
     """
 
     device: str
@@ -58,14 +56,8 @@ class Target:
 
 
 def find_target(config: PlanConfig, started: int) -> Target:
-    """The machine that is planned for.
-
-    Args:
-        started: processes that a launcher started here.
-
-    Raises:
-        UserError: a GPU that is not known, and of which memory is not given either; a device that is not there.
-    """
+    """The machine that is planned for, where a launcher started `started` processes. Raises: UserError for a device
+    that is not there, and for an unknown GPU whose memory is not given."""
     per_node = config.gpus or max(started // config.nodes, 1)
     memory = config.gpu_memory * 1e9 if config.gpu_memory else None
     if config.gpu is None:
@@ -86,15 +78,9 @@ def find_target(config: PlanConfig, started: int) -> Target:
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """What the data decide, or what is assumed of data that are not there.
-
-    Args:
-        is_known: whether the number of ids is the data's.
-        windows: of an epoch. steps: of the whole run. bytes: of the shards. None where only the data decide.
-        scored: tokens of an evaluation.
-    """
+class Corpus(NamedTuple):
+    """What the data decide; None where they are not there. `is_known`: the number of ids is not assumed. `windows` are
+    an epoch's, `steps` the whole run's, `bytes` the shards', and `scored` the tokens of an evaluation."""
 
     vocab_size: int
     is_known: bool
@@ -179,14 +165,12 @@ class Plan:
     """A training on a machine. The public attributes are the figures of the JSON, in its order.
 
     Attributes:
-        steps, tokens, epochs: of the whole run; None where they depend on data that are not there.
-        micro_batch, accumulation, padding: of a step; padding is in rows, over all processes.
-        nearest_batch: windows per step nearest to the configured ones that have no padding.
+        steps, tokens, epochs, data_bytes: None where they depend on data that are not there.
+        padding: rows of a step, over all processes. nearest_batch: windows per step that have none.
         splits: micro-batch and accumulation of each process count up to 64 that divides the global batch.
         fits: whether `memory` suffices. largest_micro_batch: the one that still fits, of a rank's share; 0 for none.
-        data_bytes: of the shards; None where they are not prepared.
         count, rate, seconds, device_hours, price: of what is left to do; None where they are not known.
-        refused: what train_gpt2.py would answer, in its own words.
+        refused: user errors of train_gpt2.py.
     """
 
     def __init__(self, config: PlanConfig, machine: Target, precision: str, seen: Seen):
@@ -229,7 +213,6 @@ class Plan:
         self.refused = seen.mistakes
 
     def _add_time(self, measured: Rate | None) -> None:
-        """Sets what depends on the rate."""
         config, steps = self._config, self.steps
         self.count = None
         if steps and steps >= self.step:
@@ -241,7 +224,7 @@ class Plan:
         self.price = None if config.price is None or self.device_hours is None else config.price * self.device_hours
 
     def _make_setting(self, base: float | None) -> Setting:
-        """The terms of the formula of memory, its micro-batch aside."""
+        """The setting of the memory estimate, for a micro-batch of 1."""
         config, (kind, processes, precision) = self._config, self._place
         setting = setting_of(config, self._model, kind, processes, precision)
         background = config.checkpoint.background is not False  # elsewhere, machines with GPUs have cores and memory
@@ -268,10 +251,8 @@ class Plan:
         return batch, ceil(windows / (processes * batch))
 
     def _assume_rate(self) -> Rate | None:
-        """As given, or by the MFU; None where the device has no known peak in this precision.
-
-        An evaluation has a third of a step's arithmetic per token.
-        """
+        """As given, or by the MFU; None without a known peak in this precision. An evaluation has a third of a step's
+        arithmetic per token."""
         config, machine, start = self._config, self.machine, START
         speed, source = config.tokens_per_second, "as given"
         is_of_bf16 = self.precision == "no" and machine.kind == "cuda" and not config.tracking.peak_flops
@@ -310,11 +291,8 @@ def show_plan(config: PlanConfig) -> int:
 
 
 def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
-    """The plan; `loaded`: seconds that this process took to load its libraries.
-
-    Raises:
-        UserError: for what is wrong with the question, rather than with the training.
-    """
+    """The plan, where this process took `loaded` seconds to load its libraries. Raises: UserError for what is wrong
+    with the question, rather than with the training."""
     machine = find_target(config, world_size())
     training = config.training
     if not machine.is_here:  # what is refused of the device is that of the GPUs, and they have all precisions

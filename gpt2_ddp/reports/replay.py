@@ -34,7 +34,6 @@ from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.progress import Outcome
-from gpt2_ddp.training.resume import check_resumable
 from gpt2_ddp.training.task import Due, Task
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
@@ -204,7 +203,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -> list[str]:
     """Which settings, those of `file`, do not continue the training of a checkpoint."""
     try:
-        check_resumable(read_config(saved.kind, settings, file), saved)
+        read_config(saved.kind, settings, file).check_resumable(saved.kind, saved.config, saved.state.get("step", 0))
     except UserError as error:
         return error.mistakes
     return []

@@ -16,11 +16,8 @@ BRANCHES = "branches.jsonl"
 
 
 def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
-    """The checkpoint of `train.branch_from`, every file hashed, and the new run's first checkpoint made of it.
-
-    Raises:
-        UserError: there is none, or `config` does not continue its training; names every field that differs.
-    """
+    """The checkpoint of `train.branch_from`, every file hashed, and the new run's first checkpoint made of it. Raises:
+    UserError if there is none, or `config` does not continue its training; names every field that differs."""
     field, path = "train.branch_from", Path(config.branch_from or "")
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
@@ -28,13 +25,9 @@ def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
     kept = (*(part for part in config.kept if part != "optim"), "optim.name")
     hint = "give that back: a branch goes on with its training, under another schedule"
     hints = {"optim.name": "give that back, or take its weights alone along, by train.init_from"}
-    mistakes = [
-        mistake
-        for name, now, before in differences(config, parent.config, kept)
-        for mistake in UserError(
-            name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}"
-        ).mistakes
-    ]
+    mistakes = []
+    for name, now, before in differences(config, parent.config, kept):
+        mistakes += UserError(name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}").mistakes
     if mistakes:
         raise UserError.join(mistakes)
     parent = find_checkpoint(path, field)  # takes long; may be an older one of the same run

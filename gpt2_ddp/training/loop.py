@@ -1,4 +1,4 @@
-"""The training loop of every task."""
+"""The training loop of every task: steps, pending work, rollbacks of a diverged run."""
 
 import math
 import time
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, list_checkpoints, verify
 from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
-from gpt2_ddp.distributed.ranks import sum_over_ranks
+from gpt2_ddp.distributed.ranks import on_main, sum_over_ranks
+from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.meters import profile
 from gpt2_ddp.training.progress import Outcome, Pending, Scores
-from gpt2_ddp.training.rollback import roll_back, warn_of_bad_step
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import MakeTask
@@ -29,10 +29,8 @@ class Result:
     """The result of `train`, in plain values that travel between processes.
 
     Args:
-        step: optimizer steps in all, those before a resume included.
-        metrics: the newest scores: train_loss (of the last whole epoch), val_loss ...
-        seconds: wall time of this call, evaluations and checkpoints included.
-        run: the run folder.
+        step: optimizer steps in all. seconds: wall time of this call, evaluations and checkpoints included.
+        metrics: the newest scores: train_loss (of the last whole epoch), val_loss ... run: the run folder.
         best: the checkpoint with the lowest val_loss, if it is older than the newest; None on other ranks.
     """
 
@@ -199,14 +197,59 @@ def train_step(run: Run) -> StepResult:
     return StepResult(loss_sum, grad_norm, lr, units)
 
 
-def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Seeds torch for the random numbers of one micro-batch (dropout): a pure function of its arguments,
-    so no generator's state has to be saved.
+def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
+    """Prints a warning at the first bad step of this process."""
+    if verdict is not Verdict.OK and run.guard.bad_steps == 1:
+        done = "left out" if run.config.guard.skip else "trained on"
+        what = f"step {run.guard.judged} is bad: {run.guard.problem}; {done}, and no further one is mentioned here"
+        run.metrics.print(f"warning: {what}")
 
-    Args:
-        number: of the micro-batch in the step, over all ranks. So micro-batches of one size have the same dropout masks
-            on any number of ranks.
-    """
+
+def roll_back(run: Run) -> bool:
+    """Loads the newest checkpoint from before the bad steps, and skips the data since then. Collective. False if
+    no rollback or no good checkpoint is left; sets `run.reason`."""
+    guard, checkpoints = run.guard, run.checkpoints
+    run.wait_for_save()
+    problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
+    if run.rollbacks < run.config.rollbacks and _load_good_checkpoint(run):
+        if checkpoints:  # once the rollback is recorded
+            checkpoints.remove_after(run.step)
+        a, b = run.task.feed.skipped_ranges[-1]
+        run.metrics.print(f"warning: {problem}; went back to step {run.step}, and passes over the data at [{a}, {b})")
+        run.throughput.restart()
+        return True
+    run.reason = problem + (f", after {run.rollbacks} rollbacks" if run.rollbacks else "")
+    if checkpoints and checkpoints.newest_until(guard.last_good):  # otherwise only bad ones exist
+        checkpoints.remove_after(guard.last_good)
+    return False
+
+
+def _load_good_checkpoint(run: Run) -> bool:
+    feed, checkpoints = run.task.feed, run.checkpoints
+    diverged_at, end, rollbacks = run.step, feed.position, run.rollbacks + 1
+    found: list[Snapshot] = []  # on the main process
+    run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
+
+    def find() -> bool:
+        place = checkpoints.newest_until(run.guard.last_good) if checkpoints else None
+        found.extend([verify(place).read()] if place else [])
+        return bool(found)
+
+    if not on_main(run.accelerator, find):
+        return False
+    run.load(found[0] if found else None)
+    run.rollbacks, run.pending = rollbacks, Pending()
+    start = int(feed.positions_from(feed.position)[0])
+    feed.skip_range(start, end)
+    event = {"event": "rollback", "step": run.step, "from": diverged_at, "passed": [start, end]}
+    run.metrics.go_back(event | {"order_digest": feed.order_digest})
+    return True
+
+
+def seed_micro_batch(seed: int, step: int, number: int) -> None:
+    """Seeds torch for the random numbers of one micro-batch (dropout): a pure function of its arguments, so no
+    generator's state has to be saved. `number` counts the micro-batches of a step over all ranks. So those of one size
+    have the same dropout masks on any number of ranks."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB) % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     value = (mixed ^ (mixed >> 32)) % 2**63

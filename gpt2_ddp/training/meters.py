@@ -31,12 +31,8 @@ class LossSum:
         self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
 
     def add(self, loss: Tensor, units: int, skipped: Tensor | None = None) -> None:
-        """Adds this rank's part of a step.
-
-        Args:
-            loss: sum over its units, scalar.
-            skipped: 1 if the step must not count, else 0, fp32 scalar on the device; None: count finite losses.
-        """
+        """Adds this rank's part of a step; `loss` is the sum over its units, scalar. `skipped` is 1 if the step must
+        not count, else 0, fp32 scalar on the device; None: count finite losses."""
         self._waiting.append((units, loss, skipped))
         self._units += units
         if len(self._waiting) == 64:  # summed at once, they take as long as one
@@ -76,10 +72,7 @@ class LossSum:
 
 class Throughput:
     """Units (tokens, samples) per second of training, without the time while it is paused. Made by all ranks together.
-
-    Args:
-        peak_flops: FLOP/s of one device (`tracking.peak_flops`); None: the value of its data sheet.
-    """
+    `peak_flops` is of one device (`tracking.peak_flops`); None: the value of its data sheet."""
 
     def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
         self.task, self.device = task, device
@@ -132,11 +125,7 @@ def device_name(device: torch.device) -> str:
 
 def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float | None, list[str]]:
     """FLOP/s of all ranks' devices together, None if one is unknown; and the names of the unknown ones. Collective.
-
-    Args:
-        device: this rank's.
-        own: FLOP/s of each device (`tracking.peak_flops`).
-    """
+    `own`: FLOP/s of each device (`tracking.peak_flops`)."""
     name, peak = device_name(device), own
     if device.type == "cuda" and not own:
         from gpt2_ddp.training.peaks import peak_flops

@@ -62,12 +62,10 @@ class GuardedOptimizer:
     parameters and state are copied before the step and restored after it.
 
     Args:
-        optimizer: as Accelerate prepared it.
-        skip: whether bad steps change nothing.
-        norm_sigmas: standard deviations; None: every finite norm is good.
+        optimizer: as Accelerate prepared it; `plain` is the one inside.
+        skip: whether bad steps change nothing. norm_sigmas: of the limit; without, every finite norm is good.
 
     Attributes:
-        plain: the optimizer inside.
         bad: whether the last gradient was bad, fp32 scalar on the device. The search for a loss scale does not count.
         norms: statistics of the norms of good gradients.
     """
@@ -102,12 +100,8 @@ class GuardedOptimizer:
         return nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
 
     def step(self, lr: float, grad_norm: Tensor) -> Tensor:
-        """Takes a step and zeroes the gradients; returns 1 where the step was skipped, else 0, fp32 scalar.
-
-        Args:
-            lr: learning rate; a parameter group multiplies it by its `relative_lr`.
-            grad_norm: what `clip` returned.
-        """
+        """Takes a step and zeroes the gradients; returns 1 where the step was skipped, else 0, fp32 scalar. A parameter
+        group multiplies `lr` by its `relative_lr`. `grad_norm` is what `clip` returned."""
         for group in self.plain.param_groups:
             group["lr"] = lr * group.get("relative_lr", 1.0)
         self._judge(grad_norm)

@@ -20,12 +20,9 @@ H800 = "NVIDIA H800 data sheet: SXM 1,979, PCIe 1,513, with sparsity"
 GH200 = "NVIDIA GH200 data sheet: 1,979 with sparsity"
 HGX = "NVIDIA HGX data sheet: 36,000 of eight GPUs, with sparsity"
 NVL72 = "NVIDIA GB200 and GB300 NVL72 data sheets: 360,000 of 72 GPUs, with sparsity"
-GA102 = "NVIDIA Ampere GA102 whitepaper: BF16 with FP32 accumulate"
 RTX_A = "NVIDIA RTX data sheet: tensor performance 309.7 (A6000), 222.2 (A5000), 153.4 (A4000), with sparsity"
 ADA = "NVIDIA Ada whitepaper: BF16 with FP32 accumulate"
-RTX_ADA = (
-    "NVIDIA RTX data sheet: tensor performance 1,457.0 (6000 Ada), 1,044.4 (5000 Ada), FP8 with sparsity: four times"
-)
+RTX_ADA = "NVIDIA RTX data sheet: tensor performance 1,457.0 (6000 Ada), 1,044.4 (5000 Ada), FP8 with sparsity: 4 times"
 BLACKWELL = "NVIDIA RTX Blackwell whitepaper: BF16 with FP32 accumulate"
 
 GPUS = {
@@ -61,7 +58,7 @@ GPUS = {
     "NVIDIA RTX A4000": Gpu(76.7, 16, RTX_A),
     "NVIDIA RTX 6000 Ada Generation": Gpu(364.25, 48, RTX_ADA),
     "NVIDIA RTX 5000 Ada Generation": Gpu(261.1, 32, RTX_ADA),
-    "NVIDIA GeForce RTX 3090": Gpu(71, 24, GA102),
+    "NVIDIA GeForce RTX 3090": Gpu(71, 24, "NVIDIA Ampere GA102 whitepaper: BF16 with FP32 accumulate"),
     "NVIDIA GeForce RTX 3090 Ti": Gpu(80, 24, ADA),
     "NVIDIA GeForce RTX 4080": Gpu(97.5, 16, ADA),
     "NVIDIA GeForce RTX 4090": Gpu(165.2, 24, ADA),

@@ -16,14 +16,8 @@ steps, or with useless weights."""
 
 @dataclass
 class Pending:
-    """The work that follows a step. A stop may interrupt it. Then the checkpoint keeps it, and a resumed run
-    finishes it.
-
-    Attributes:
-        row: row of metrics.jsonl, empty once it is written.
-        evaluate: whether an evaluation is due, whose scores join the row.
-        sample: whether a sample is due.
-    """
+    """The work that follows a step: a row of metrics.jsonl, empty once it is written; an evaluation, whose scores join
+    the row; a sample. A stop may interrupt it. Then the checkpoint keeps it, and a resumed run finishes it."""
 
     row: dict[str, Any] = field(default_factory=dict)
     evaluate: bool = False
@@ -61,10 +55,7 @@ class Progress:
         patience: evaluations in a row without a new lowest val_loss that end the run; None: no limit.
 
     Attributes:
-        steps: of the whole run; None until they are known.
-        step: optimizer steps taken.
-        pending: work that follows the current step.
-        rollbacks: number of rollbacks so far.
+        steps: of the whole run; None until they are known. step: those taken.
         branched_from: reference to the parent run's checkpoint (`training.branch`); None without a parent.
         metrics_chain: chain of the last row before the newest loaded checkpoint.
         scores: the newest value of each name. best: the best evaluation.

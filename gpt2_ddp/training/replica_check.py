@@ -34,15 +34,8 @@ def check_replicas(accelerator: Accelerator, model: nn.Module, optimizer: Optimi
     """Compares all ranks' parameters and optimizer state. Collective; waits for the device. Buffers, such as
     BatchNorm's statistics, may differ between ranks and are left out.
 
-    Args:
-        model: plain. optimizer: plain, over its parameters.
-        step: current step, for the message.
-
-    Raises:
-        ReplicaMismatch: on every rank, if a tensor differs.
+    Model and optimizer are plain. Raises: ReplicaMismatch, on every rank, if a tensor differs at this step.
     """
-    if accelerator.num_processes == 1:
-        return
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # tied parameters once
         state = optimizer.state.get(parameter, {})

@@ -14,16 +14,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    Checkpoint,
-    Snapshot,
-    find_checkpoint,
-    load_model_state,
-    load_optimizer_state,
-    model_state,
-    optimizer_state,
-    reset_optimizer_state,
-)
+from gpt2_ddp.checkpoint import checkpoint
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot, find_checkpoint
 from gpt2_ddp.checkpoint.checkpointer import SLOW_DISK, Checkpointer
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import METRICS, finite
@@ -40,7 +32,6 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import LossSum, Throughput, device_name
 from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.progress import Outcome, Progress, Scores
-from gpt2_ddp.training.resume import resolve_start
 from gpt2_ddp.training.stop import Interrupted, StopRequest
 from gpt2_ddp.training.task import MakeTask, Poll, Task
 
@@ -58,10 +49,8 @@ class Run(Progress):
     Attributes:
         folder, checkpoints: on the main process; None on the others.
         model, optimizer: prepared by Accelerate. `task.model` is the plain model.
-        parameters: the model's, as a list.
         skipped: number of steps that changed nothing, fp32 scalar on the device.
         epoch: losses since the last epoch ended, without skipped steps. since_row: losses since the last row.
-        reason: why the run diverged.
 
     Raises:
         UserError: of configuration, run folder or launch; on every rank.
@@ -100,7 +89,7 @@ class Run(Progress):
             report = lambda status: (folder.write_heartbeat(status), long_stage.report(status))  # noqa: E731
             self.watchdog.report_to(report, lambda reason: folder.write_failure(self.step, reason))
         own = on_main(self.accelerator, lambda: folder.checkpoints.latest_metadata() if folder else None)
-        self._parent, self._branch = resolve_start(config, own, self.accelerator)
+        self._parent, self._branch = self._resolve_start(config, own)
         saved = own or self._branch
         self._resumes = saved is not None
         self.task: Task = make_task(config, self.accelerator, saved)
@@ -110,6 +99,20 @@ class Run(Progress):
             newest = self.newest()
             super().load_state_dict(newest.state if newest else {})
 
+    def _resolve_start(self, config: RunConfig, own: Checkpoint | None) -> tuple[Checkpoint | None, Checkpoint | None]:
+        """Checks that the run may resume from `own`, its newest checkpoint. For a new run with `train.branch_from`, the
+        parent's checkpoint, and the branch's first one."""
+        if own:
+            for field in config.check_resumable(own.kind, own.config, own.state.get("step", 0)):
+                self.accelerator.print(f"note: {field} of the run's configuration is not known any more, and ignored")
+            if config.branch_from and config.branch_from != own.config["train"].get("branch_from"):
+                self.accelerator.print("note: train.branch_from is for a new run; this one has checkpoints of its own")
+        if not config.branch_from or own:
+            return None, None
+        from gpt2_ddp.training.branch import find_parent
+
+        return on_main(self.accelerator, lambda: find_parent(config))
+
     def _check_shared_folder(self, config: RunConfig) -> None:
         """Raises UserError if an elastic launcher may move rank 0 to a machine without the run folder."""
         lock = Path(config.output_dir, config.run_name, ".lock")
@@ -117,10 +120,9 @@ class Run(Progress):
 
         def compare() -> None:
             if not lock.exists() or lock.stat().st_ino != there:
-                hint = (
-                    f"is not the same folder on {socket.gethostname()} as on rank 0's machine; an elastic job may go on"
-                )
-                raise UserError("output_dir", config.output_dir, f"{hint} on any machine: use a shared disk")
+                hint = f"is not the same folder on {socket.gethostname()} as on rank 0's machine"
+                hint += "; an elastic job may go on on any machine: use a shared disk"
+                raise UserError("output_dir", config.output_dir, hint)
 
         on_every_rank(self.accelerator, compare)
 
@@ -137,6 +139,14 @@ class Run(Progress):
                 self.accelerator.end_training()
         self.close()
 
+    def close(self) -> None:
+        """Unlocks the folder once nothing is written to it any more, and ends the watchdog."""
+        if self.checkpoints:
+            self.checkpoints.background.join()
+        if self.folder:
+            self.folder.release()
+        self.watchdog.close()  # may wait for the other ranks
+
     def _record_failure(self, error: BaseException) -> None:
         """Reports an exception to the other ranks, to the user and in status.json. No checkpoint is saved: other ranks
         may be gone, and the newest checkpoint is good."""
@@ -146,14 +156,6 @@ class Run(Progress):
                 self.folder.write_status("failed", self.step, f"{type(error).__name__}: {error}")
         elif self._is_started and isinstance(error, UserError) and not error.on_every_rank:  # only this rank has it
             print(f"error: rank {self.accelerator.process_index}: {error}", file=sys.stderr)
-
-    def close(self) -> None:
-        """Unlocks the folder once nothing is written to it any more, and ends the watchdog."""
-        if self.checkpoints:
-            self.checkpoints.background.join()
-        if self.folder:
-            self.folder.release()
-        self.watchdog.close()  # may wait for the other ranks
 
     @property
     def config(self) -> Any:
@@ -178,11 +180,8 @@ class Run(Progress):
 
     def build(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
         """Loads the data, builds model and optimizer, and loads the newest checkpoint on all ranks. Collective. Returns
-        before the model if the run is complete.
-
-        Args:
-            wrap: wraps the plain model, on its device, before Accelerate prepares it.
-        """
+        before the model if the run is complete. `wrap` changes the plain model, on its device, before Accelerate
+        prepares it."""
         accelerator, task = self.accelerator, self.task
         task.load(self.watchdog)
         config = self.config  # resolved
@@ -355,10 +354,9 @@ class Run(Progress):
         state = self.state_dict()
         if self.folder is None:
             return None
-        model, plain = self.task.model, self.optimizer.plain
-        whole = Snapshot(
-            finite(state), dump(self.config), model_state(model), optimizer_state(model, plain), self.task.files
-        )
+        model = self.task.model
+        weights, moments = checkpoint.model_state(model), checkpoint.optimizer_state(model, self.optimizer.plain)
+        whole = Snapshot(finite(state), dump(self.config), weights, moments, self.task.files)
         return whole if self.config.saves_optimizer else whole.without_optimizer()
 
     def load(self, snapshot: Snapshot | None) -> None:
@@ -366,15 +364,13 @@ class Run(Progress):
         place, so graphs and connections stay."""
         loaded = snapshot or Snapshot({}, "", {}, {})
         state = on_main(self.accelerator, lambda: loaded.state)
-        load_model_state(self.accelerator, loaded.model, self.task.model)
+        checkpoint.load_model_state(self.accelerator, loaded.model, self.task.model)
         if state.get("moments", True):
-            load_optimizer_state(self.accelerator, loaded.optimizer, self.task.model, self.optimizer.plain)
+            checkpoint.load_optimizer_state(self.accelerator, loaded.optimizer, self.task.model, self.optimizer.plain)
         else:
-            reset_optimizer_state(self.optimizer.plain)
-            self.accelerator.print(
-                f"note: the checkpoint of step {state['step']} has no moments of the optimizer "
-                "(checkpoint.save_optimizer): they begin at zero again"
-            )
+            checkpoint.reset_optimizer_state(self.optimizer.plain)
+            what = f"the checkpoint of step {state['step']} has no moments of the optimizer (checkpoint.save_optimizer)"
+            self.accelerator.print(f"note: {what}: they begin at zero again")
         self.load_state_dict(state)
 
     def save(self) -> None:
@@ -419,12 +415,8 @@ class Run(Progress):
             check_replicas(self.accelerator, self.task.model, self.optimizer.plain, self.step)
 
     def record_step(self, step: int, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
-        """Records a step that was taken.
-
-        Args:
-            loss_sum: sum over this rank's units, fp32 scalar. n_valid: number of these units.
-            skipped: 1 if the step changed nothing, fp32 scalar.
-        """
+        """Records a step that was taken: the sum of its losses over this rank's `n_valid` units, and 1 if it changed
+        nothing; both are fp32 scalars."""
         self.step = step
         self.skipped += skipped
         self.epoch.add(loss_sum, n_valid, skipped)

@@ -30,16 +30,13 @@ class StopRequest:
     late (`AsyncSum`). A SIGINT more than a second after the first signal ends the process at once.
 
     Args:
-        begun: `time.monotonic()` when the run began.
-        max_minutes: time limit since `begun`; None: only Slurm's.
+        begun: `time.monotonic()` when the run began, from which `max_minutes` count; None: only Slurm's limit.
         progress: called before each poll.
 
     Attributes:
-        reason: of the stop, on this rank; empty without a stop.
-        is_agreed: whether all ranks have agreed to stop.
+        reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
         is_elastic: whether signals stop only the machines that received them. The elastic launchers of the others start
             their ranks again. Any other reason stops all.
-        restore_handlers: reinstalls the earlier signal handlers.
         reserve: seconds before a deadline at which to stop, so that the checkpoint is saved in time.
     """
 
@@ -118,14 +115,8 @@ class StopRequest:
             raise Interrupted
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
-        """Runs `work`, which polls, on the main process; the other ranks poll until it returns.
-
-        Returns:
-            The result of `work` on the main process, None on the others.
-
-        Raises:
-            Interrupted: on all ranks; a stop right at the end may raise it on the others alone.
-        """
+        """The result of `work`, which polls, on the main process; None on the others, which poll until it returns.
+        Raises: Interrupted, on all ranks; a stop right at the end may raise it on the others alone."""
         result, self._done = None, 0
         if self._is_main:
             result = work()

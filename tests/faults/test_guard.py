@@ -21,8 +21,8 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.training.guard import LARGEST, Guard, Verdict, _Numbers
+from gpt2_ddp.training.loop import warn_of_bad_step
 from gpt2_ddp.training.optimizer import RunningStatistics
-from gpt2_ddp.training.rollback import warn_of_bad_step
 
 POISON = (12 * 9, 12 * 14)
 """Positions of steps 10 to 14: on them, the last rank's gradient is not finite."""
@@ -93,8 +93,7 @@ def changed_by_a_rollback(config: TrainingConfig) -> list[str] | None:
     """Saves step 2, trains two more and rolls back: the weights and moments that are not the checkpoint's."""
     from gpt2_ddp.checkpoint.checkpoint import verify
     from gpt2_ddp.tasks.pretraining import Pretraining
-    from gpt2_ddp.training.loop import train_step
-    from gpt2_ddp.training.rollback import roll_back
+    from gpt2_ddp.training.loop import roll_back, train_step
     from gpt2_ddp.training.run import Run
 
     with Run(config, Pretraining) as run:
