@@ -138,9 +138,8 @@ class OrderReplay:
     def _go_back(self, record: Record) -> Iterator[str]:
         feed, step, digest = self.feed, record["step"], record.get("order_digest")
         begun, passed = record.get("from"), record.get("passed")
-        ends = passed if isinstance(passed, list) and len(passed) == 2 else [0, 0]
-        # so that nonsense does not have us count to it
-        if not isinstance(begun, int) or not 0 <= step < begun or consumed_after(feed, begun) > ends[1]:
+        goes_on = isinstance(begun, int) and 0 <= step < begun  # so that nonsense does not have us count to it
+        if not goes_on or not are_ranges([passed]) or consumed_after(feed, begun) > passed[1]:
             yield f"from step {begun} to {step}, over {passed}, does not go together"
             return
         end, stood = self.at(begun).position, self.at(step)
@@ -160,11 +159,8 @@ class OrderReplay:
     def _begin(self, record: Record) -> Iterator[str]:
         """A branch continues the order of its parent run, which is replayed from the beginning."""
         step, position, passed = record["step"], record.get("position"), record.get("passed") or []
-        try:
-            gaps = sum(stop - start for start, stop in passed)
-        except (TypeError, ValueError):
-            gaps = -1
-        if position != consumed_after(self.feed, step) + gaps:
+        gaps = sum(stop - start for start, stop in passed) if are_ranges(passed) else -1
+        if step < len(self.stood) - 1 or position != consumed_after(self.feed, step) + gaps:
             yield f"branched off at step {step}, which does not go with position {position}"
             return
         self.inherited = [(start, stop) for start, stop in passed]
@@ -178,6 +174,13 @@ class OrderReplay:
     def _now(self) -> DataState:
         feed = self.feed
         return DataState(feed.position, feed.order_digest, list(feed.skipped_ranges), feed.ended_epoch, feed.epochs)
+
+
+def are_ranges(value: Any) -> bool:
+    """Whether it is a list of positions [start, stop], as rollbacks and branches record them."""
+    return isinstance(value, list) and all(
+        isinstance(one, list) and [*map(type, one)] == [int, int] and 0 <= one[0] < one[1] < 2**62 for one in value
+    )
 
 
 def replay_order(
