@@ -48,17 +48,9 @@ BLOCK_BYTES = 2**24
 
 
 def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
-    """Makes a folder of token shards; one that is ready already is left as it is.
-
-    Args:
-        fast: with gigatoken, where it is installed; the result is the same.
-
-    Returns:
-        The folder's manifest.
-
-    Raises:
-        UserError: the source, the tokenizer or the output folder cannot be used, or the folder holds something else.
-    """
+    """Makes a folder of token shards, of which it returns the manifest; one that is ready already is left as it is.
+    `fast`: with gigatoken, where it is installed; the result is the same.
+    Raises: UserError if the source, the tokenizer or the output folder cannot be used, or it holds something else."""
     if config.source.startswith("bin:"):
         return index_shards(config)
     folder = Path(config.folder)
@@ -220,14 +212,10 @@ def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
 
 
 def index_shards(config: PrepareConfig) -> Manifest:
-    """Checks every token of the shards of `bin:GLOB` and writes their folder's manifest.json, and nothing else.
-
-    A file belongs to the split, `train` or `val`, that its name contains.
-
-    Raises:
-        UserError: there are no such files, or they are in several folders. One is not whole, has ids outside the
-            vocabulary, or is in both splits. The folder has the manifest of other shards.
-    """
+    """Checks every token of the shards of `bin:GLOB` and writes their folder's manifest.json, and nothing else. A file
+    belongs to the split, `train` or `val`, that its name contains.
+    Raises: UserError for no such files, or in several folders; for one that is not whole, has ids outside the
+    vocabulary, or is in both splits; and for the manifest of other shards."""
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     if not files:
         raise UserError("source", config.source, "there are no such files; write bin:FOLDER/*.bin")

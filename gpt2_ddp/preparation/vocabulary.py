@@ -41,37 +41,23 @@ def _train_bpe(source: Source, vocab_size: int, path: Path) -> None:
 
 def suitable_vocab_size(size: int | None) -> int:
     """Number of ids of a BPE: three times the square root of the text's bytes, as a power of two from 512 to 32,768.
-
-    The number of different words grows about as that root (Heaps, 1978).
-
-    Args:
-        size: bytes; None: unknown.
-    """
+    The number of different words grows about as that root (Heaps, 1978). `size`: bytes; None: unknown."""
     wanted = 3 * math.sqrt(size) if size else 2**15
     return 2 ** min(max(round(math.log2(wanted)), 9), 15)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Trains a byte-level BPE with GPT-2's pre-tokenizer and saves it as a tokenizer.json.
-
-    Args:
-        texts: what to train on; read once, and only counts of words are kept.
-        vocab_size: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer merges.
-        path: the file to write.
-    """
+    """Trains a byte-level BPE with GPT-2's pre-tokenizer on texts, which are read once, and saves it in `path`.
+    `vocab_size`: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer merges."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer: Any = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    options: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "special_tokens": [END_OF_TEXT],
-        "initial_alphabet": list(BYTE_OF_CHARACTER),
-        "show_progress": False,
-    }
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(**options))
+    options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": list(BYTE_OF_CHARACTER)}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(path))
 
 

@@ -155,10 +155,6 @@ class Picture:
         element = re.sub(r' d="[^"<>]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
         return element[element.index("<svg") :].replace(INK, "currentColor")
 
-    def png(self) -> bytes:
-        """On white."""
-        return as_png(self.figure)
-
     def panels(self) -> dict[Axes, list[float]]:
         """Left, top, right and bottom of each panel, in the coordinates of the SVG."""
         size = np.tile(72 * self.figure.get_size_inches(), 2)

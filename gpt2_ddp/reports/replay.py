@@ -78,15 +78,9 @@ def plan(run: Path, steps: str) -> Span:
 def replay(
     run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
 ) -> Iterator[tuple[str, list[str] | None]]:
-    """Trains the span again, and compares rows, and weights and moments at the end of each stretch between two
-    checkpoints. So a stretch may have its own number of processes, and a defect stays in it.
-
-    Args:
-        intact: the run's intact checkpoints.
-        data: folder of shards in place of the configured one.
-
-    Yields:
-        Of each stretch, what was compared, and its defects; None if it cannot be trained again.
+    """Trains the span again, and compares rows, and weights and moments at the end of each stretch between two of the
+    `intact` checkpoints. So a stretch may have its own number of processes, and a defect stays in it. Yields of each
+    stretch what was compared, and its defects; None if it cannot be trained again.
 
     Raises:
         UserError: the data are not those of the run, or this machine cannot train it.

@@ -24,16 +24,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     list_checkpoints,
     verify,
 )
-from gpt2_ddp.checkpoint.run_files import (
-    CONFIG,
-    METRICS,
-    SAMPLES,
-    STATUS,
-    is_event,
-    is_rollback,
-    read_lines,
-    valid_rows,
-)
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import guess_kind, read_config
@@ -77,7 +68,6 @@ class Recorded:
 
     @property
     def states(self) -> Records:
-        """The states of the checkpoints."""
         return {place: checkpoint.state for place, checkpoint in self.checkpoints.items()}
 
     @property
@@ -86,19 +76,13 @@ class Recorded:
         return max((record["step"] for record in (self.rows | self.states).values()), default=0)
 
     def events(self, *names: str) -> list[Record]:
-        """The rows of these events."""
         return [row for row in self.rows.values() if row.get("event") in names]
 
 
 def verify_run(command: VerifyConfig) -> int:
-    """Exit code of verify_run.py: 0 if the run is intact, else 1.
-
-    Prints an `ok` line or the defects of each check, and a `note` for what could not be checked. With `--replay`,
-    trains a part of the run again.
-
-    Raises:
-        UserError: there is no such run, no such steps to replay, or `--data` is not what it was trained on.
-    """
+    """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
+    a `note` for what could not be checked. With `--replay`, trains a part of the run again.
+    Raises: UserError if there is no such run, no such steps to replay, or `--data` is not what it was trained on."""
     n_defects = 0
     for what, defects in _check(Path(command.run), command):
         if not defects:
@@ -124,7 +108,7 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     checkpoints, damaged = read_checkpoints(run)  # before the rows: a run that goes on records first
     rows, defects = read_metrics(run / METRICS)
     found = Recorded(run, settings, config, rows, checkpoints)
-    count = sum(not is_event(row) for row in rows.values())
+    count = sum("event" not in row for row in rows.values())
     chains = [row["chain"] for row in rows.values() if "chain" in row]
     chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
     yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
@@ -132,7 +116,7 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     yield f"checkpoints: {len(checkpoints)}, every file as it was written, all that were kept", wrong
     heads = {state.get("metrics_chain") for state in found.states.values()}
     newest = takewhile(lambda row: row.get("chain") not in heads, reversed(rows.values()))
-    if loose := sum(not is_event(row) for row in newest):
+    if loose := sum("event" not in row for row in newest):
         yield f"the last {loose} rows come after the newest checkpoint: nothing else confirms their chain yet", None
     wrong = _check_configuration(found) + list(check_end(found))
     yield "configuration: the same in config.yaml, starts and checkpoints, with one run id", wrong

@@ -30,14 +30,8 @@ Record = dict[str, Any]
 Records = dict[str, Record]
 """Rows of metrics.jsonl, events among them, or states of checkpoints, by the place where they stand."""
 
-SHAPES: dict[str, type | tuple[type, ...]] = {
-    "lr": (int, float),
-    "config": dict,
-    "steps": int,
-    "kept": list,
-    "checkpoint": dict,
-    "chain": str,
-}
+SHAPES: dict[str, Any] = {"lr": int | float, "config": dict, "steps": int, "kept": list, "checkpoint": dict}
+SHAPES["chain"] = str
 """What a row's fields are, where they are there and not null."""
 
 
@@ -137,9 +131,10 @@ class OrderReplay:
 
     def _go_back(self, record: Record) -> Iterator[str]:
         feed, step, digest = self.feed, record["step"], record.get("order_digest")
-        begun, passed = record.get("from"), record.get("passed")
-        goes_on = isinstance(begun, int) and 0 <= step < begun  # so that nonsense does not have us count to it
-        if not goes_on or not are_ranges([passed]) or consumed_after(feed, begun) > passed[1]:
+        begun, passed = record.get("from"), record.get("passed", [])
+        sound = are_ranges([passed])
+        # so that nonsense does not have us count to it
+        if not isinstance(begun, int) or not 0 <= step < begun or not sound or consumed_after(feed, begun) > passed[1]:
             yield f"from step {begun} to {step}, over {passed}, does not go together"
             return
         end, stood = self.at(begun).position, self.at(step)
@@ -225,13 +220,8 @@ def consumed_after(feed: Feed, steps: int) -> int:
 
 
 class Schedule:
-    """Rows, evaluations, checkpoints and learning rates that the newest start row makes due.
-
-    Args:
-        config: the run's config.yaml, for rows without a start before them.
-        validates: whether there are validation data.
-        begun: whether the first start may be at a later step, as a branch's is.
-    """
+    """Rows, evaluations, checkpoints and learning rates that the newest start row makes due. `config`: of rows without
+    a start before them. `begun`: whether the first start may be at a later step, as a branch's is."""
 
     def __init__(self, config: RunConfig, history: OrderReplay, validates: bool, begun: bool):
         self.config, self.history, self.validates, self.begun = config, history, validates, begun

@@ -30,15 +30,10 @@ from gpt2_ddp.training.task import Due, Poll
 
 
 class SampleSet(Dataset):
-    """Samples that a job trains on, or is scored on; a `data.feed.Source`.
+    """Samples that a job trains on, or is scored on; a `data.feed.Source`."""
 
-    Attributes:
-        targets: one row per sample.
-        workers: loader processes that read the samples; 0: the training reads them itself.
-    """
-
-    targets: Tensor
-    workers: int = 0
+    targets: Tensor  # one row per sample
+    workers: int = 0  # loader processes that read the samples; 0: the training reads them itself
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -88,8 +83,6 @@ class Job:
 
     Args:
         model: plain, fp32, on the CPU; inputs -> outputs.
-        train: samples to train on.
-        test: samples to score.
         losses: (outputs fp32, targets) -> fp32 [batch], each sample's loss.
         scores: (outputs, targets) -> further scores of each sample, [batch] by name.
         transform: (inputs as stored, positions) -> what the model takes; on the device, a batch at a time. Positions in
@@ -292,13 +285,9 @@ def score_each(
     """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on every rank.
 
     Accelerate fills up the last batches with samples seen before, and `gather_for_metrics` drops them; that each sample
-    was then scored once is checked by its index.
-
-    Args:
-        model: plain or prepared, on the accelerator's device; in evaluation mode meanwhile.
-        score: (model, inputs, targets) -> named scores [batch].
-        batch_size: samples per forward pass and rank.
-        poll: called before each batch, by all ranks equally often; what it raises ends the scoring."""
+    was then scored once is checked by its index. The model, plain or prepared, is in evaluation mode meanwhile.
+    `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward pass and rank.
+    `poll`: called before each batch, by all ranks equally often; what it raises ends the scoring."""
     loader = prepare_loader(
         accelerator,
         samples,

@@ -56,20 +56,13 @@ ARRAYS = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "d
 
 @dataclass(frozen=True)
 class Split:
-    """Images as they are stored, and the class of each by name or number.
+    """Images as they are stored, and the class of each by name or number."""
 
-    Args:
-        place: the split's name in messages.
-        images: `Stored` ones, indexed by lists of rows: an array, or a column of `datasets`.
-        names: of the classes, by number, where the source has them.
-        left_out: a line on files of the split that are not used; empty if there are none.
-    """
-
-    place: str
-    images: Any
+    place: str  # the split's name in messages
+    images: Any  # `Stored` ones, indexed by lists of rows: an array, or a column of `datasets`
     labels: list[Any]
-    names: list[str] | None = None
-    left_out: str = ""
+    names: list[str] | None = None  # of the classes, by number, where the source has them
+    left_out: str = ""  # a line on files of the split that are not used; empty if there are none
 
     def where(self, row: int) -> str:
         """The image's name in messages."""
@@ -287,10 +280,8 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
     of_splits = any(names[0].lower() == "train" and len(names) > 2 for names in images.values())
     nested, flat = ({names[0] for names in images.values() if (len(names) > 2) == deep} for deep in (True, False))
     if nested - flat and not of_splits:
-        hint = (
-            f"has folders of folders ({', '.join(sorted(nested - flat)[:4])}), but none named train; name the splits "
-        )
-        raise UserError("data.path", folder, f"{hint}train and test, or put each class's images into its own folder")
+        hint = f"has folders of folders ({', '.join(sorted(nested - flat)[:4])}), but none named train; name the splits"
+        raise UserError("data.path", folder, f"{hint} train and test, or put each class's images into its own folder")
     splits: Splits = {}
     found: dict[str, list[Path]] = defaultdict(list)
     for file, names in images.items():
