@@ -35,8 +35,7 @@ from gpt2_ddp.files import read_small, write_atomically
 from gpt2_ddp.model.evaluate import IGNORED
 
 METRICS = ("acc", "acc_norm", "perplexity")
-LONGEST = 2**30
-"""Bytes of a file of items."""
+LONGEST = 2**30  # bytes of a file of items
 HUB = {
     "hellaswag": ("Rowan/hellaswag", None, "validation"),
     "lambada": ("EleutherAI/lambada_openai", "default", "test"),
@@ -44,8 +43,7 @@ HUB = {
 """Dataset, configuration and split of a task, as lm-eval has them (there, `lambada` is lambada_openai)."""
 PLACES, CONTEXT, CONTINUATION, CHOICES = 1000, 64, 8, 4
 """Of `cloze`: most items, the tokens of a context and of a choice, and the choices of an item."""
-BROKEN = "\ufffd"
-"""What bytes that are no whole character decode to."""
+BROKEN = "\ufffd"  # what bytes that are no whole character decode to
 
 Row = dict[str, Any]
 
@@ -264,8 +262,7 @@ def encode_pair(context: str, continuation: str, tokenizer: Tokenizer, place: st
     """Tokens of a context and of what follows it, by lm-eval's rules (`TemplateLM._encode_pair` of lm_eval 0.4).
 
     Blanks at the context's end move to the continuation, which is what the two together have behind the context's own
-    tokens. The end-of-text token stands for an empty context, and is never before another one.
-    """
+    tokens. The end-of-text token stands for an empty context, and is never before another one."""
     kept = context.rstrip()
     before, both = (tokenizer.encode(text, place).tolist() for text in (kept, context + continuation))
     return (before, both[len(before) :]) if kept else ([tokenizer.eot], both)
@@ -292,8 +289,7 @@ def answer(
     Batches do not depend on the number of ranks: batch j is rank j mod W's. Short ones are padded with rows that are
     not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered once.
     `batch_size`: requests per forward pass and rank. `length`: of every row, for a compiled model; None: that of the
-    longest in its batch. `poll`: called before each batch, by all ranks equally often; what it raises ends it all.
-    """
+    longest in its batch. `poll`: called before each batch, by all ranks equally often; what it raises ends it all."""
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     found = np.zeros((3, len(requests)))  # log-likelihood, whether greedy, how often scored
@@ -345,17 +341,12 @@ class Mean(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a task came to.
+    """What a task came to. With choices, `acc` is how often the right one has the highest log-likelihood, `acc_norm` is
+    the same per character. Of cloze items, `acc` is how often greedy decoding writes them, `perplexity` is exp of minus
+    their mean log-likelihood."""
 
-    Args:
-        metrics: by their names in METRICS. With choices, `acc` is how often the right one has the highest
-            log-likelihood, `acc_norm` how often it has the highest per character. Of cloze items, `acc` is how often
-            greedy decoding writes them, `perplexity` is exp of minus their mean log-likelihood.
-        rows: the items in the form that they can be read in again, each with what it was scored.
-    """
-
-    metrics: dict[str, Mean]
-    rows: list[dict[str, Any]]
+    metrics: dict[str, Mean]  # by their names in METRICS
+    rows: list[dict[str, Any]]  # the items in the form that they can be read in again, each with what it was scored
 
 
 def judge(items: ItemSet, answers: Answers) -> Result:

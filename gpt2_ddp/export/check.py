@@ -14,8 +14,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
-TEXT_CHARACTERS = 1_000_000
-"""Of Python's own modules, to compare token ids on."""
+TEXT_CHARACTERS = 1_000_000  # of Python's own modules, to compare token ids on
 SCRIPTS = (
     f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
     "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "

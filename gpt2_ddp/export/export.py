@@ -109,11 +109,8 @@ def default_output(checkpoint: Checkpoint) -> Path:
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Makes the folder `output` of a GPT's checkpoint; it is there once transformers was found to compute the same.
     `gguf`: with a file for llama.cpp.
-
-    Raises:
-        UserError: `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses.
-        ExportMismatch: it does not; the folder is left under the name of `.rejected`.
-    """
+    Raises: UserError if `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses; ExportMismatch if
+    transformers computes something else: the folder is left under the name of `.rejected`."""
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)

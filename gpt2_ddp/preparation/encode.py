@@ -36,16 +36,14 @@ from gpt2_ddp.preparation.sources import CorpusStats, DocumentChunk, InputSplit,
 
 T = TypeVar("T")
 
-CHUNK = 2**20
-"""Characters, or bytes of files, that a process encodes at a time."""
+CHUNK = 2**20  # characters, or bytes of files, that a process encodes at a time
 LARGE = 8 * CHUNK
 """Bytes of a file from which on several processes encode it, where it cannot be read but from its beginning on."""
 AHEAD = 3
 """Chunks per worker that are under way, or wait to be joined."""
 EXPECTED_DOCUMENTS = 10
 """Splits are made by hash if the smaller one can expect so many documents; if fewer, there could be none."""
-SAMPLE, EVERY = 512, 2**18
-"""Characters that tiktoken encodes, too, of so many: 0.2 % of them, for 3 % of the time."""
+SAMPLE, EVERY = 512, 2**18  # characters that tiktoken encodes, too, of so many: 0.2 % of them, for 3 % of the time
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
 """Where GPT-2's pattern divides every text, whatever stands around: no token reaches across."""
 

@@ -27,10 +27,8 @@ TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py", "locale.py", "_
 """Modules that are tables: more than six in ten of their lines are an entry, a literal and nothing else. With them left
 out, and the tables of `encodings` and the help texts of `pydoc_data`, a model learns to write code, not code points."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-BLOCK = 2**20
-"""Bytes, or characters, that are read at a time."""
-TRACE = 10_000
-"""One byte in so many may be undecodable, or a control character, in what is still taken as text."""
+BLOCK = 2**20  # bytes, or characters, that are read at a time
+TRACE = 10_000  # one byte in so many may be undecodable, or a control character, in what is still taken as text
 IN_TEXT = [bytes([byte]) for byte in b"\n\t\r\b\v\f\x1b"]
 """The control characters of texts and of terminals' logs; no text has the others."""
 MARKS = {  # UTF-32's first: the shorter mark is its beginning
@@ -39,8 +37,7 @@ MARKS = {  # UTF-32's first: the shorter mark is its beginning
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-RECORD = ".source.jsonl"
-"""Beside the shards, a line for each file of the source: [name, bytes, time in ns, SHA-256]."""
+RECORD = ".source.jsonl"  # beside the shards, a line for each file of the source: [name, bytes, time in ns, SHA-256]
 NAMED_CHANGES = 2
 """Names in messages, of each kind of change."""
 

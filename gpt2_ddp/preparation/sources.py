@@ -29,19 +29,16 @@ from gpt2_ddp.preparation.source_files import (
     open_text,
 )
 
-MANY = 1000
-"""If none of the first so many rows has the column, none will."""
+MANY = 1000  # if none of the first so many rows has the column, none will
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place where no token of GPT-2's can straddle the cut."""
-LONGEST_PIECE = 4 * PIECE
-"""Where it is cut if there is no such place: the text is not made of words."""
+LONGEST_PIECE = 4 * PIECE  # where it is cut if there is no such place: the text is not made of words
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 USUAL = {"utf-8", "parquet"}
 EXAMPLES = 3
 
-Blocks = Iterable[str]
-"""The text of a document, in parts of any size."""
+Blocks = Iterable[str]  # the text of a document, in parts of any size
 
 
 @dataclass
@@ -110,12 +107,8 @@ class DocumentChunk(NamedTuple):
 
 
 class Source:
-    """The documents of a source, always in the same order.
-
-    Attributes:
-        stats: counts of its files, by `scan`, and of what was read last.
-        unusual: the files that are not UTF-8, with their encoding, or None for those that are left out.
-    """
+    """The documents of a source, always in the same order. `stats`: counts of its files, by `scan`, and of what was
+    read last. `unusual`: the files that are not UTF-8, with their encoding, or None for those that are left out."""
 
     def __init__(self, config: PrepareConfig, unusual: dict[str, str | None] | None = None):
         self.config, self.stats, self.unusual = config, CorpusStats(), unusual or {}

@@ -38,13 +38,10 @@ from gpt2_ddp.training.progress import Outcome
 from gpt2_ddp.training.resume import check_resumable
 from gpt2_ddp.training.task import Due, Task
 
-SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
-"""Sums over ranks, in some order."""
+SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")  # sums over ranks, in some order
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
-NEARLY = 5e-6
-"""Relative difference of sums that another order explains."""
-Rows = dict[int, dict[str, Any]]
-"""Rows of metrics.jsonl by step."""
+NEARLY = 5e-6  # relative difference of sums that another order explains
+Rows = dict[int, dict[str, Any]]  # rows of metrics.jsonl by step
 
 
 class Span(NamedTuple):
@@ -81,11 +78,8 @@ def replay(
     """Trains the span again, and compares rows, and weights and moments at the end of each stretch between two of the
     `intact` checkpoints. So a stretch may have its own number of processes, and a defect stays in it. Yields of each
     stretch what was compared, and its defects; None if it cannot be trained again.
-
-    Raises:
-        UserError: the data are not those of the run, or this machine cannot train it.
-        SystemExit: 75, when a signal stopped it.
-    """
+    Raises: UserError if the data are not those of the run, or this machine cannot train it; SystemExit 75, when a
+    signal stopped it."""
     checkpoints = {checkpoint.state["step"]: checkpoint for checkpoint in intact}
     if span.start not in checkpoints:
         what = f"replay from step {span.start}"

@@ -22,14 +22,11 @@ from gpt2_ddp.reports.picture import Picture, as_png, draw, share_batch
 from gpt2_ddp.reports.runs import AXES, Row, RunRecord, is_finite, read_runs
 
 UNKNOWN = "–"
-NAMES = ("run_name", "output_dir")
-"""Settings that differ between any two runs and say nothing."""
+NAMES = ("run_name", "output_dir")  # settings that differ between any two runs and say nothing
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
 """Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
-MATRIX = 20
-"""Classes whose whole confusion matrix is shown, at most."""
-LISTED = 1000
-"""Classes that are listed, at most: of more, those with the lowest share of right ones."""
+MATRIX = 20  # classes whose whole confusion matrix is shown, at most
+LISTED = 1000  # classes that are listed, at most: of more, those with the lowest share of right ones
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 

@@ -23,12 +23,9 @@ from gpt2_ddp.reports.status import health
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
-Series = tuple[np.ndarray, np.ndarray]
-"""Steps [n] and values [n], float64; a value may be NaN or infinite."""
-LARGEST_PICTURE = 2**23
-"""Bytes of one that is shown, at most; 24 images take 300,000."""
-AXES = ("steps", "tokens", "time")
-"""What a run can be drawn along; the time is that of its training, in seconds."""
+Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
+LARGEST_PICTURE = 2**23  # bytes of one that is shown, at most; 24 images take 300,000
+AXES = ("steps", "tokens", "time")  # what a run can be drawn along; the time is that of its training, in seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,15 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    MANIFEST,
-    MODEL,
-    STATE,
-    Checkpoint,
-    CorruptCheckpoint,
-    list_checkpoints,
-    verify,
-)
+from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, Checkpoint, CorruptCheckpoint, list_checkpoints, verify
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.cli import read_yaml
@@ -31,7 +23,7 @@ from gpt2_ddp.config.kinds import guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, token_dtype
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, token_dtype
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
@@ -52,8 +44,7 @@ OF_SESSION = ("processes", "device", "versions")
 OF_STEP = ("skipped", "val_loss")
 """Fields of a row and of the state of the same step, besides those of the order of the data."""
 
-Finding = tuple[str, list[str] | None]
-"""What was checked, and its defects; or what could not be, and None."""
+Finding = tuple[str, list[str] | None]  # what was checked, and its defects; or what could not be, and None
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,9 @@ from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best
 
 Counts = list[dict[int, int]]
 """Of each class, how many of it are taken for which: no more numbers than samples, however many classes there are."""
-LONGEST_NAME = 4096
-"""Characters of a file's, as systems allow them."""
-WORST = 10
-"""Classes that are told."""
-PICTURES, COLUMNS = 24, 6
-"""Wrongly classified images that are drawn, and how many in a row."""
+LONGEST_NAME = 4096  # characters of a file's, as systems allow them
+WORST = 10  # classes that are told
+PICTURES, COLUMNS = 24, 6  # wrongly classified images that are drawn, and how many in a row
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:

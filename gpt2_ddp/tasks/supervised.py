@@ -79,26 +79,18 @@ def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targe
 
 @dataclass(frozen=True)
 class Job:
-    """What one supervised job has of its own.
+    """What one supervised job has of its own. `scores`: (outputs, targets) -> further scores of each sample, [batch] by
+    name. `transform`: (inputs as stored, positions) -> what the model takes; on the device, a batch at a time.
+    Positions in the order, int64 [batch], seed the augmentation; None in evaluation."""
 
-    Args:
-        model: plain, fp32, on the CPU; inputs -> outputs.
-        losses: (outputs fp32, targets) -> fp32 [batch], each sample's loss.
-        scores: (outputs, targets) -> further scores of each sample, [batch] by name.
-        transform: (inputs as stored, positions) -> what the model takes; on the device, a batch at a time. Positions in
-            the order, int64 [batch], seed the augmentation; None in evaluation.
-        facts: of the data, that checkpoints keep and a resumed run has to have: the names of `classes`.
-        least_rows: that the model can be trained on at a time: BatchNorm needs two values.
-    """
-
-    model: nn.Module
+    model: nn.Module  # plain, fp32, on the CPU; inputs -> outputs
     train: SampleSet
     test: SampleSet
-    losses: Callable[[Tensor, Tensor], Tensor]
+    losses: Callable[[Tensor, Tensor], Tensor]  # (outputs fp32, targets) -> fp32 [batch], each sample's loss
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, np.ndarray | None], Tensor] = lambda inputs, positions: inputs
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    least_rows: int = 1
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the data, which a resumed run has to have: `classes`
+    least_rows: int = 1  # that the model can be trained on at a time: BatchNorm needs two values
 
     def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs of the model, and `loss` and further scores of each sample, [batch] by name."""

@@ -24,8 +24,7 @@ from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.training.progress import Best
 
-LONGEST = 2**28
-"""Bytes of a file of prompts."""
+LONGEST = 2**28  # bytes of a file of prompts
 
 
 def find_gpt(path: Path, field: str) -> Checkpoint:

@@ -35,10 +35,8 @@ CIFAR = (32, 32, 3)
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
 """Pillow's modes of 8 bits that have no transparency, or say it elsewhere."""
-NOTE = 600
-"""Characters of a note."""
-SCANNED = 64
-"""Images that are decoded at a time before training."""
+NOTE = 600  # characters of a note
+SCANNED = 64  # images that are decoded at a time before training
 
 
 @dataclass(frozen=True)

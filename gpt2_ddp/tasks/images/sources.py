@@ -26,8 +26,7 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small, regular
 from gpt2_ddp.preparation.source_files import find_files
 
-TEST = ("test", "validation", "val")
-"""Splits that can be the one to test on; the first that is there is."""
+TEST = ("test", "validation", "val")  # splits that can be the one to test on; the first that is there is
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label", "labels", "class")
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".tif", ".tiff", ".webp", ".avif"}
@@ -38,8 +37,7 @@ HINT = (
     "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
     "unpacked archive of CIFAR or MNIST"
 )
-LARGEST = 2**31
-"""Bytes of a file that is read whole."""
+LARGEST = 2**31  # bytes of a file that is read whole
 ERRORS = OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError
 ERRORS = *ERRORS, pickle.UnpicklingError, zlib.error
 """What reading a damaged file raises, of a pickle, gzip, JSON or parquet."""
@@ -70,8 +68,7 @@ class Split:
         return str(stored) if isinstance(stored, Path) else f"{self.place}, row {row}"
 
 
-Splits = dict[str, Callable[[], Split]]
-"""A function for each split that reads it."""
+Splits = dict[str, Callable[[], Split]]  # a function for each split that reads it
 
 
 def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[str]]:
