@@ -88,7 +88,7 @@ def make_corpus(folder: Path) -> None:
     from gpt2_ddp.data.manifest import Manifest
     from gpt2_ddp.data.tokenizer import load_tokenizer
     from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
-    from gpt2_ddp.preparation.vocabulary import train_bpe
+    from gpt2_ddp.preparation.prepare import train_bpe
 
     names = ("abc", "bisect", "heapq", "keyword", "queue", "sched", "shlex", "stat", "string", "textwrap", "token")
     texts = [(Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8") for name in names]

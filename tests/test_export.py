@@ -39,7 +39,7 @@ from gpt2_ddp.export.formats import tokenizer_json
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers, to_transformers
-from gpt2_ddp.preparation.vocabulary import write_characters
+from gpt2_ddp.preparation.prepare import write_characters
 from gpt2_ddp.tasks.trained_model import load_model
 
 GOLDEN = Path(__file__).parent / "golden"

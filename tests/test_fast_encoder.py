@@ -16,9 +16,8 @@ from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.workers import InlineExecutor
 from gpt2_ddp.preparation import encode, sources
 from gpt2_ddp.preparation.encode import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
-from gpt2_ddp.preparation.prepare import prepare
+from gpt2_ddp.preparation.prepare import prepare, train_bpe
 from gpt2_ddp.preparation.sources import scan
-from gpt2_ddp.preparation.vocabulary import train_bpe
 
 LIE = "xylophone"
 

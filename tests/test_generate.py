@@ -18,7 +18,7 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.preparation.vocabulary import train_bpe
+from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.trained_model import TextStream, generate_text
 
 ROOT = Path(__file__).parents[1]

@@ -17,7 +17,7 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.preparation.vocabulary import write_characters
+from gpt2_ddp.preparation.prepare import write_characters
 
 DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
 TOKENIZER = load_tokenizer(str(DEFINITION))  # 300 ids, of 384 rows

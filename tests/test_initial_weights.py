@@ -25,7 +25,7 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
-from gpt2_ddp.preparation.vocabulary import train_bpe
+from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
 
 GOLDEN = Path(__file__).parent / "golden"

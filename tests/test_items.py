@@ -14,8 +14,19 @@ from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.scoring.items import Item, cut_items, digest, encode_pair, load_sets, make_set, read_items
-from gpt2_ddp.scoring.score import Answers, as_row, judge, save
+from gpt2_ddp.scoring import (
+    Answers,
+    Item,
+    as_row,
+    cut_items,
+    digest,
+    encode_pair,
+    judge,
+    load_sets,
+    make_set,
+    read_items,
+    save,
+)
 from gpt2_ddp.tasks.checkpoints import task_table
 
 GPT2 = load_tokenizer("gpt2")

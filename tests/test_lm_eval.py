@@ -20,8 +20,7 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
-from gpt2_ddp.scoring.items import ItemSet, load_sets
-from gpt2_ddp.scoring.score import Answers, answer, judge
+from gpt2_ddp.scoring import Answers, ItemSet, answer, judge, load_sets
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=128)
 LM_EVAL = Path(sys.executable).with_name("lm_eval")

@@ -27,10 +27,9 @@ from gpt2_ddp.data.shards import RECORD, TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, source_files, sources, vocabulary
+from gpt2_ddp.preparation import encode, source_files, sources
 from gpt2_ddp.preparation import prepare as prepare_module
-from gpt2_ddp.preparation.prepare import prepare
-from gpt2_ddp.preparation.vocabulary import suitable_vocab_size
+from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
 
 PROJECT = Path(__file__).parents[1]
 SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]
@@ -39,7 +38,7 @@ SCRIPT = [sys.executable, str(PROJECT / "scripts/prepare_data.py")]
 @pytest.fixture
 def helperless(monkeypatch) -> None:
     """A BPE is trained in this process: a fresh interpreter takes a second."""
-    monkeypatch.setattr(vocabulary, "run_in_worker", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(prepare_module, "run_in_worker", lambda function, *arguments: function(*arguments))
 
 
 @pytest.fixture(scope="module")

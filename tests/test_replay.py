@@ -5,11 +5,12 @@ import fcntl
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from ranks import in_turn, run_ranks
-from runs import change, edit_manifest, reseal, rows, said, train_with_faults, training_config
+from runs import change, edit_manifest, edit_rows, reseal, rows, said, train_with_faults, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, STATE
@@ -21,6 +22,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports import replay as replay_module
 from gpt2_ddp.reports.replay import compare_rows, plan
+from gpt2_ddp.reports.verify import verify_run
 
 INTACT = (
     "ok      replay from step 4 to 8 by 1 process: 4 rows, weights and moments, bit for bit",
@@ -34,8 +36,6 @@ def verify(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[
 
 
 def replayed(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
-    from gpt2_ddp.reports.verify import verify_run
-
     code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=data and str(data)))
     lines = text.splitlines()
     return code, lines[next(n for n, line in enumerate(lines) if "learning rates as scheduled" in line) :]
@@ -243,6 +243,15 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
         assert len(compare_rows({1: row}, again, exact=True)) == exact, changes
         assert len(compare_rows({1: row}, again, exact=False)) == near, changes
     assert len(compare_rows({1: row}, {}, exact=True)) == 5
+
+
+@pytest.mark.parametrize("passed", [[1, 2], [48, 48], [32, 2**70], "all", [["a", "b"], 1]])
+def test_a_rollback_that_its_checkpoint_cannot_have_is_a_defect(place: Path, passed: Any) -> None:
+    run = place / "run"
+    edit_rows(run, lambda rows: [row.update(passed=passed) for row in rows if row.get("event") == "rollback"])
+    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12", data=str(place / "data")))
+    what = "defect  replay from step 8 to 12: its checkpoint does not go with a rollback to it, which passed over "
+    assert (code, f"{what}{passed}" in text) == (1, True)
 
 
 @pytest.mark.slow

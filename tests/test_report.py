@@ -22,7 +22,7 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
 from gpt2_ddp.reports import report as page_module
-from gpt2_ddp.reports.picture import COLORS, MAX_POINTS, Picture, draw, share_tokens, short_names, thin
+from gpt2_ddp.reports.picture import COLORS, MAX_POINTS, Picture, as_png, draw, share_tokens, short_names, thin
 from gpt2_ddp.reports.report import choose_axis, report, write_report
 from gpt2_ddp.reports.runs import read_runs
 
@@ -61,7 +61,7 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return
     words = lambda picture: " ".join(text.get_text() for text in picture.figure.findobj(Text))  # noqa: E731
     monkeypatch.setattr(Picture, "svg", lambda picture: escape(words(picture)))
-    monkeypatch.setattr(Picture, "png", lambda picture: b"png")
+    monkeypatch.setattr("gpt2_ddp.reports.report.as_png", lambda figure: b"png")
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_thinning_keeps_the_extremes() -> None:
 def test_same_metrics_same_bytes(tmp_path: Path) -> None:
     runs = read_runs([make_run(tmp_path / "run", metrics(5))])
     one, other = draw(runs, "steps"), draw(runs, "steps")
-    assert (one.svg(), one.png()) == (other.svg(), other.png())
+    assert (one.svg(), as_png(one.figure)) == (other.svg(), as_png(other.figure))
 
 
 def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -289,7 +289,7 @@ def test_runs_that_coincide_are_all_visible(tmp_path: Path) -> None:
     lengths = [30, 60, 30, 30, 10, 30, 30]
     picture = draw(read_runs([make_run(tmp_path / f"run{i}", metrics(n)) for i, n in enumerate(lengths)]), "steps")
     left, top, right, bottom = [round(edge * 130 / 72) for edge in list(picture.panels().values())[1]]
-    pixels = matplotlib.image.imread(io.BytesIO(picture.png()))[top:bottom, left:right, :3]
+    pixels = matplotlib.image.imread(io.BytesIO(as_png(picture.figure)))[top:bottom, left:right, :3]
     colors = [matplotlib.colors.to_rgb(color) for color in COLORS[: len(lengths)]]
     places = [np.nonzero((abs(pixels - color) < 0.01).all(2).any(0))[0] for color in colors]
     half = (right - left) / 2

@@ -10,8 +10,7 @@ from ranks import run_ranks
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.scoring.items import Request
-from gpt2_ddp.scoring.score import answer
+from gpt2_ddp.scoring import Request, answer
 from gpt2_ddp.training.stop import Interrupted
 
 ALONE: Any = SimpleNamespace(device=torch.device("cpu"), num_processes=1, process_index=0, is_main_process=True)

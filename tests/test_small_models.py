@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from gpt2_ddp.config.jobs import ClassifierConfig, TransformerModelConfig
+from gpt2_ddp.config.jobs import ClassifierConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.jobs import MLP, LeNet, Line, ResNet18, TransformerLM, image_model, sinusoids
 
 
 def transformer() -> TransformerLM:
     torch.manual_seed(0)
-    return TransformerLM(TransformerModelConfig(), max_length=10)
+    return TransformerLM(TransformerConfig())
 
 
 @pytest.mark.parametrize(("model", "inputs", "outputs", "parameters"), [

@@ -13,7 +13,7 @@ from runs import rows, said, train, training_config
 
 from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.scoring.items import read_items
+from gpt2_ddp.scoring import read_items
 
 SETTINGS = {"device": "cpu", "mixed_precision": "no", "data": str(CORPUS)}
 

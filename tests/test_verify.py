@@ -434,6 +434,9 @@ def test_a_run_that_went_back_is_replayed(corpus: Path) -> None:
         (first, {"from": 5}),
         (first, {"from": 10**15}),
         (first, {"passed": "all"}),
+        (first, {"passed": ["a", "b"]}),
+        ("line 10", {"event": "branch", "step": 6, "position": 240, "passed": [[96, 144], [144, 96]]}),
+        ("line 10", {"event": "branch", "step": 3, "position": 72}),  # what follows is measured from there
         ("state of step 8", {"passed": [[72, 241]]}),
         ("state of step 8", {"rollbacks": 3}),
         ("state of step 8", {"rollbacks": 1}),

@@ -14,8 +14,7 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
-TEXT_CHARACTERS = 1_000_000
-"""Of Python's own modules, to compare token ids on."""
+TEXT_CHARACTERS = 1_000_000  # of Python's own modules, to compare token ids on
 SCRIPTS = (
     f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
     "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
@@ -30,32 +29,21 @@ TOLERANCE, RELATIVE = 1e-4, 1e-5
 
 
 class ExportMismatch(Exception):
-    """An export that differs from the checkpoint; the text says in what.
-
-    Attributes:
-        left: the folder that keeps it.
-    """
+    """An export that differs from the checkpoint; the text says in what, and `left` is the folder that keeps it."""
 
     left: Path
 
 
 class Findings(NamedTuple):
-    """What was compared and found equal.
+    """What was compared and found equal."""
 
-    Args:
-        tensors: how many are equal bit for bit.
-        difference: by which `logits` logits differ at most, the largest of which is `largest` in size.
-        greedy: tokens that both find likeliest, of `generated`; between the others, rounding decides.
-        ids: equal token ids, of `characters` characters of text.
-    """
-
-    tensors: int
-    logits: int
+    tensors: int  # equal bit for bit
+    logits: int  # of a size up to `largest`, which differ by `difference` at most
     difference: float
     largest: float
-    greedy: int
+    greedy: int  # tokens that both find likeliest, of `generated`; between the others, rounding decides
     generated: int
-    ids: int
+    ids: int  # equal token ids, of `characters` characters of text
     characters: int
 
     def __str__(self) -> str:
@@ -68,14 +56,8 @@ class Findings(NamedTuple):
 
 @torch.inference_mode()
 def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> Findings:
-    """Loads the folder with transformers, without a network, and compares it with what it was made from.
-
-    Args:
-        model: in fp32, on the CPU, in evaluation mode.
-
-    Raises:
-        ExportMismatch: in words, at the first thing that differs.
-    """
+    """Loads the folder with transformers, without a network, and compares it with what it was made from: a model in
+    fp32, on the CPU, in evaluation mode. Raises: ExportMismatch at the first thing that differs."""
     theirs, their_tokenizer = _load(folder)
     tensors = _compare_weights(theirs, model)
     text, ids = _compare_tokens(their_tokenizer, tokenizer)
@@ -132,8 +114,8 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
 
 
 def _text(tokenizer: Tokenizer) -> str:
-    """Some of all scripts and TEXT_CHARACTERS of Python's modules; where a tokenizer's ids are characters, all of those
-    and what the text has of them."""
+    """Some of all scripts and TEXT_CHARACTERS of Python's modules; where ids are characters, all of those and what the
+    text has of them."""
     parts, length = [SCRIPTS], 0
     for file in library_files():
         parts.append(file.read_bytes().decode(errors="replace"))
@@ -141,9 +123,7 @@ def _text(tokenizer: Tokenizer) -> str:
         if length > TEXT_CHARACTERS:
             break
     known, text = tokenizer.characters, "".join(parts)
-    return (
-        text if known is None else "".join([*sorted(known), *(character for character in text if character in known)])
-    )
+    return text if known is None else "".join([*sorted(known), *filter(known.__contains__, text)])
 
 
 def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float, float]:

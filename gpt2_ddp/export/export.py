@@ -24,7 +24,7 @@ from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
 from gpt2_ddp.files import free_name, sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import locked_output, publish
-from gpt2_ddp.reports.picture import draw
+from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
 from gpt2_ddp.tasks.trained_model import find_gpt, load_model, note_best, still_there
@@ -33,7 +33,6 @@ GGUF = "model.gguf"
 CURVE = "loss.png"
 CURVE_LINE = f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
 TRAINING = "training.yaml"
-"""The configuration that the run was trained with."""
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -75,10 +74,7 @@ SCORES = {"val_loss": "validation loss", "train_loss": "training loss", "val_bit
 
 def export_hf(config: ExportConfig) -> int:
     """The command: exports, prints what was compared, uploads; returns the exit code.
-
-    Raises:
-        UserError: for whatever the user has to mend, before the weights are read where that can be.
-    """
+    Raises: UserError for whatever the user has to mend, before the weights are read where that can be."""
     require_package("transformers", "the export is checked")
     if config.gguf:
         require_package("gguf", "--gguf writes")
@@ -113,11 +109,8 @@ def default_output(checkpoint: Checkpoint) -> Path:
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Makes the folder `output` of a GPT's checkpoint; it is there once transformers was found to compute the same.
     `gguf`: with a file for llama.cpp.
-
-    Raises:
-        UserError: `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses.
-        ExportMismatch: it does not; the folder is left under the name of `.rejected`.
-    """
+    Raises: UserError if `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses; ExportMismatch if
+    transformers computes something else: the folder is left under the name of `.rejected`."""
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)
@@ -133,15 +126,13 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         rows = {**_model_rows(model, tokenizer), **_data_rows(checkpoint), **_training_rows(checkpoint, sha256)}
         with suppress(UserError):  # a checkpoint without its run
             runs = read_runs([checkpoint.path.parent.parent])
-            (folder / CURVE).write_bytes(draw(runs, choose_axis(runs, "auto")).png())
+            (folder / CURVE).write_bytes(as_png(draw(runs, choose_axis(runs, "auto")).figure))
         padding = model.wte.weight[model.vocab_size :].numel()
         card = CARD.format(
             name=_cell(checkpoint.config["run_name"]),
             parameters=sum(weight.numel() for weight in model.parameters()) - padding,
             table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items() if value is not None),
-            curve=f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
-            if (folder / CURVE).exists()
-            else "",
+            curve=CURVE_LINE if (folder / CURVE).exists() else "",
             eot=tokenizer.eot,
             notes=DOCUMENT_MASK if model.config.document_mask else "",
             transformers=version("transformers"),
@@ -156,10 +147,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
 def atomic_directory(output: Path) -> Iterator[Path]:
     """Yields a hidden folder to fill, which becomes `output` at the end. After an ExportMismatch it becomes
     `output` with `.rejected`; after other exceptions it is removed.
-
-    Raises:
-        UserError: `output` exists and is not an empty folder, another process makes it, or the disk refuses.
-    """
+    Raises: UserError if `output` is not an empty folder, another process makes it, or the disk refuses."""
     with locked_output(output) as aside:
         empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
         if os.path.lexists(output) and not empty:
@@ -175,15 +163,8 @@ def atomic_directory(output: Path) -> Iterator[Path]:
 
 
 def upload(folder: Path, repository: str, private: bool) -> str:
-    """Uploads a folder in one commit to a repository for models on the Hub; returns its address.
-
-    Args:
-        repository: OWNER/NAME; it is made if it is not there.
-        private: whether it is made for its owner's eyes alone.
-
-    Raises:
-        UserError: the Hub refuses or is not reached.
-    """
+    """Uploads a folder in one commit to OWNER/NAME on the Hub, which is made if it is not there, `private` or not;
+    returns its address. Raises: UserError if the Hub refuses or is not reached."""
     with _hub(repository, f"the export is whole; `hf upload {repository} {folder}` uploads it later") as hub:
         url = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export of gpt2_ddp")

@@ -33,12 +33,8 @@ def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int, folder: Path) -> None:
-    """Writes tokenizer.json, which the library `tokenizers` runs, and tokenizer_config.json.
-
-    Args:
-        definition: its own tokenizer.json, which is written as it is; None makes one from tiktoken's tables.
-        context: tokens that the model sees, of which transformers warns where a text has more.
-    """
+    """Writes tokenizer.json, which the library `tokenizers` runs, and tokenizer_config.json. `definition`: its own
+    tokenizer.json; None makes one from tiktoken's tables. `context`: tokens that the model sees."""
     (folder / TOKENIZER_FILE).write_bytes(definition or json.dumps(tokenizer_json(tokenizer)).encode())
     config = {
         # by name: without it, transformers takes GPT-2's own class, which ignores what the file says of splitting text
@@ -96,11 +92,7 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
     """Writes the model and its tokenizer, reads the file, and compares every field and tensor with what was meant.
-
-    Raises:
-        UserError: the disk refuses, or llama.cpp has no such tokenizer.
-        ExportMismatch: something in the file is not the same.
-    """
+    Raises: UserError if the disk refuses, or llama.cpp has no such tokenizer; ExportMismatch for a difference."""
     from gguf import GGUFReader
 
     fields, tensors = _fields(model, tokenizer), _tensors(model)

@@ -36,30 +36,24 @@ from gpt2_ddp.preparation.sources import CorpusStats, DocumentChunk, InputSplit,
 
 T = TypeVar("T")
 
-CHUNK = 2**20
-"""Characters, or bytes of files, that a process encodes at a time."""
+CHUNK = 2**20  # characters, or bytes of files, that a process encodes at a time
 LARGE = 8 * CHUNK
 """Bytes of a file from which on several processes encode it, where it cannot be read but from its beginning on."""
 AHEAD = 3
 """Chunks per worker that are under way, or wait to be joined."""
 EXPECTED_DOCUMENTS = 10
 """Splits are made by hash if the smaller one can expect so many documents; if fewer, there could be none."""
-SAMPLE, EVERY = 512, 2**18
-"""Characters that tiktoken encodes, too, of so many: 0.2 % of them, for 3 % of the time."""
+SAMPLE, EVERY = 512, 2**18  # characters that tiktoken encodes, too, of so many: 0.2 % of them, for 3 % of the time
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
 """Where GPT-2's pattern divides every text, whatever stands around: no token reaches across."""
 
 
 class WorkItem(NamedTuple):
-    """What a process encodes at a time: pieces that were read already, with their splits, or else parts of files.
-
-    Args:
-        stats: counts of what was read here before.
-    """
+    """What a process encodes at a time: pieces that were read already, with their splits, or else parts of files."""
 
     pieces: Sequence[tuple[str, DocumentChunk]] = ()
     parts: Sequence[InputSplit] = ()
-    stats: CorpusStats = CorpusStats()
+    stats: CorpusStats = CorpusStats()  # of what was read here before
 
 
 class Encoded(NamedTuple):
@@ -71,21 +65,13 @@ class Encoded(NamedTuple):
 
 
 class Encoder(NamedTuple):
-    """Encodes work items, in any process.
+    """Encodes work items, in any process."""
 
-    Args:
-        folder: where the tokens are written.
-        tokenizer: name or path, for `load_tokenizer`.
-        fast: with gigatoken, where it is installed.
-        config: the source.
-        val_fraction: share of documents for the validation split, by the hash of their text.
-    """
-
-    folder: Path
-    tokenizer: str
-    fast: bool
+    folder: Path  # where the tokens are written
+    tokenizer: str  # name or path, for `load_tokenizer`
+    fast: bool  # with gigatoken, where it is installed
     config: PrepareConfig
-    val_fraction: float
+    val_fraction: float  # share of documents for the validation split, by the hash of their text
 
     def encode(self, number: int, item: WorkItem) -> Encoded:
         """Writes the tokens of the item of this number."""
@@ -119,18 +105,9 @@ def write_splits(
     """Encodes the source into shards: each document is the end-of-text token, then its own tokens.
 
     A hash of a document's text decides its split, so that it keeps it when documents are added. In a source of few
-    documents, the last `val_fraction` of the tokens is the validation split.
-
-    Args:
-        folder: where the shards go.
-        source: as `scan` returns it; counts what is encoded.
-        tokenizer: name or path, for `load_tokenizer`.
-        pool: has `workers` processes.
-        fast: with gigatoken, where it is installed.
-
-    Raises:
-        UserError: the source cannot be read, or gives no tokens for a split.
-    """
+    documents, the last `val_fraction` of the tokens is the validation split. `source`: as `scan` returns it; counts
+    what is encoded. `pool` has `workers` processes.
+    Raises: UserError if the source cannot be read, or gives no tokens for a split."""
     config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
     fraction, names = config.val_fraction, ("train", "val") if config.val_fraction else ("train",)
     by_hash = fraction == 0 or source.has_documents(ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)))
@@ -244,12 +221,9 @@ class EncodersDiffer(Exception):
 
 
 class FastEncoder:
-    """What `Tokenizer.encode` does, for text without lone surrogates.
-
-    Args:
-        tokenizer: a byte-level BPE with GPT-2's pattern, whose ids but for the special tokens' are without a gap.
-        encoder: gigatoken's. It knows no special tokens, or they would be found in the text; and ids from 0 on.
-    """
+    """What `Tokenizer.encode` does, for text without lone surrogates, of a byte-level BPE with GPT-2's pattern, whose
+    ids but for the special tokens' are without a gap. `encoder`: gigatoken's. It knows no special tokens, or they would
+    be found in the text; and ids from 0 on."""
 
     def __init__(self, tokenizer: Tokenizer, encoder: Any):
         self.tokenizer, self.encoder = tokenizer, encoder
@@ -267,15 +241,9 @@ class FastEncoder:
         return (ids + np.uint32(self.first)).astype(self.dtype)
 
     def check(self, text: str, ids: np.ndarray) -> None:
-        """Has tiktoken encode the text, too, or, of a long one, about `SAMPLE` characters from its middle.
-
-        Args:
-            ids: result of `encode`. The sample's ids are found in it by their bytes, between ends of words. Without
-                such ends, both encode the sample alone.
-
-        Raises:
-            EncodersDiffer: they are not the same.
-        """
+        """Has tiktoken encode the text, too, or, of a long one, about `SAMPLE` characters from its middle. The sample's
+        ids are found in `ids`, the result of `encode`, by their bytes, between ends of words. Without such ends, both
+        encode the sample alone. Raises: EncodersDiffer."""
         if len(text) > SAMPLE:
             start, stop = (len(text) - SAMPLE) // 2, (len(text) + SAMPLE) // 2
             ends = [found.start() for found in WORD_END.finditer(text, start, stop)]
@@ -317,11 +285,8 @@ _cached_fast_encoder = cache(lambda tokenizer: fast_encoder(tokenizer))
 
 
 class ShardWriter:
-    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter.
-
-    Args:
-        pool: syncs and hashes shards in the background; None: in this process.
-    """
+    """Writes the tokens of one split into shards of `shard_tokens` tokens; the last may be shorter. `pool` syncs and
+    hashes them in the background; None: in this process."""
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, vocab_size: int, pool: Executor | None = None):
         self.folder, self.split, self.shard_tokens = folder, split, shard_tokens
@@ -369,11 +334,7 @@ def _sync_and_hash(path: Path, tokens: int, size: int) -> Shard:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes `manifest.json` atomically.
-
-    Raises:
-        UserError: the manifest is invalid, as when one shard is in both splits.
-    """
+    """Writes `manifest.json` atomically. Raises: UserError if it is invalid, as when one shard is in both splits."""
     content = asdict(manifest)
     content["sha256"] = content_sha256(content)
     text = json.dumps(content, indent=1) + "\n"

@@ -7,11 +7,12 @@ Shards made by others (llm.c, modded-nanogpt) become usable in place: all are re
 import errno
 import glob
 import hashlib
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -26,39 +27,37 @@ from tqdm import tqdm
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, read_manifest, token_dtype
 from gpt2_ddp.data.shards import check_shard, read_header
-from gpt2_ddp.data.tokenizer import END_OF_TEXT, TOKENIZER_FILE, Tokenizer, encoding_names, load_tokenizer
+from gpt2_ddp.data.tokenizer import (
+    BYTE_OF_CHARACTER,
+    END_OF_TEXT,
+    TOKENIZER_FILE,
+    Tokenizer,
+    encoding_names,
+    load_tokenizer,
+)
+from gpt2_ddp.data.tokenizer_file import CHARACTER
 from gpt2_ddp.distributed.environment import usable_cores
-from gpt2_ddp.distributed.workers import InlineExecutor, worker_pool
+from gpt2_ddp.distributed.workers import InlineExecutor, run_in_worker, worker_pool
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import check_can_make, write_atomically
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import write_manifest, write_splits
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, record_source
 from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
-from gpt2_ddp.preparation.vocabulary import make_tokenizer, suitable_vocab_size
 
-ACCOUNT = "account"
-"""What became of the source, in the manifest's recipe, which is no part of the data's identity."""
-MARK = ".prepare.lock"
-"""An empty file that marks the files of a folder as ours. Older releases locked it."""
+ACCOUNT = "account"  # what became of the source, in the manifest's recipe, which is no part of the data's identity
+MARK = ".prepare.lock"  # an empty file that marks the files of a folder as ours. Older releases locked it
 LEFT = ("train_*.bin", "val_*.bin", ".train*.tmp", ".val*.tmp", ".*.json*.tmp", TOKENIZER_FILE, RECORD)
 """What a killed preparation may leave in its folder."""
-BLOCK_BYTES = 2**24
-"""Bytes of another's shard that are read at a time."""
+BLOCK_BYTES = 2**24  # bytes of another's shard that are read at a time
+BPE_CHARACTERS = 10**9  # a BPE is trained on the first so many characters of the source; more would hardly change it
+SAY_SECONDS = 30  # between lines about the progress, where there is no terminal to draw a bar on
 
 
 def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
-    """Makes a folder of token shards; one that is ready already is left as it is.
-
-    Args:
-        fast: with gigatoken, where it is installed; the result is the same.
-
-    Returns:
-        The folder's manifest.
-
-    Raises:
-        UserError: the source, the tokenizer or the output folder cannot be used, or the folder holds something else.
-    """
+    """Makes a folder of token shards, of which it returns the manifest; one that is ready already is left as it is.
+    `fast`: with gigatoken, where it is installed; the result is the same.
+    Raises: UserError if the source, the tokenizer or the output folder cannot be used, or it holds something else."""
     if config.source.startswith("bin:"):
         return index_shards(config)
     folder = Path(config.folder)
@@ -220,14 +219,10 @@ def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
 
 
 def index_shards(config: PrepareConfig) -> Manifest:
-    """Checks every token of the shards of `bin:GLOB` and writes their folder's manifest.json, and nothing else.
-
-    A file belongs to the split, `train` or `val`, that its name contains.
-
-    Raises:
-        UserError: there are no such files, or they are in several folders. One is not whole, has ids outside the
-            vocabulary, or is in both splits. The folder has the manifest of other shards.
-    """
+    """Checks every token of the shards of `bin:GLOB` and writes their folder's manifest.json, and nothing else. A file
+    belongs to the split, `train` or `val`, that its name contains.
+    Raises: UserError for no such files, or in several folders; for one that is not whole, has ids outside the
+    vocabulary, or is in both splits; and for the manifest of other shards."""
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     if not files:
         raise UserError("source", config.source, "there are no such files; write bin:FOLDER/*.bin")
@@ -282,3 +277,73 @@ def _index(path: Path, tokenizer: Tokenizer) -> Shard:
                 hint = f"holds token id {largest}, but {tokenizer.name} has {tokenizer.vocab_size}; name its tokenizer"
                 raise UserError("shard", path, hint)
     return Shard(path.name, tokens, HEADER_BYTES + tokens * dtype.itemsize, digest.hexdigest())
+
+
+def make_tokenizer(source: Source, vocab_size: int, path: Path) -> None:
+    """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`."""
+    if source.config.tokenizer == "bpe":
+        print(f"training a BPE of {vocab_size:,} tokens", flush=True)
+        run_in_worker(_train_bpe, source, vocab_size, path)  # where it merges, no signal would come through
+    else:
+        print("collecting the characters", flush=True)
+        write_characters(_texts(source), path)
+
+
+def _train_bpe(source: Source, vocab_size: int, path: Path) -> None:
+    def texts() -> Iterator[str]:
+        yield from _texts(source, BPE_CHARACTERS)
+        print("merging", flush=True)
+
+    tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
+    train_bpe(texts(), vocab_size, path)
+
+
+def suitable_vocab_size(size: int | None) -> int:
+    """Number of ids of a BPE: three times the square root of the text's bytes, as a power of two from 512 to 32,768.
+    The number of different words grows about as that root (Heaps, 1978). `size`: bytes; None: unknown."""
+    wanted = 3 * math.sqrt(size) if size else 2**15
+    return 2 ** min(max(round(math.log2(wanted)), 9), 15)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE with GPT-2's pre-tokenizer on texts, which are read once, and saves it in `path`.
+    `vocab_size`: ids in all, at least 257: end-of-text, 256 bytes, merges. Little text gives fewer merges."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer: Any = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    options: dict[str, Any] = {"special_tokens": [END_OF_TEXT], "initial_alphabet": list(BYTE_OF_CHARACTER)}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **options)
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(path))
+
+
+def write_characters(texts: Iterable[str], path: Path) -> None:
+    """Saves a tokenizer.json that has an id for each character of the texts, in the order of their code points; the
+    last id is end-of-text's. It knows no other characters."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    characters = sorted({character for text in texts for character in set(text)})
+    tokenizer: Any = tokenizers.Tokenizer(models.WordLevel({text: rank for rank, text in enumerate(characters)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(CHARACTER), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    tokenizer.save(str(path))
+
+
+def _texts(source: Source, most: float = math.inf) -> Iterator[str]:
+    """About `most` characters of the source, counted by a bar; without a terminal, by a line now and then."""
+    read, said = 0, time.monotonic()
+    with tqdm(desc="reading", unit=" characters", unit_scale=True, disable=None) as progress:
+        for text, _ in source.pieces():
+            yield text
+            read += len(text)
+            progress.update(len(text))
+            if progress.disable and time.monotonic() > said + SAY_SECONDS:
+                said = time.monotonic()
+                print(f"read {read:,} characters", flush=True)
+            if read >= most:
+                return

@@ -27,10 +27,8 @@ TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py", "locale.py", "_
 """Modules that are tables: more than six in ten of their lines are an entry, a literal and nothing else. With them left
 out, and the tables of `encodings` and the help texts of `pydoc_data`, a model learns to write code, not code points."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-BLOCK = 2**20
-"""Bytes, or characters, that are read at a time."""
-TRACE = 10_000
-"""One byte in so many may be undecodable, or a control character, in what is still taken as text."""
+BLOCK = 2**20  # bytes, or characters, that are read at a time
+TRACE = 10_000  # one byte in so many may be undecodable, or a control character, in what is still taken as text
 IN_TEXT = [bytes([byte]) for byte in b"\n\t\r\b\v\f\x1b"]
 """The control characters of texts and of terminals' logs; no text has the others."""
 MARKS = {  # UTF-32's first: the shorter mark is its beginning
@@ -39,8 +37,7 @@ MARKS = {  # UTF-32's first: the shorter mark is its beginning
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-RECORD = ".source.jsonl"
-"""Beside the shards, a line for each file of the source: [name, bytes, time in ns, SHA-256]."""
+RECORD = ".source.jsonl"  # beside the shards, a line for each file of the source: [name, bytes, time in ns, SHA-256]
 NAMED_CHANGES = 2
 """Names in messages, of each kind of change."""
 
@@ -51,10 +48,7 @@ def find_files(source: str, without: str | None = None) -> Iterator[Path]:
 
     Each folder is listed once, by whatever link, so that loops end; a million files need the memory of one folder's
     names. A folder that cannot be listed, a dangling link and a special file are given like files: reading them fails.
-
-    Raises:
-        UserError: there is none.
-    """
+    Raises: UserError if there is none."""
     if source == "stdlib":
         yield from library_files()
         return
@@ -133,31 +127,18 @@ def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 class DetectedEncoding(NamedTuple):
-    """What a look at a whole file has found.
+    """What a look at a whole file has found."""
 
-    Attributes:
-        encoding: Python's name of the codec to read the file with; None if it is not text.
-        size: bytes, decompressed.
-        undecodable: bytes that the codec cannot decode.
-        line: where the first of them is, from 1.
-    """
-
-    encoding: str | None
-    size: int
-    undecodable: int = 0
-    line: int = 0
+    encoding: str | None  # Python's name of the codec to read the file with; None if it is not text
+    size: int  # bytes, decompressed
+    undecodable: int = 0  # bytes that the codec cannot decode
+    line: int = 0  # where the first of them is, from 1
 
 
 def detect_encoding(path: Path, named: str) -> DetectedEncoding:
-    """The encoding of a file, which is read as a whole, in little memory.
-
-    Args:
-        path: a file, compressed if its suffix says so.
-        named: the codec of files that are neither UTF-8 nor marked as UTF-16 or UTF-32; `auto`: there are none.
-
-    Raises:
-        OSError, ValueError: the file cannot be read, or is not what its suffix says.
-    """
+    """The encoding of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
+    UTF-8 nor marked as UTF-16 or UTF-32; `auto`: there are none.
+    Raises: OSError or ValueError if the file cannot be read, or is not what its suffix says."""
     with open_bytes(path) as file:
         head = file.read(BLOCK)
         if head.startswith(b"%PDF-"):  # which may be of ASCII characters alone
@@ -186,10 +167,7 @@ def open_text(
     path: Path, encoding: str, newline: str | None = "", part: tuple[int, int] | None = None
 ) -> io.TextIOWrapper:
     """Text of a file without its byte order mark, line ends as they are; what cannot be decoded becomes U+FFFD.
-
-    Args:
-        part: the bytes [start, stop) of an uncompressed file, which begin and end where characters do; None: all.
-    """
+    `part`: the bytes [start, stop) of an uncompressed file, which begin and end where characters do; None: all."""
     name = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" and not (part and part[0]) else encoding
     file = open_bytes(path)
     if part:
@@ -273,15 +251,9 @@ def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], then: str | None = None) -> None:
     """Compares the source with what it was; files of the same size and time are taken for the same. What cannot be
-    known passes: older releases recorded nothing, the files are gone, the Hub does not answer.
-
-    Args:
-        was: what `record_source` returned.
-        then: the source in words, when its tokens were made; None: they are being made.
-
-    Raises:
-        UserError: it has changed; says how.
-    """
+    known passes: older releases recorded nothing, the files are gone, the Hub does not answer. `was`: what
+    `record_source` returned. `then`: the source in words, when its tokens were made; None: they are being made.
+    Raises: UserError if it has changed; says how."""
     changes = ""
     if "commit" in was:
         commit = _commit(config) or was["commit"]

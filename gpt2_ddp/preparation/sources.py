@@ -29,19 +29,16 @@ from gpt2_ddp.preparation.source_files import (
     open_text,
 )
 
-MANY = 1000
-"""If none of the first so many rows has the column, none will."""
+MANY = 1000  # if none of the first so many rows has the column, none will
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place where no token of GPT-2's can straddle the cut."""
-LONGEST_PIECE = 4 * PIECE
-"""Where it is cut if there is no such place: the text is not made of words."""
+LONGEST_PIECE = 4 * PIECE  # where it is cut if there is no such place: the text is not made of words
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 USUAL = {"utf-8", "parquet"}
 EXAMPLES = 3
 
-Blocks = Iterable[str]
-"""The text of a document, in parts of any size."""
+Blocks = Iterable[str]  # the text of a document, in parts of any size
 
 
 @dataclass
@@ -60,10 +57,8 @@ class Tally:
     def of(self, unit: str) -> str:
         """In words: `2 files (a; b)`."""
         more = ["..."] * (self.count > len(self.where) >= EXAMPLES)
-        return (
-            f"{self.count:,} {unit[: -1 if self.count == 1 else None]}"
-            + f" ({'; '.join([*self.where, *more])})" * bool(self.where)
-        )
+        places = f" ({'; '.join([*self.where, *more])})" * bool(self.where)
+        return f"{self.count:,} {unit[: -1 if self.count == 1 else None]}{places}"
 
 
 @dataclass
@@ -95,21 +90,13 @@ class CorpusStats:
 
 
 class InputSplit(NamedTuple):
-    """Some of the source's documents, which are one stretch of a file.
-
-    Args:
-        path: the file.
-        encoding: what it is encoded in.
-        size: bytes, about.
-        start: the first byte, of JSON lines in UTF-8; which row group, of parquet; None: the file is one part.
-        row: rows of the file before it.
-    """
+    """Some of the source's documents, which are one stretch of a file."""
 
     path: Path
     encoding: str
-    size: int
-    start: int | None = None
-    row: int = 0
+    size: int  # bytes, about
+    start: int | None = None  # first byte, of JSON lines in UTF-8; row group, of parquet; None: the file is one part
+    row: int = 0  # rows of the file before it
 
 
 class DocumentChunk(NamedTuple):
@@ -120,25 +107,15 @@ class DocumentChunk(NamedTuple):
 
 
 class Source:
-    """The documents of a source, always in the same order.
-
-    Attributes:
-        stats: counts of its files, by `scan`, and of what was read last.
-        unusual: the files that are not UTF-8, with their encoding, or None for those that are left out.
-    """
+    """The documents of a source, always in the same order. `stats`: counts of its files, by `scan`, and of what was
+    read last. `unusual`: the files that are not UTF-8, with their encoding, or None for those that are left out."""
 
     def __init__(self, config: PrepareConfig, unusual: dict[str, str | None] | None = None):
         self.config, self.stats, self.unusual = config, CorpusStats(), unusual or {}
 
     def pieces(self, splits: Iterable[InputSplit] | None = None) -> Iterator[DocumentChunk]:
-        """The documents, cut into pieces; empty ones are left out. Counts what is read.
-
-        Args:
-            splits: those to read; None: all, up to `max_documents`.
-
-        Raises:
-            UserError: the source is missing, unreadable or empty, or none of its rows has the column.
-        """
+        """The documents of `splits`, or all up to `max_documents`, cut into pieces; empty ones are left out. Counts
+        what is read. Raises: UserError if the source is missing, unreadable or empty, or no row has the column."""
         self.forget_text()
         documents = self._documents() if splits is None else self._divided(self._undivided(splits))
         for blocks in documents:
@@ -299,11 +276,8 @@ class Source:
 
 
 def scan(config: PrepareConfig) -> Source:
-    """Looks at all files of the source, from their first byte to their last, before any long work.
-
-    Raises:
-        UserError: there is no text, there is text in an unknown encoding, or a bad file is to stop the work.
-    """
+    """Looks at all files of the source, from their first byte to their last, before any long work. Raises: UserError if
+    there is no text, there is text in an unknown encoding, or a bad file is to stop the work."""
     found, garbled, bad = Source(config), Tally(), None
     stats = found.stats
     files = () if config.source.startswith("hub:") else find_files(config.source, config.output)

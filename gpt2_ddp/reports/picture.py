@@ -24,14 +24,10 @@ INK = "#1b1f24"
 """Text, axes and grid; in the SVG, the colour of the text around it."""
 COLORS = ("#3f7fe8", "#e8702a", "#1fa37a", "#b25fd6", "#d9a514", "#e0527a", "#27a5c4", "#8a8f98")
 """One per run, used again after eight; readable on white and on black."""
-MAX_POINTS = 1800
-"""Points per panel, over all runs: what a page holds of them is less than 1 MB."""
-STRETCHES = 63
-"""Of a panel's width, which lines that coincide share among them in turns."""
-FOOT = 0.03
-"""Height in a panel of the marks where a value is not finite, or something happened."""
-SAME_TEXT = 1.05
-"""Bytes per token differ by less than this between runs of one tokenizer."""
+MAX_POINTS = 1800  # points per panel, over all runs: what a page holds of them is less than 1 MB
+STRETCHES = 63  # of a panel's width, which lines that coincide share among them in turns
+FOOT = 0.03  # height in a panel of the marks where a value is not finite, or something happened
+SAME_TEXT = 1.05  # bytes per token differ by less than this between runs of one tokenizer
 BEGINNING = 0.02
 """Part of the steps whose losses may stick out above the panel: they would press the rest of the curve flat."""
 NAME_LENGTH = 32
@@ -154,10 +150,6 @@ class Picture:
         element = re.sub(r'<g id="[^"<>]*">', "<g>", file.getvalue())
         element = re.sub(r' d="[^"<>]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
         return element[element.index("<svg") :].replace(INK, "currentColor")
-
-    def png(self) -> bytes:
-        """On white."""
-        return as_png(self.figure)
 
     def panels(self) -> dict[Axes, list[float]]:
         """Left, top, right and bottom of each panel, in the coordinates of the SVG."""

@@ -28,6 +28,7 @@ from gpt2_ddp.distributed.environment import STOPPED
 from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.reports.verify_rows import are_ranges
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
@@ -36,13 +37,10 @@ from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.progress import Outcome
 from gpt2_ddp.training.task import Due, Task
 
-SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")
-"""Sums over ranks, in some order."""
+SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")  # sums over ranks, in some order
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
-NEARLY = 5e-6
-"""Relative difference of sums that another order explains."""
-Rows = dict[int, dict[str, Any]]
-"""Rows of metrics.jsonl by step."""
+NEARLY = 5e-6  # relative difference of sums that another order explains
+Rows = dict[int, dict[str, Any]]  # rows of metrics.jsonl by step
 
 
 class Span(NamedTuple):
@@ -51,7 +49,7 @@ class Span(NamedTuple):
     start: int  # a checkpoint's, whose step is not trained again
     stop: int
     rows: Rows
-    passed: tuple[int, int] | None = None  # positions that a rollback to `start` skipped: its checkpoint lacks them
+    passed: Any = None  # positions [start, stop] that a rollback to `start` skipped: its checkpoint lacks them
 
 
 def plan(run: Path, steps: str) -> Span:
@@ -76,20 +74,11 @@ def plan(run: Path, steps: str) -> Span:
 def replay(
     run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
 ) -> Iterator[tuple[str, list[str] | None]]:
-    """Trains the span again, and compares rows, and weights and moments at the end of each stretch between two
-    checkpoints. So a stretch may have its own number of processes, and a defect stays in it.
-
-    Args:
-        intact: the run's intact checkpoints.
-        data: folder of shards in place of the configured one.
-
-    Yields:
-        Of each stretch, what was compared, and its defects; None if it cannot be trained again.
-
-    Raises:
-        UserError: the data are not those of the run, or this machine cannot train it.
-        SystemExit: 75, when a signal stopped it.
-    """
+    """Trains the span again, and compares rows, and weights and moments at the end of each stretch between two of the
+    `intact` checkpoints. So a stretch may have its own number of processes, and a defect stays in it. Yields of each
+    stretch what was compared, and its defects; None if it cannot be trained again.
+    Raises: UserError if the data are not those of the run, or this machine cannot train it; SystemExit 75, when a
+    signal stopped it."""
     checkpoints = {checkpoint.state["step"]: checkpoint for checkpoint in intact}
     if span.start not in checkpoints:
         what = f"replay from step {span.start}"
@@ -103,7 +92,7 @@ def replay(
         maker = next((checkpoints[step] for step in saved if step >= stop), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
         back = [row for row in rollbacks if row["step"] <= start][-1:]
-        passed = next((tuple(row["passed"]) for row in back if row["step"] == start), None)
+        passed = next((row.get("passed") for row in back if row["step"] == start), None)
         yield _replay_stretch(run, Span(start, stop, rows, passed), checkpoints, maker, data)
 
 
@@ -114,6 +103,8 @@ def _replay_stretch(
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
     if not begin.state.get("moments", True):  # zero, or those of the steps before: nobody wrote down which
         return f"{what}: its checkpoint has no moments (checkpoint.save_optimizer), and training again takes them", None
+    if not _are_skippable(span.passed, begin.state):
+        return what, [f"{what}: its checkpoint does not go with a rollback to it, which passed over {span.passed}"]
     files, wrong = [*([maker.path / CONFIG] if maker else []), run / CONFIG], []
     for file in files:
         defects = setting_defects(read_yaml(str(file), "run"), file, begin)
@@ -142,6 +133,15 @@ def _replay_stretch(
     compared += " (but not what its tasks scored)" * bool(begin.state.get("tasks"))
     how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
     return f"{what} by {processes} process{'es' * (processes > 1)}: {compared}, {how}", defects
+
+
+def _are_skippable(passed: Any, state: dict[str, Any]) -> bool:
+    """Whether a feed in this state can skip the positions [start, stop], or has skipped them; None: there are none."""
+    known = state.get("passed", [])
+    if not are_ranges(known) or passed is None or passed in known:
+        return are_ranges(known)
+    free = are_ranges([passed]) and state.get("position", 0) <= passed[0]
+    return free and all(stop <= passed[0] or passed[1] <= start for start, stop in known)
 
 
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
@@ -178,7 +178,7 @@ class ReplayTask:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The task's own; its feed then passes over what the run passed over here."""
         self._task.load_state_dict(state)
-        if self._span.passed and self._span.passed not in self._task.feed.skipped_ranges:
+        if self._span.passed and tuple(self._span.passed) not in self._task.feed.skipped_ranges:
             self._task.feed.skip_range(*self._span.passed)
 
     def due(self, step: int, last: bool) -> Due:

@@ -18,18 +18,15 @@ from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder
-from gpt2_ddp.reports.picture import Picture, draw, share_batch
+from gpt2_ddp.reports.picture import Picture, as_png, draw, share_batch
 from gpt2_ddp.reports.runs import AXES, Row, RunRecord, is_finite, read_runs
 
 UNKNOWN = "–"
-NAMES = ("run_name", "output_dir")
-"""Settings that differ between any two runs and say nothing."""
+NAMES = ("run_name", "output_dir")  # settings that differ between any two runs and say nothing
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
 """Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
-MATRIX = 20
-"""Classes whose whole confusion matrix is shown, at most."""
-LISTED = 1000
-"""Classes that are listed, at most: of more, those with the lowest share of right ones."""
+MATRIX = 20  # classes whose whole confusion matrix is shown, at most
+LISTED = 1000  # classes that are listed, at most: of more, those with the lowest share of right ones
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
@@ -43,22 +40,12 @@ def report(config: ReportConfig) -> int:
 
 
 def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
-    """Writes report.html and report.png about run folders into the folder `output`, each whole or not at all.
-
-    Rows and files that are missing or torn are left out, and the page says so.
-
-    Args:
-        axis: what the picture is drawn along, as `ReportConfig` has it.
-
-    Returns:
-        The path of report.html.
-
-    Raises:
-        UserError: a folder has no metrics to show, or none along `axis`, or `output` cannot be written.
-    """
+    """Writes report.html and report.png about run folders into the folder `output`, each whole or not at all; returns
+    the path of report.html. Rows and files that are missing or torn are left out, and the page says so.
+    Raises: UserError if a folder has no metrics to show, or none along `axis`, or `output` cannot be written."""
     loaded = read_runs(runs)
     picture = draw(loaded, choose_axis(loaded, axis))
-    html, png = page(loaded, picture), picture.png()
+    html, png = page(loaded, picture), as_png(picture.figure)
     make_output_folder(output)
     write_atomically(output / "report.png", png)
     write_atomically(output / "report.html", html.encode(errors="replace"))  # a sample may hold half a character

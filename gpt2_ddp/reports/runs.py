@@ -5,8 +5,8 @@ import math
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -23,15 +23,12 @@ from gpt2_ddp.reports.status import health
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
-Series = tuple[np.ndarray, np.ndarray]
-"""Steps [n] and values [n], float64; a value may be NaN or infinite."""
-LARGEST_PICTURE = 2**23
-"""Bytes of one that is shown, at most; 24 images take 300,000."""
-AXES = ("steps", "tokens", "time")
-"""What a run can be drawn along; the time is that of its training, in seconds."""
+Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
+LARGEST_PICTURE = 2**23  # bytes of one that is shown, at most; 24 images take 300,000
+AXES = ("steps", "tokens", "time")  # what a run can be drawn along; the time is that of its training, in seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RunRecord:
     """A run folder as far as it could be read."""
 
@@ -47,19 +44,17 @@ class RunRecord:
     unit: str  # tokens or samples
     classes: Row  # of a classifier, from evaluate.py: `step`, `classes` by name, their `confusion`
     wrong: bytes  # PNG of test images that it takes wrongly; or empty
-    _series: dict[str, Series] = field(default_factory=dict, init=False, repr=False)
 
     def last(self, metric: str) -> Row:
         """The last row that holds a number as `metric`, or an empty one."""
         return next((row for row in reversed(self.rows) if _is_number(row.get(metric))), {})
 
+    @cache  # noqa: B019, a report lives as long as its process
     def series(self, metric: str) -> Series:
         """`metric` in the rows that hold a number, finite or not."""
-        if metric not in self._series:
-            rows = [row for row in self.rows if _is_number(row.get(metric))]
-            steps = np.array([row["step"] for row in rows], dtype=np.float64)
-            self._series[metric] = steps, np.array([row[metric] for row in rows], dtype=np.float64)
-        return self._series[metric]
+        rows = [row for row in self.rows if _is_number(row.get(metric))]
+        steps, values = (np.array([row[key] for row in rows], dtype=np.float64) for key in ("step", metric))
+        return steps, values
 
     @property
     def tokens_per_step(self) -> float:
@@ -150,9 +145,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
             wrong = b""
             notes.append("wrong.png: unreadable")
     parameters, tokenizer = _read_checkpoint(folder)
-    return RunRecord(
-        name, rows, events, flat(config), status, samples, parameters, tokenizer, notes, unit, classes, wrong
-    )
+    facts = flat(config), status, samples, parameters, tokenizer
+    return RunRecord(name, rows, events, *facts, notes, unit, classes, wrong)
 
 
 def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:

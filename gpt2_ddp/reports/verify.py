@@ -15,32 +15,15 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    MANIFEST,
-    MODEL,
-    STATE,
-    Checkpoint,
-    CorruptCheckpoint,
-    list_checkpoints,
-    verify,
-)
-from gpt2_ddp.checkpoint.run_files import (
-    CONFIG,
-    METRICS,
-    SAMPLES,
-    STATUS,
-    is_event,
-    is_rollback,
-    read_lines,
-    valid_rows,
-)
+from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, Checkpoint, CorruptCheckpoint, list_checkpoints, verify
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import Manifest, token_dtype
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, token_dtype
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
@@ -61,8 +44,7 @@ OF_SESSION = ("processes", "device", "versions")
 OF_STEP = ("skipped", "val_loss")
 """Fields of a row and of the state of the same step, besides those of the order of the data."""
 
-Finding = tuple[str, list[str] | None]
-"""What was checked, and its defects; or what could not be, and None."""
+Finding = tuple[str, list[str] | None]  # what was checked, and its defects; or what could not be, and None
 
 
 @dataclass(frozen=True)
@@ -77,7 +59,6 @@ class Recorded:
 
     @property
     def states(self) -> Records:
-        """The states of the checkpoints."""
         return {place: checkpoint.state for place, checkpoint in self.checkpoints.items()}
 
     @property
@@ -86,19 +67,13 @@ class Recorded:
         return max((record["step"] for record in (self.rows | self.states).values()), default=0)
 
     def events(self, *names: str) -> list[Record]:
-        """The rows of these events."""
         return [row for row in self.rows.values() if row.get("event") in names]
 
 
 def verify_run(command: VerifyConfig) -> int:
-    """Exit code of verify_run.py: 0 if the run is intact, else 1.
-
-    Prints an `ok` line or the defects of each check, and a `note` for what could not be checked. With `--replay`,
-    trains a part of the run again.
-
-    Raises:
-        UserError: there is no such run, no such steps to replay, or `--data` is not what it was trained on.
-    """
+    """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
+    a `note` for what could not be checked. With `--replay`, trains a part of the run again.
+    Raises: UserError if there is no such run, no such steps to replay, or `--data` is not what it was trained on."""
     n_defects = 0
     for what, defects in _check(Path(command.run), command):
         if not defects:
@@ -124,7 +99,7 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     checkpoints, damaged = read_checkpoints(run)  # before the rows: a run that goes on records first
     rows, defects = read_metrics(run / METRICS)
     found = Recorded(run, settings, config, rows, checkpoints)
-    count = sum(not is_event(row) for row in rows.values())
+    count = sum("event" not in row for row in rows.values())
     chains = [row["chain"] for row in rows.values() if "chain" in row]
     chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
     yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
@@ -132,7 +107,7 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     yield f"checkpoints: {len(checkpoints)}, every file as it was written, all that were kept", wrong
     heads = {state.get("metrics_chain") for state in found.states.values()}
     newest = takewhile(lambda row: row.get("chain") not in heads, reversed(rows.values()))
-    if loose := sum(not is_event(row) for row in newest):
+    if loose := sum("event" not in row for row in newest):
         yield f"the last {loose} rows come after the newest checkpoint: nothing else confirms their chain yet", None
     wrong = _check_configuration(found) + list(check_end(found))
     yield "configuration: the same in config.yaml, starts and checkpoints, with one run id", wrong

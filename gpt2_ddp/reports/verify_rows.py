@@ -30,14 +30,8 @@ Record = dict[str, Any]
 Records = dict[str, Record]
 """Rows of metrics.jsonl, events among them, or states of checkpoints, by the place where they stand."""
 
-SHAPES: dict[str, type | tuple[type, ...]] = {
-    "lr": (int, float),
-    "config": dict,
-    "steps": int,
-    "kept": list,
-    "checkpoint": dict,
-    "chain": str,
-}
+SHAPES: dict[str, Any] = {"lr": int | float, "config": dict, "steps": int, "kept": list, "checkpoint": dict}
+SHAPES["chain"] = str
 """What a row's fields are, where they are there and not null."""
 
 
@@ -137,10 +131,10 @@ class OrderReplay:
 
     def _go_back(self, record: Record) -> Iterator[str]:
         feed, step, digest = self.feed, record["step"], record.get("order_digest")
-        begun, passed = record.get("from"), record.get("passed")
-        ends = passed if isinstance(passed, list) and len(passed) == 2 else [0, 0]
+        begun, passed = record.get("from"), record.get("passed", [])
+        sound = are_ranges([passed])
         # so that nonsense does not have us count to it
-        if not isinstance(begun, int) or not 0 <= step < begun or consumed_after(feed, begun) > ends[1]:
+        if not isinstance(begun, int) or not 0 <= step < begun or not sound or consumed_after(feed, begun) > passed[1]:
             yield f"from step {begun} to {step}, over {passed}, does not go together"
             return
         end, stood = self.at(begun).position, self.at(step)
@@ -160,11 +154,8 @@ class OrderReplay:
     def _begin(self, record: Record) -> Iterator[str]:
         """A branch continues the order of its parent run, which is replayed from the beginning."""
         step, position, passed = record["step"], record.get("position"), record.get("passed") or []
-        try:
-            gaps = sum(stop - start for start, stop in passed)
-        except (TypeError, ValueError):
-            gaps = -1
-        if position != consumed_after(self.feed, step) + gaps:
+        gaps = sum(stop - start for start, stop in passed) if are_ranges(passed) else -1
+        if step < len(self.stood) - 1 or position != consumed_after(self.feed, step) + gaps:
             yield f"branched off at step {step}, which does not go with position {position}"
             return
         self.inherited = [(start, stop) for start, stop in passed]
@@ -178,6 +169,13 @@ class OrderReplay:
     def _now(self) -> DataState:
         feed = self.feed
         return DataState(feed.position, feed.order_digest, list(feed.skipped_ranges), feed.ended_epoch, feed.epochs)
+
+
+def are_ranges(value: Any) -> bool:
+    """Whether it is a list of positions [start, stop], as rollbacks and branches record them."""
+    return isinstance(value, list) and all(
+        isinstance(one, list) and [*map(type, one)] == [int, int] and 0 <= one[0] < one[1] < 2**62 for one in value
+    )
 
 
 def replay_order(
@@ -222,13 +220,8 @@ def consumed_after(feed: Feed, steps: int) -> int:
 
 
 class Schedule:
-    """Rows, evaluations, checkpoints and learning rates that the newest start row makes due.
-
-    Args:
-        config: the run's config.yaml, for rows without a start before them.
-        validates: whether there are validation data.
-        begun: whether the first start may be at a later step, as a branch's is.
-    """
+    """Rows, evaluations, checkpoints and learning rates that the newest start row makes due. `config`: of rows without
+    a start before them. `begun`: whether the first start may be at a later step, as a branch's is."""
 
     def __init__(self, config: RunConfig, history: OrderReplay, validates: bool, begun: bool):
         self.config, self.history, self.validates, self.begun = config, history, validates, begun

@@ -28,20 +28,16 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import write_atomically, writing
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
 from gpt2_ddp.output import text_table
-from gpt2_ddp.scoring.items import ItemSet, load_sets
-from gpt2_ddp.scoring.score import METRICS, Result, answer, judge, save
+from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets, save
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best
 
 Counts = list[dict[int, int]]
 """Of each class, how many of it are taken for which: no more numbers than samples, however many classes there are."""
-LONGEST_NAME = 4096
-"""Characters of a file's, as systems allow them."""
-WORST = 10
-"""Classes that are told."""
-PICTURES, COLUMNS = 24, 6
-"""Wrongly classified images that are drawn, and how many in a row."""
+LONGEST_NAME = 4096  # characters of a file's, as systems allow them
+WORST = 10  # classes that are told
+PICTURES, COLUMNS = 24, 6  # wrongly classified images that are drawn, and how many in a row
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:

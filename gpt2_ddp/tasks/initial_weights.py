@@ -29,8 +29,7 @@ NEEDED = [TRANSFORMERS, INDEX, "model*.safetensors", TOKENIZER_FILE, VOCABULARY,
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
 """Defaults of transformers' GPT-2 for fields that a config.json leaves out."""
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-"""Names of the tanh-GELU, the only activation of `GPT`."""
+TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 
 
 def find_initial_weights(config: TrainingConfig) -> Path:

@@ -15,13 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from gpt2_ddp.config.jobs import (
-    ClassifierConfig,
-    JobConfig,
-    RegressionConfig,
-    TransformerConfig,
-    TransformerModelConfig,
-)
+from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.supervised import Job, Samples, Supervised
 from gpt2_ddp.training.loop import Result, train
@@ -92,8 +86,7 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
 
 
 def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module:
-    """The model for the classes and the size that a checkpoint keeps, freshly initialised.
-    Raises: UserError if it takes no images as small."""
+    """The model for the classes and the size in `facts`, freshly initialised. Raises: UserError for smaller images."""
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
     if config.model.name == "lenet" and min(H, W) < LeNet.least:
         hint = f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}"
@@ -111,7 +104,7 @@ def transformer_job(config: TransformerConfig) -> Job:
     def losses(logits: Tensor, targets: Tensor) -> Tensor:  # [B, T, V], [B, T] -> [B]
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
 
-    return Job(TransformerLM(config.model, data.length), samples, samples, losses)
+    return Job(TransformerLM(config), samples, samples, losses)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -143,11 +136,8 @@ def random_numbers(seed: int, positions: np.ndarray) -> np.ndarray:
 
 
 def crop_and_flip(images: Tensor, numbers: np.ndarray) -> Tensor:
-    """Each image moved by up to 4 pixels each way, zeros coming in, and mirrored with probability 1/2.
-
-    Args:
-        images: uint8 [B, 3, H, W]. numbers: random, int64 [B].
-    """
+    """Each image uint8 [B, 3, H, W] moved by up to 4 pixels each way, zeros coming in, and mirrored with probability
+    1/2, by its random number int64 [B]."""
     B, channels, H, W = images.shape
     device, places = images.device, 2 * PADDING + 1
     drawn = np.stack([numbers % places, numbers // places % places, numbers // places**2 % 2])
@@ -246,21 +236,21 @@ class ResNet18(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Embedding, sinusoidal positions, post-LayerNorm ReLU blocks (Vaswani et al., 2017) behind a causal mask.
-    `max_length`: the longest sequence it will see."""
+    """Embedding, sinusoidal positions, post-LayerNorm ReLU blocks (Vaswani et al., 2017) behind a causal mask."""
 
     positions: Tensor
     mask: Tensor
 
-    def __init__(self, config: TransformerModelConfig, max_length: int):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
-        block = config.n_embd, config.n_head, config.d_ff, config.dropout
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*block, batch_first=True) for _ in range(config.n_layer))
-        self.head = nn.Linear(config.n_embd, config.vocab_size)
-        self.register_buffer("positions", sinusoids(max_length, config.n_embd), persistent=False)
-        mask = torch.ones(max_length, max_length, dtype=torch.bool).triu(diagonal=1)  # True: must not be seen
+        model, length = config.model, config.data.length  # the longest sequence that it will see
+        block = model.n_embd, model.n_head, model.d_ff, model.dropout
+        self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
+        self.dropout = nn.Dropout(model.dropout)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*block, batch_first=True) for _ in range(model.n_layer))
+        self.head = nn.Linear(model.n_embd, model.vocab_size)
+        self.register_buffer("positions", sinusoids(length, model.n_embd), persistent=False)
+        mask = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)  # True: must not be seen
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -39,24 +39,18 @@ from gpt2_ddp.training.task import Due, Poll
 
 if TYPE_CHECKING:
     from gpt2_ddp.data.mixture import Identity, MixedOrder, MixedWindows
-    from gpt2_ddp.scoring.items import ItemSet
+    from gpt2_ddp.scoring import ItemSet
 
 
 class Corpus(NamedTuple):
-    """The opened shard folders, in the order of `data.path`, and their common tokenizer.
-
-    Args:
-        source: windows of the training splits.
-        order: training order of these windows.
-        validation: loss weight and validation split, by the name of the folder.
-        mixture: manifests and phases of several folders; None for one folder."""
+    """The opened shard folders, in the order of `data.path`, and their common tokenizer."""
 
     manifests: list[Manifest]
     tokenizer: Tokenizer
-    source: "Windows | MixedWindows"
-    order: "Order | MixedOrder"
-    validation: dict[str, tuple[float, TokenStream]]
-    mixture: "Identity | None"
+    source: "Windows | MixedWindows"  # of the training splits
+    order: "Order | MixedOrder"  # of these windows
+    validation: dict[str, tuple[float, TokenStream]]  # loss weight and validation split, by the name of the folder
+    mixture: "Identity | None"  # manifests and phases of several folders; None for one folder
 
 
 def missing_data(config: TrainingConfig) -> str | None:
@@ -173,9 +167,8 @@ class Pretraining:
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
         self._corpus = corpus = on_every_rank(accelerator, lambda: open_corpus(config))
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
-        fields = ["data.path" + f" ({number})" * (len(paths) > 1) for number in range(len(paths))]
-        parts = [(field, manifest.parts) for field, manifest in zip(fields, self.manifests, strict=True)]
-        check_ranks_agree({f"{name} of {field}": value for field, part in parts for name, value in part.items()})
+        numbered = [(f" ({number})" * (len(paths) > 1), one.parts) for number, one in enumerate(self.manifests)]
+        check_ranks_agree({f"{name} of data.path{n}": value for n, part in numbered for name, value in part.items()})
         if config.eval.patience and not self.validates:
             hint = f"{' '.join(paths)} has no validation split; set it to null"
             raise UserError("eval.patience", config.eval.patience, hint)
@@ -207,7 +200,7 @@ class Pretraining:
                 self._note(f"{note}; scores do not compare with earlier rows'")
 
     def _read_tasks(self) -> "list[ItemSet]":
-        from gpt2_ddp.scoring.items import load_sets
+        from gpt2_ddp.scoring import load_sets
 
         data, evals = self.config.data, self.config.eval
         if not self.validates:
@@ -291,7 +284,7 @@ class Pretraining:
         for name, (_, part) in losses.items() if len(self.manifests) > 1 else ():
             scores |= {f"val_loss/{name}": part.loss, f"val_bits_per_byte/{name}": part.bits_per_byte}
         for items in self.item_sets:
-            from gpt2_ddp.scoring.score import answer, as_row
+            from gpt2_ddp.scoring import answer, as_row
 
             length = size if is_compiled(model) else None
             scores |= as_row(items, answer(self.accelerator, model, items.requests, batch_size, length, poll))

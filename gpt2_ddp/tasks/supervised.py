@@ -30,15 +30,10 @@ from gpt2_ddp.training.task import Due, Poll
 
 
 class SampleSet(Dataset):
-    """Samples that a job trains on, or is scored on; a `data.feed.Source`.
+    """Samples that a job trains on, or is scored on; a `data.feed.Source`."""
 
-    Attributes:
-        targets: one row per sample.
-        workers: loader processes that read the samples; 0: the training reads them itself.
-    """
-
-    targets: Tensor
-    workers: int = 0
+    targets: Tensor  # one row per sample
+    workers: int = 0  # loader processes that read the samples; 0: the training reads them itself
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -84,28 +79,18 @@ def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targe
 
 @dataclass(frozen=True)
 class Job:
-    """What one supervised job has of its own.
+    """What one supervised job has of its own. `scores`: (outputs, targets) -> further scores of each sample, [batch] by
+    name. `transform`: (inputs as stored, positions) -> what the model takes; on the device, a batch at a time.
+    Positions in the order, int64 [batch], seed the augmentation; None in evaluation."""
 
-    Args:
-        model: plain, fp32, on the CPU; inputs -> outputs.
-        train: samples to train on.
-        test: samples to score.
-        losses: (outputs fp32, targets) -> fp32 [batch], each sample's loss.
-        scores: (outputs, targets) -> further scores of each sample, [batch] by name.
-        transform: (inputs as stored, positions) -> what the model takes; on the device, a batch at a time. Positions in
-            the order, int64 [batch], seed the augmentation; None in evaluation.
-        facts: of the data, that checkpoints keep and a resumed run has to have: the names of `classes`.
-        least_rows: that the model can be trained on at a time: BatchNorm needs two values.
-    """
-
-    model: nn.Module
+    model: nn.Module  # plain, fp32, on the CPU; inputs -> outputs
     train: SampleSet
     test: SampleSet
-    losses: Callable[[Tensor, Tensor], Tensor]
+    losses: Callable[[Tensor, Tensor], Tensor]  # (outputs fp32, targets) -> fp32 [batch], each sample's loss
     scores: Callable[[Tensor, Tensor], dict[str, Tensor]] = lambda outputs, targets: {}
     transform: Callable[[Tensor, np.ndarray | None], Tensor] = lambda inputs, positions: inputs
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    least_rows: int = 1
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of the data, which a resumed run has to have: `classes`
+    least_rows: int = 1  # that the model can be trained on at a time: BatchNorm needs two values
 
     def score(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs of the model, and `loss` and further scores of each sample, [batch] by name."""
@@ -292,13 +277,9 @@ def score_each(
     """Names of the scores, and those fp64 [N, scores] of all samples, in their order; equal on every rank.
 
     Accelerate fills up the last batches with samples seen before, and `gather_for_metrics` drops them; that each sample
-    was then scored once is checked by its index.
-
-    Args:
-        model: plain or prepared, on the accelerator's device; in evaluation mode meanwhile.
-        score: (model, inputs, targets) -> named scores [batch].
-        batch_size: samples per forward pass and rank.
-        poll: called before each batch, by all ranks equally often; what it raises ends the scoring."""
+    was then scored once is checked by its index. The model, plain or prepared, is in evaluation mode meanwhile.
+    `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward pass and rank.
+    `poll`: called before each batch, by all ranks equally often; what it raises ends the scoring."""
     loader = prepare_loader(
         accelerator,
         samples,

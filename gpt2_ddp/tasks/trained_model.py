@@ -24,14 +24,13 @@ from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
 from gpt2_ddp.training.progress import Best
 
-LONGEST = 2**28
-"""Bytes of a file of prompts."""
+LONGEST = 2**28  # bytes of a file of prompts
 
 
-def find_gpt(path: Path, field: str, weights: bool = True) -> Checkpoint:
+def find_gpt(path: Path, field: str) -> Checkpoint:
     """Checkpoint of a GPT at `path` (`find_checkpoint`).
     Raises: UserError, which names `field`, for no intact checkpoint, or one of another kind of training."""
-    return find_checkpoint(path, field, weights, kind="gpt2")
+    return find_checkpoint(path, field, kind="gpt2")
 
 
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:

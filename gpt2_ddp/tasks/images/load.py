@@ -35,10 +35,8 @@ CIFAR = (32, 32, 3)
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
 """Pillow's modes of 8 bits that have no transparency, or say it elsewhere."""
-NOTE = 600
-"""Characters of a note."""
-SCANNED = 64
-"""Images that are decoded at a time before training."""
+NOTE = 600  # characters of a note
+SCANNED = 64  # images that are decoded at a time before training
 
 
 @dataclass(frozen=True)
@@ -58,22 +56,15 @@ class Images:
 
 @dataclass
 class StoredImages(SampleSet):
-    """Images that are decoded whenever they are read, and take no memory.
-
-    Args:
-        targets: int64 [N].
-        rows: int64 [N], the rows of the split.
-        shape: [3, H, W] of each.
-        digest: hash of all of it, as `Samples.sha256`; None until it is known.
-    """
+    """Images that are decoded whenever they are read, and take no memory."""
 
     split: Split
-    targets: Tensor
-    rows: np.ndarray
+    targets: Tensor  # int64 [N]
+    rows: np.ndarray  # int64 [N], of the split
     config: ClassifierDataConfig
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # [3, H, W] of each
     workers: int
-    digest: str | None = None
+    digest: str | None = None  # of all of it, as `Samples.sha256`; None until it is known
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
@@ -128,11 +119,7 @@ def load_images(
     accelerator: Accelerator, config: ClassifierDataConfig, seed: int, facts: Mapping[str, Any] | None = None
 ) -> Images:
     """The images of a configuration, equal on every rank. One process per node reads them first, for the caches.
-
-    Args:
-        seed: decides which images are held out to test on, where there is no test split.
-        facts: of the checkpoint that uses them; None: of none.
-
+    `seed` decides which images are held out, where there is no test split. `facts`: of the checkpoint that uses them.
     Raises: UserError, on every rank, if they cannot be read or contradict the configuration."""
     first = accelerator.is_local_main_process
 
@@ -155,9 +142,8 @@ def read_images(
     look: bool = True,
     tell: bool = False,
 ) -> Images:
-    """As `load_images`, in one process.
-
-    `look`: also decode images that are not kept, which finds broken ones. `tell`: print notes."""
+    """As `load_images`, in one process. `look`: also decode images that are not kept, which finds broken ones. `tell`:
+    print notes."""
     facts = facts or {}
     splits, notes = read_source(config)
     source = config.path or config.name
@@ -215,12 +201,8 @@ def _notes(
 def number_classes(
     splits: Mapping[str, Split], source: str, known: Sequence[str] | None, count: int | None
 ) -> tuple[list[str], dict[str, list[int]]]:
-    """The names of the classes of all splits, and the number of each image's class.
-
-    Args:
-        known: the classes of a run, which allows no others; None: those of the data.
-        count: how many classes there may be, for CIFAR; None: as many as there are.
-
+    """The names of the classes of all splits, and the number of each image's class. `known`: those of a run, which
+    allows no others; None: those of the data. `count`: how many there may be, for CIFAR.
     Raises: UserError if a label is none of these, or there are less than two."""
     given = next((of.names for of in splits.values() if of.names), None)
     named = {split: [_name(of.names or given, label) for label in of.labels] for split, of in splits.items()}
@@ -259,12 +241,8 @@ def decode_image(
     """uint8 [H, W, 3] of an image of any mode, the first frame where there are several. It is turned upright by
     its EXIF orientation; what is transparent is laid on white, and of 16 bits of grey the upper 8 count.
 
-    Args:
-        where: the file or row, for messages.
-        size: the largest centred square is scaled to so many pixels each way (bicubic); None leaves the size.
-        as_stored: take 32 x 32 x 3 alone, as CIFAR has it.
-        field: where the user named it, for messages.
-
+    `where` and `field`: the file or row, and where the user named it, for messages. `size`: the largest centred square
+    is scaled to so many pixels each way (bicubic). `as_stored`: take 32 x 32 x 3 alone, as CIFAR has it.
     Raises: UserError if it is no image, or one of 32 bits per channel."""
     try:
         with warnings.catch_warnings():

@@ -26,8 +26,7 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small, regular
 from gpt2_ddp.preparation.source_files import find_files
 
-TEST = ("test", "validation", "val")
-"""Splits that can be the one to test on; the first that is there is."""
+TEST = ("test", "validation", "val")  # splits that can be the one to test on; the first that is there is
 IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label", "labels", "class")
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".tif", ".tiff", ".webp", ".avif"}
@@ -38,8 +37,7 @@ HINT = (
     "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
     "unpacked archive of CIFAR or MNIST"
 )
-LARGEST = 2**31
-"""Bytes of a file that is read whole."""
+LARGEST = 2**31  # bytes of a file that is read whole
 ERRORS = OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError
 ERRORS = *ERRORS, pickle.UnpicklingError, zlib.error
 """What reading a damaged file raises, of a pickle, gzip, JSON or parquet."""
@@ -56,20 +54,13 @@ ARRAYS = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "d
 
 @dataclass(frozen=True)
 class Split:
-    """Images as they are stored, and the class of each by name or number.
+    """Images as they are stored, and the class of each by name or number."""
 
-    Args:
-        place: the split's name in messages.
-        images: `Stored` ones, indexed by lists of rows: an array, or a column of `datasets`.
-        names: of the classes, by number, where the source has them.
-        left_out: a line on files of the split that are not used; empty if there are none.
-    """
-
-    place: str
-    images: Any
+    place: str  # the split's name in messages
+    images: Any  # `Stored` ones, indexed by lists of rows: an array, or a column of `datasets`
     labels: list[Any]
-    names: list[str] | None = None
-    left_out: str = ""
+    names: list[str] | None = None  # of the classes, by number, where the source has them
+    left_out: str = ""  # a line on files of the split that are not used; empty if there are none
 
     def where(self, row: int) -> str:
         """The image's name in messages."""
@@ -77,8 +68,7 @@ class Split:
         return str(stored) if isinstance(stored, Path) else f"{self.place}, row {row}"
 
 
-Splits = dict[str, Callable[[], Split]]
-"""A function for each split that reads it."""
+Splits = dict[str, Callable[[], Split]]  # a function for each split that reads it
 
 
 def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[str]]:
@@ -287,10 +277,8 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
     of_splits = any(names[0].lower() == "train" and len(names) > 2 for names in images.values())
     nested, flat = ({names[0] for names in images.values() if (len(names) > 2) == deep} for deep in (True, False))
     if nested - flat and not of_splits:
-        hint = (
-            f"has folders of folders ({', '.join(sorted(nested - flat)[:4])}), but none named train; name the splits "
-        )
-        raise UserError("data.path", folder, f"{hint}train and test, or put each class's images into its own folder")
+        hint = f"has folders of folders ({', '.join(sorted(nested - flat)[:4])}), but none named train; name the splits"
+        raise UserError("data.path", folder, f"{hint} train and test, or put each class's images into its own folder")
     splits: Splits = {}
     found: dict[str, list[Path]] = defaultdict(list)
     for file, names in images.items():

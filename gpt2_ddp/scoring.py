@@ -1,4 +1,5 @@
-"""Items of a task: read from a jsonl file or the Hub, or cut from a validation split; and as tokens.
+"""Evaluation tasks: items that a model answers by likelihood, and their scores, by the rules of lm-eval
+(docs/evaluation.md). Items are read from a jsonl file or the Hub, or cut from a validation split.
 
 A line of a file is of one of four forms, which its keys tell:
 
@@ -12,22 +13,29 @@ Between a context and what follows it stands a blank, or what an item of the fir
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer
+from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small
+from gpt2_ddp.files import read_small, write_atomically
+from gpt2_ddp.model.evaluate import IGNORED
 
-LONGEST = 2**30
-"""Bytes of a file of items."""
+METRICS = ("acc", "acc_norm", "perplexity")
+LONGEST = 2**30  # bytes of a file of items
 HUB = {
     "hellaswag": ("Rowan/hellaswag", None, "validation"),
     "lambada": ("EleutherAI/lambada_openai", "default", "test"),
@@ -35,27 +43,19 @@ HUB = {
 """Dataset, configuration and split of a task, as lm-eval has them (there, `lambada` is lambada_openai)."""
 PLACES, CONTEXT, CONTINUATION, CHOICES = 1000, 64, 8, 4
 """Of `cloze`: most items, the tokens of a context and of a choice, and the choices of an item."""
-BROKEN = "\ufffd"
-"""What bytes that are no whole character decode to."""
+BROKEN = "\ufffd"  # what bytes that are no whole character decode to
 
 Row = dict[str, Any]
 
 
 class Item(NamedTuple):
-    """A context, which may be empty, and what may follow it.
-
-    Args:
-        choices: of which one is right; in a cloze item, that one alone.
-        right: its index.
-        delimiter: what stands between the context and each choice; no part of a choice's length.
-        place: where the item is from, for messages.
-    """
+    """A context, which may be empty, and what may follow it."""
 
     context: str
-    choices: tuple[str, ...]
-    right: int = 0
-    delimiter: str = " "
-    place: str = ""
+    choices: tuple[str, ...]  # of which one is right; in a cloze item, that one alone
+    right: int = 0  # its index
+    delimiter: str = " "  # between the context and each choice; no part of a choice's length
+    place: str = ""  # where the item is from, for messages
 
 
 class Request(NamedTuple):
@@ -67,19 +67,13 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class ItemSet:
-    """A task's items, all with choices or all cloze.
-
-    Args:
-        requests: one for each choice of each item, in their order.
-        sha256: of the items.
-        cut: requests whose contexts are longer than the model's.
-    """
+    """A task's items, all with choices or all cloze."""
 
     name: str
     items: list[Item]
-    requests: list[Request]
-    sha256: str
-    cut: int
+    requests: list[Request]  # one for each choice of each item, in their order
+    sha256: str  # of the items
+    cut: int  # requests whose contexts are longer than the model's
 
     @property
     def is_cloze(self) -> bool:
@@ -99,13 +93,8 @@ def load_sets(
     block_size: int,
     validation: Callable[[], TokenStream],
 ) -> list[ItemSet]:
-    """The tasks, in their order, as requests to a model of this context.
-
-    Args:
-        tasks: names or files. A file's task is called by its name without the suffix.
-        most: items of each, evenly spread; None for all.
-        validation: opens the split that `cloze` is cut from.
-
+    """The tasks, names or files, in their order, as requests to a model of this context; of each at most `most` items.
+    `validation` opens the split that `cloze` is cut from.
     Raises: UserError if a task is not there, an item of it is none, or two tasks have one name."""
     sets: dict[str, ItemSet] = {}
     for task in tasks:
@@ -229,10 +218,8 @@ def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
     length = CONTEXT + CONTINUATION
     count = min(PLACES, len(stream) // length)
     rows = stream.read(np.arange(count) * len(stream) // max(count, 1), length)
-    cuts = [
-        (tokenizer.decode(row[:CONTEXT]), tokenizer.decode(row[CONTEXT:])) for row in rows if tokenizer.eot not in row
-    ]
-    pairs = [(before.lstrip(BROKEN), after.rstrip(BROKEN)) for before, after in cuts]
+    cuts = [(row[:CONTEXT], row[CONTEXT:]) for row in rows if tokenizer.eot not in row]
+    pairs = [(tokenizer.decode(a).lstrip(BROKEN), tokenizer.decode(b).rstrip(BROKEN)) for a, b in cuts]
     pairs = [(before, after) for before, after in pairs if BROKEN not in before + after and after.strip()]
     items = []
     for number, (before, right) in enumerate(pairs):
@@ -275,8 +262,143 @@ def encode_pair(context: str, continuation: str, tokenizer: Tokenizer, place: st
     """Tokens of a context and of what follows it, by lm-eval's rules (`TemplateLM._encode_pair` of lm_eval 0.4).
 
     Blanks at the context's end move to the continuation, which is what the two together have behind the context's own
-    tokens. The end-of-text token stands for an empty context, and is never before another one.
-    """
+    tokens. The end-of-text token stands for an empty context, and is never before another one."""
     kept = context.rstrip()
     before, both = (tokenizer.encode(text, place).tolist() for text in (kept, context + continuation))
     return (before, both[len(before) :]) if kept else ([tokenizer.eot], both)
+
+
+class Answers(NamedTuple):
+    """Of each request: its log-likelihood in nats, fp64 [n]; whether greedy decoding would write it, bool [n]."""
+
+    log_likelihoods: np.ndarray
+    greedy: np.ndarray
+
+
+@torch.no_grad()
+def answer(
+    accelerator: Accelerator,
+    model: nn.Module,
+    requests: Sequence[Request],
+    batch_size: int,
+    length: int | None = None,
+    poll: Callable[[], None] = lambda: None,
+) -> Answers:
+    """Scores all requests, the longest first, by `model(x)` -> logits [B, T, vocab_size].
+
+    Batches do not depend on the number of ranks: batch j is rank j mod W's. Short ones are padded with rows that are
+    not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered once.
+    `batch_size`: requests per forward pass and rank. `length`: of every row, for a compiled model; None: that of the
+    longest in its batch. `poll`: called before each batch, by all ranks equally often; what it raises ends it all."""
+    order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    found = np.zeros((3, len(requests)))  # log-likelihood, whether greedy, how often scored
+    was_training = model.training
+    model.eval()
+    hidden = None if accelerator.is_main_process else True  # None: where there is no terminal
+    of_ranks = range(0, len(batches), accelerator.num_processes)
+    try:
+        for first in tqdm(of_ranks, "scoring", unit="batch", leave=False, delay=2, disable=hidden):
+            poll()
+            if first + accelerator.process_index < len(batches):
+                batch = batches[first + accelerator.process_index]
+                chosen = [requests[index] for index in batch]
+                x, y = _rows(chosen, batch_size, length)
+                x, y = x.to(accelerator.device), y.to(accelerator.device)
+                scored = y != IGNORED
+                log_probabilities = torch.log_softmax(model(x)[scored].float(), dim=-1)  # [scored, V]
+                best, targets = log_probabilities.argmax(-1), y[scored]
+                nats = log_probabilities.gather(-1, targets[:, None])[:, 0].cpu().double().numpy()
+                ends = np.cumsum([request.scored for request in chosen])
+                begins = np.concatenate([[0], ends[:-1]])
+                found[0, batch] = np.add.reduceat(nats, begins)
+                found[1, batch] = np.logical_and.reduceat((best == targets).cpu().numpy(), begins)
+                found[2, batch] += 1
+    finally:
+        model.train(was_training)
+    if accelerator.num_processes > 1:
+        found = sum_over_ranks(accelerator, torch.from_numpy(found).to(accelerator.device)).cpu().numpy()
+    assert (found[2] == 1).all(), "each request is scored once"
+    return Answers(found[0], found[1] == 1)
+
+
+def _rows(requests: Sequence[Request], rows: int, length: int | None) -> tuple[Tensor, Tensor]:
+    """Inputs and targets int64 [rows, length]; IGNORED where there is nothing to score."""
+    width = length or max(len(request.tokens) for request in requests) - 1
+    x, y = torch.zeros(rows, width, dtype=torch.int64), torch.full((rows, width), IGNORED)
+    for row, (tokens, scored) in enumerate(requests):
+        end = len(tokens) - 1
+        x[row, :end] = torch.tensor(tokens[:-1])
+        y[row, end - scored : end] = torch.tensor(tokens[-scored:])
+    return x, y
+
+
+class Mean(NamedTuple):
+    """A mean over a task's items and its standard error, NaN for a single item."""
+
+    value: float
+    error: float
+
+
+class Result(NamedTuple):
+    """What a task came to. With choices, `acc` is how often the right one has the highest log-likelihood, `acc_norm` is
+    the same per character. Of cloze items, `acc` is how often greedy decoding writes them, `perplexity` is exp of minus
+    their mean log-likelihood."""
+
+    metrics: dict[str, Mean]  # by their names in METRICS
+    rows: list[dict[str, Any]]  # the items in the form that they can be read in again, each with what it was scored
+
+
+def judge(items: ItemSet, answers: Answers) -> Result:
+    """The metrics of answers to these items; NaN where a log-likelihood is none."""
+    metrics, rows = (_cloze if items.is_cloze else _choices)(items, answers)
+    told = zip(items.items, rows, strict=True)
+    return Result(metrics, [{"context": item.context, "delimiter": item.delimiter, **row} for item, row in told])
+
+
+def _cloze(items: ItemSet, answers: Answers) -> tuple[dict[str, Mean], list[dict[str, Any]]]:
+    mean, error = _mean(answers.log_likelihoods)
+    perplexity = math.exp(min(-mean, 700.0))
+    rows = [
+        {"continuation": item.choices[0], "log_likelihood": _json(nats), "greedy": bool(greedy)}
+        for item, nats, greedy in zip(items.items, *answers, strict=True)
+    ]
+    return {"acc": _mean(answers.greedy), "perplexity": Mean(perplexity, perplexity * error)}, rows
+
+
+def _choices(items: ItemSet, answers: Answers) -> tuple[dict[str, Mean], list[dict[str, Any]]]:
+    ends = np.cumsum([len(item.choices) for item in items.items])
+    rows, right = [], {"acc": [], "acc_norm": []}
+    for item, nats in zip(items.items, np.split(answers.log_likelihoods, ends[:-1]), strict=True):
+        picks = [int(np.argmax(each)) for each in (nats, nats / [len(choice) for choice in item.choices])]
+        for hits, pick in zip(right.values(), picks, strict=True):
+            hits.append(float(pick == item.right) if np.isfinite(nats).all() else math.nan)
+        found = {"log_likelihoods": [*map(_json, nats)], "pick": picks[0], "pick_norm": picks[1]}
+        rows.append({"choices": item.choices, "label": item.right, **found})
+    return {name: _mean(hits) for name, hits in right.items()}, rows
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> Mean:
+    """The mean, and the standard error of a sample's."""
+    many = np.asarray(values, dtype=np.float64)
+    return Mean(float(many.mean()), float(many.std(ddof=1) / math.sqrt(len(many))) if len(many) > 1 else math.nan)
+
+
+def _json(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def save(folder: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
+    """Writes `TASK.jsonl`, the items and their scores, and then `TASK.json`, what they come to, each by a rename.
+    `facts`: what was scored, and how."""
+    told = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
+    for name, (value, error) in result.metrics.items():
+        told |= {name: _json(value), f"{name}_stderr": _json(error)}
+    told |= {"contexts_cut": items.cut, **facts}
+    write_atomically(folder / f"{items.name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in result.rows))
+    write_atomically(folder / f"{items.name}.json", json.dumps(told, indent=1) + "\n")
+
+
+def as_row(items: ItemSet, answers: Answers) -> dict[str, float]:
+    """The metrics by the names that they have in a row of metrics.jsonl, such as `cloze_acc`."""
+    return {f"{items.name}_{name}": mean.value for name, mean in judge(items, answers).metrics.items()}

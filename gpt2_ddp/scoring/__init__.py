@@ -1,1 +1,0 @@
-"""Evaluation tasks: items that a model answers by likelihood, by the rules of lm-eval (docs/evaluation.md)."""
