@@ -158,8 +158,8 @@ def _run_contender(pipe: Connection, contender: Contender, device: torch.device,
 
 def step_timer(pipe: Connection, device: torch.device, seconds: float) -> Generator[None, None, None]:
     """A generator that a contender advances after each of its steps. A turn takes about `seconds`. It begins with a
-    message from the pipe and ends with a `StepTiming`, the first one with None: one step loads libraries and compiles
-    graphs, another one decides how many steps a turn has. The process exits when the other end is closed."""
+    message from the pipe and ends with a `StepTiming`. The first one ends with None: one step loads libraries and
+    compiles graphs, another one decides how many steps a turn has. The process exits when the other end is closed."""
     read_clock(device)
     begun, timing = time.perf_counter(), None
     yield

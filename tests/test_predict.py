@@ -143,7 +143,7 @@ def test_what_is_taken_for_what(runs, capsys):
 
 def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     monkeypatch.setattr(Picture, "svg", lambda picture: "")
-    monkeypatch.setattr(Picture, "png", lambda picture: b"")
+    monkeypatch.setattr("gpt2_ddp.reports.report.as_png", lambda figure: b"")
     names = [f"class {number}" for number in range(10_000)]
     found = np.stack([np.arange(5000), np.arange(5000)])
     found[1, 4500:] = found[1, 9] = 7

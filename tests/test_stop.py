@@ -17,8 +17,8 @@ from gpt2_ddp.training.stop import Interrupted, StopRequest
 def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]:
     """Trains; what follows step `step` sends SIGTERM to this process, if it is that rank, when it is halfway `during`
     an evaluation (or its tasks), a sample or a save. Returns the outcome, and how often the rest was polled."""
+    from gpt2_ddp import scoring
     from gpt2_ddp.checkpoint import checkpointer as checkpoint
-    from gpt2_ddp.scoring import score
     from gpt2_ddp.training import run, stop
 
     now = {"run": None, "in": "", "polls": 0, "after": 0}
@@ -50,7 +50,7 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     build, poll = run.Run.build, stop.StopRequest.poll
     run.Run.build, stop.StopRequest.poll = built, polled
     run.Run.evaluate, run.Run.sample = entering("evaluate", run.Run.evaluate), entering("sample", run.Run.sample)
-    score.answer = entering("tasks", score.answer)
+    scoring.answer = entering("tasks", scoring.answer)
     checkpoint.Checkpointer.save = entering("save", checkpoint.Checkpointer.save)
     return train(config), now["after"]
 

@@ -196,9 +196,9 @@ class Checkpointer:
         self._delete_except([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
 
     def prune(self, last_good: int | None = None) -> None:
-        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
-        newest up to `last_good`, the last step known to be good, and all later ones. Deletes that of the run's first
-        step once a later one is good."""
+        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need. These
+        are the newest up to `last_good`, the last step known to be good, and all later ones. Deletes that of the run's
+        first step once a later one is good."""
         self._delete_except(self._to_keep(last_good))
 
     def _to_keep(self, last_good: int | None = None, coming: dict[str, Any] | None = None) -> list[Path]:

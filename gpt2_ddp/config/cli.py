@@ -48,8 +48,8 @@ a note (or "") for the given flags."""
 def run_command(command: type[C], main: Callable[[C], object] | str, default: Default = None) -> NoReturn:
     """The body of every script: parses `sys.argv`, calls `main` and exits.
 
-    Exit codes: that of `main`, or 0 if it returns no integer; 2 after a user error; 75 if a signal stopped it; 141, as
-    after SIGPIPE, if standard output is closed, as by `| head`.
+    The exit code is that of `main`, or 0 if it returns no integer. It is 2 after a user error, 75 if a signal stopped
+    it, and 141, as after SIGPIPE, if standard output is closed, as by `| head`.
 
     Args:
         command: class of the script's configuration.

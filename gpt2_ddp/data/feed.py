@@ -324,9 +324,9 @@ def interleaved(processes: int, batch: int) -> Shares:
 def split_batch(windows: int, processes: int, largest: int) -> int:
     """Micro-batch b for G windows per step on W processes, with b up to `largest`.
 
-    Where W divides G, b is the largest divisor of G / W. Otherwise a step has `padding_rows`. Then b is the size with
-    the fewest of them among those of M to 2·M micro-batches per rank, where M is the least possible number; on a tie,
-    the largest. Raises: UserError if there are more processes than windows.
+    Where W divides G, b is the largest divisor of G / W. Otherwise a step has `padding_rows`, and b is the size with
+    the fewest of them. Candidates make M to 2·M micro-batches per rank, where M is the least possible number. On a tie
+    the largest is taken. Raises: UserError if there are more processes than windows.
     """
     if processes > windows:
         hint = f"more than the {windows} windows of a step (train.global_batch_tokens / model.block_size); start fewer"

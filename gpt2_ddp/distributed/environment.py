@@ -98,8 +98,8 @@ def stop_code() -> int:
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
-    """Number of cores that this process may keep busy, at least 1: the minimum of the affinity mask (taskset, Slurm,
-    docker --cpuset-cpus) and the CPU quota of the control groups (docker --cpus, Kubernetes, CPUQuota). `hyperthreads`
+    """Number of cores that this process may keep busy, at least 1. It is the minimum of the affinity mask (taskset,
+    Slurm, docker --cpuset-cpus) and the control groups' CPU quota (docker --cpus, Kubernetes, CPUQuota). `hyperthreads`
     count as cores for text and bytes; they do not speed up matrix products."""
     import psutil
 

@@ -182,8 +182,8 @@ class Watchdog:
         return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **rounded}
 
     def failed(self, error: BaseException) -> None:
-        """Sends this rank's error to the other ranks. An error of a collective follows the end of another rank: then
-        waits for the verdict on that rank, which ends this process, and returns if no other rank is at fault."""
+        """Sends this rank's error to the other ranks. An error of a collective follows the end of another rank. Then
+        this waits for the verdict on that rank, which ends the process, and returns if no other rank is at fault."""
         if self._world == 1 or self._failed or self._ended.is_set():
             return
         self.progress()

@@ -221,8 +221,8 @@ def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
 def index_shards(config: PrepareConfig) -> Manifest:
     """Checks every token of the shards of `bin:GLOB` and writes their folder's manifest.json, and nothing else. A file
     belongs to the split, `train` or `val`, that its name contains.
-    Raises: UserError for no such files, or in several folders; for one that is not whole, has ids outside the
-    vocabulary, or is in both splits; and for the manifest of other shards."""
+    Raises: UserError for no such files, or in several folders, and for the manifest of other shards. Also for a file
+    that is not whole, has ids outside the vocabulary, or is in both splits."""
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     if not files:
         raise UserError("source", config.source, "there are no such files; write bin:FOLDER/*.bin")

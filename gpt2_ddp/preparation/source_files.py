@@ -239,8 +239,8 @@ class Entry(NamedTuple):
 
 
 def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
-    """Writes `RECORD`, durably. Returns what the manifest's recipe keeps: the digest of all names and hashes, which
-    shows a change even without the record, or a dataset's commit on the Hub, {} if that is unknown."""
+    """Writes `RECORD`, durably. Returns what the manifest's recipe keeps. That is the digest of all names and
+    hashes, which shows a change even without the record, or a dataset's commit on the Hub, {} if unknown."""
     if config.source.startswith("hub:"):
         commit = _commit(config)
         return {"commit": commit} if commit else {}
