@@ -244,3 +244,16 @@ def test_a_stop_goes_to_the_ranks_alone(tmp_path):
     assert process.wait(60) == STOPPED
     assert {"saved-0", "saved-1"} <= {file.name for file in tmp_path.iterdir()}
     assert not (tmp_path / "launcher-signalled").exists()
+
+
+@pytest.mark.slow
+def test_a_launcher_that_waits_for_other_machines_is_ended_after_its_ranks(tmp_path):
+    """As an elastic one does, whose other machines go on."""
+    launcher = tmp_path / "torchrun"
+    launcher.write_text("#!/bin/bash\nsleep 300 &\ntouch begun; wait $!\nsleep 60 & wait $!\n")
+    launcher.chmod(0o755)
+    process = subprocess.Popen([LAUNCH, "-", launcher], cwd=tmp_path)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM

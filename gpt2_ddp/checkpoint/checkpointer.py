@@ -79,6 +79,7 @@ class Background:
         return self.is_working and self.seconds > self.timeout
 
     def join(self) -> None:
+        """Waits until nothing is written any more."""
         if self._thread:
             self._thread.join()
             self._thread = None

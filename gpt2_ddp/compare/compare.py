@@ -342,6 +342,7 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
 
 
 def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
+    """One run of a job in one way, for so many steps from the same weights, in fresh processes."""
     train: dict[str, object] = {}
     size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
     if data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways

@@ -347,10 +347,9 @@ def padding_rows(windows: int, processes: int, batch: int) -> int:
 def nearest_without_padding(windows: int, processes: int, batch: int) -> int:
     """The number of windows per step nearest to `windows` that splits evenly, in micro-batches of `batch` / 2 to
     `batch`."""
-    for share in sorted(range(1, 2 * windows // processes + 2), key=lambda share: abs(share * processes - windows)):
-        if 2 * split_batch(share * processes, processes, batch) >= batch:
-            return share * processes
-    raise AssertionError("a share of one micro-batch is among them")
+    shares = sorted(range(1, 2 * windows // processes + 2), key=lambda share: abs(share * processes - windows))
+    sizes = (share * processes for share in shares)  # one micro-batch per process is among them
+    return next(size for size in sizes if 2 * split_batch(size, processes, batch) >= batch)
 
 
 def micro_batches(windows: int, processes: int) -> Iterator[int]:

@@ -92,6 +92,7 @@ def lesson(experiment: Experiment) -> str:
 
 
 def as_markdown(rows: list[Row]) -> str:
+    """The experiments as a table: claim, wrong way, right way, what was measured."""
     lines = []
     for row in rows:
         cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured
