@@ -38,6 +38,7 @@ def main() -> None:
             accelerator.backward(loss)  # in here, DDP averages the gradients of all processes
             optimizer.step()
 
+    model, optimizer = accelerator.free_memory(model, optimizer)  # gloo may hang if DDP outlives the process group
     with torch.no_grad():
         error = ((line(test_x[rank::world]) - test_y[rank::world]) ** 2).sum()  # each test point on one process
     error = torch.as_tensor(accelerator.reduce(error, "sum"))

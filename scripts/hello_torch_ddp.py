@@ -1,8 +1,7 @@
-"""hello_ddp.py in plain torch.distributed: the same points, the same steps, the same line.
+"""hello_ddp.py in plain torch.distributed, step for step; docs/first-steps.md explains both.
 
-    python scripts/hello_torch_ddp.py 2                                       # without a number: one per GPU, or two
-    torchrun --standalone --nproc_per_node 2 scripts/hello_torch_ddp.py       # torchrun starts the processes
-docs/first-steps.md goes through it.
+python scripts/hello_torch_ddp.py 2                                       # without a number: one per GPU, or two
+torchrun --standalone --nproc_per_node 2 scripts/hello_torch_ddp.py       # torchrun starts the processes
 """
 
 import os
@@ -37,6 +36,7 @@ def main(rank: int, world: int) -> None:
             optimizer.zero_grad()
             loss.backward()  # in here, DDP averages the gradients of all processes
             optimizer.step()
+    del model  # gloo may hang if DDP outlives the process group
     with torch.no_grad():
         error = ((line(test_x[rank::world]) - test_y[rank::world]) ** 2).sum()  # each test point on one process
     distributed.all_reduce(error)
