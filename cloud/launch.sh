@@ -1,6 +1,6 @@
 #!/bin/bash
 # cloud/launch.sh RUN COMMAND...: runs a launcher and ends with what its run came to, which launchers' codes do not say:
-#   0 the run is complete, 75 it was stopped: start it again, 2 it has diverged: do not, else the launcher's own.
+#   0 the run is complete, 75 it was stopped: start it again, 3 it has diverged: do not, else the launcher's own.
 # With `-` for the run it ends as the command does: 0 after a stop under a launcher, 75 without one.
 #
 # SIGTERM (`docker stop`, a preempted machine, a deleted pod) goes to the ranks alone of accelerate and torchrun. All save
@@ -39,5 +39,5 @@ if [[ $code == 0 ]]; then
     exit 2
 fi
 [[ $stopped ]] && exit 75
-is diverged && exit 2
+is diverged && exit 3
 exit "$code"

@@ -50,6 +50,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(print(__doc__))
     if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count() > 0:
         sys.exit("error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= torchrun …")
     main()

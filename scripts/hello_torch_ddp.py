@@ -48,6 +48,8 @@ def main(rank: int, world: int) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and not sys.argv[1].isdigit():
+        sys.exit(print(__doc__))
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or (sys.argv[1] if sys.argv[1:] else GPUS or 2))
     if 0 < GPUS < processes:
         sys.exit("error: more processes than GPUs; start fewer, or use the CPU: CUDA_VISIBLE_DEVICES= python …")

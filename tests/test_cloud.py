@@ -13,11 +13,10 @@ import yaml
 from pages import ROOT, configuration, parse_script
 
 from gpt2_ddp.config import cli
-from gpt2_ddp.distributed.environment import STOPPED
+from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
 
 CLOUD, LAUNCH = ROOT / "cloud", ROOT / "cloud/launch.sh"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-DIVERGED = 2
 """What cloud/launch.sh ends with then."""
 
 
@@ -194,7 +193,7 @@ def test_the_job_starts_again_what_was_stopped():
         else:
             assert [condition["type"] for condition in rule["onPodConditions"]] == ["DisruptionTarget"]
             assert rule["action"] == "Ignore"
-    assert actions == {STOPPED: "Ignore", DIVERGED: "FailJob"}
+    assert actions == {STOPPED: "Ignore", DIVERGED: "FailJob", 2: "FailJob"}
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "asked for by podFailurePolicy"
     assert spec["completionMode"] == "Indexed"
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}

@@ -9,7 +9,7 @@ from ranks import free_port
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
-from gpt2_ddp.distributed.environment import elastic_nodes, is_main_process, torchrun_option, world_size
+from gpt2_ddp.distributed.environment import elastic_nodes, exit_code, is_main_process, torchrun_option, world_size
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
 
@@ -31,6 +31,13 @@ def test_numbers(monkeypatch):
         monkeypatch.setenv(name, value)
     assert world_size() == 8
     assert os.environ["PET_NNODES"] == "1:2"
+
+
+def test_exit_codes_tell_how_a_run_ended(monkeypatch):
+    outcomes = ("completed", "stopped", "diverged")
+    assert [exit_code(outcome) for outcome in outcomes] == [0, 75, 3]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert [exit_code(outcome) for outcome in outcomes] == [0, 0, 3], "a launcher would call 75 a crash"
 
 
 @pytest.mark.parametrize("name", NAMES)

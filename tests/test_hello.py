@@ -18,8 +18,20 @@ SCRIPTS = [ROOT / "scripts/hello_ddp.py", ROOT / "scripts/hello_torch_ddp.py"]
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_it_is_short_and_stands_alone(script):
     text = script.read_text()
-    assert len(text.splitlines()) < 60
+    assert len([line for line in text.splitlines() if line.strip()]) < 60
     assert "gpt2_ddp" not in text
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda number, action: None)
+    monkeypatch.setattr("sys.argv", [str(script), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert not end.value.code
+    assert f"torchrun --standalone --nproc_per_node 2 scripts/{script.name}" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -27,6 +39,7 @@ def test_more_processes_than_gpus_end_with_one_line(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("sys.argv", [str(script)])
     with pytest.raises(SystemExit, match=r"^error: more processes than GPUs; start fewer"):
         runpy.run_path(str(script), run_name="__main__")
 

@@ -1,5 +1,6 @@
 """Launches as people type them: they train together, or end with one line that says what to type instead."""
 
+import argparse
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import COLLECTIVE, describe_precision, pick_precision, start_run
+from gpt2_ddp.errors import UserError
 
 SCRIPT = str(ROOT / "scripts/train_gpt2.py")
 
@@ -199,7 +201,7 @@ def test_fast_is_bf16_where_the_device_has_instructions_for_it(monkeypatch):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
         assert pick_precision("fast", torch.device("cpu"), "train.") == precision
         on = SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu"))
-        assert ("has no instructions for" in describe_precision(on)) != has  # pyright: ignore[reportArgumentType]
+        assert ("emulates" in describe_precision(on)) != has  # pyright: ignore[reportArgumentType]
     assert pick_precision("fast", torch.device("mps"), "train.") == "no"
 
 
@@ -233,6 +235,64 @@ def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, command,
     launched_by(monkeypatch, command)
     assert processes_asked_for() == processes
     assert under_launcher() == (command not in [LAUNCHES[-1][0], LAUNCHES[-2][0]])
+
+
+DEVICES = ("GPU", "GPU without bf16", "CPU")
+ACCELERATE_YAML = "accelerate launch --config_file configs/accelerate/{}.yaml train.py"
+PRECISIONS = {
+    "python train.py": ("bf16", "no", "no"),
+    "torchrun --nproc_per_node 8 train.py": ("bf16", "no", "no"),
+    "accelerate launch train.py": ("bf16", "no", "no"),
+    **{ACCELERATE_YAML.format(file.stem): ("bf16", "no", "no") for file in (ROOT / "configs/accelerate").iterdir()},
+    "accelerate launch --mixed_precision no train.py": ("no", "no", "no"),
+    "accelerate launch --mixed_precision bf16 train.py": ("bf16", "bf16", "bf16"),
+    "accelerate launch --mixed_precision fp16 train.py": ("fp16", "fp16", "error"),
+    "accelerate launch --config_file no.yaml train.py": ("no", "no", "no"),
+    "accelerate launch --config_file bf16.yaml train.py": ("bf16", "bf16", "bf16"),
+    "accelerate launch --config_file bf16.yaml --mixed_precision no train.py": ("no", "no", "no"),
+}
+"""Command -> what `train.mixed_precision: auto` is on each of DEVICES."""
+
+
+@pytest.mark.parametrize(("command", "expected"), PRECISIONS.items())
+def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configured_with(
+    monkeypatch, tmp_path, command, expected
+):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    for name in ("no", "bf16"):  # as `accelerate config` writes them
+        Path(f"{name}.yaml").write_text(f"distributed_type: 'NO'\nmixed_precision: '{name}'\nnum_processes: 1\n")
+    if command.startswith("accelerate"):
+        launched_by(monkeypatch, command)
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", validated(command).mixed_precision)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device, precision in zip(DEVICES, expected, strict=True):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda device=device, **_: device == "GPU")
+        target = torch.device("cpu" if device == "CPU" else "cuda")
+        if precision == "error":
+            with pytest.raises(UserError, match=r"train\.mixed_precision = fp16: needs a CUDA device, not cpu"):
+                pick_precision("auto", target, "train.")
+        else:
+            assert pick_precision("auto", target, "train.") == precision, device
+
+
+def validated(command: str) -> argparse.Namespace:
+    """What `accelerate launch` makes of its command line."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    return _validate_launch_command(launch_command_parser().parse_args(command.split()[2:]))[0]
+
+
+@pytest.mark.parametrize(("precision", "hint"), [("no", "no, which is slower than bf16"), ("bf16", "bf16")])
+def test_the_start_says_that_a_gpu_is_faster_in_bf16(monkeypatch, precision, hint):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    on = SimpleNamespace(mixed_precision=precision, device=torch.device("cuda"))
+    text = describe_precision(on)  # pyright: ignore[reportArgumentType]
+    assert text.startswith(hint)
 
 
 @pytest.mark.parametrize(

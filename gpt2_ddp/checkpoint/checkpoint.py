@@ -55,10 +55,6 @@ class Snapshot:
         """Bytes of the tensors, nearly all of the checkpoint."""
         return sum(tensor.nbytes for tensor in (*self.model.values(), *self.optimizer.values()))
 
-    def without_optimizer(self) -> "Snapshot":
-        """The snapshot without the optimizer state; `state` records that it is missing."""
-        return replace(self, state=self.state | {"moments": False}, optimizer={}) if self.optimizer else self
-
     def copied(self, memory: dict[str, Tensor]) -> "Snapshot":
         """A copy on the host, which training does not change. The first allocates `memory`, later ones reuse it."""
         parts = (self.model, self.optimizer)

@@ -79,13 +79,11 @@ class RunFolder:
         if config.fresh and (any(self.checkpoints.folder.glob("*")) or begun):
             hint = f"{self.path} already holds a run, and nothing is overwritten; remove it or choose another run_name"
             raise UserError("fresh", "true", hint)
-        if begun and not any(self.checkpoints.folder.glob("step-*")) and self._had_checkpoints():
+        rows = [] if any(self.checkpoints.folder.glob("step-*")) else read_lines(self.path / METRICS)
+        if any((line.row or {}).get("event") == "checkpoint" for line in rows):
             lost = f"the checkpoints in {self.path} are gone, and starting over would erase its {METRICS}"
             hint = f"{lost}; put them back, or choose another run_name, or remove the folder"
             raise UserError("run_name", config.run_name, hint)
-
-    def _had_checkpoints(self) -> bool:
-        return any((line.row or {}).get("event") == "checkpoint" for line in read_lines(self.path / METRICS))
 
     def release(self) -> None:
         """Unlocks the folder. A new folder that is still empty is removed."""

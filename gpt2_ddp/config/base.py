@@ -49,11 +49,6 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all"
 
 
-def from_pydantic(command: type[BaseModel], error: ValidationError) -> UserError:
-    """pydantic's errors as one user error."""
-    return join_errors(list(dict.fromkeys(_describe(command, details) for details in error.errors()[: MOST + 1])))
-
-
 def _describe(command: type[BaseModel], details: Any) -> str:
     """One of pydantic's errors as `field = value: problem; hint`."""
     name = ".".join(part for part in details["loc"] if isinstance(part, str))
@@ -124,7 +119,8 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            raise from_pydantic(cls, error) from error
+            mistakes = dict.fromkeys(_describe(cls, details) for details in error.errors()[: MOST + 1])
+            raise join_errors([*mistakes]) from error
         found = [UserError(*mistake).mistakes[0] for mistake in config.mistakes()]
         if found:
             raise UserError.join(found)

@@ -4,6 +4,7 @@ pydantic validates; argparse writes `--help`.
 """
 
 import argparse
+import json
 import os
 import re
 import select
@@ -196,6 +197,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(command: type[Command], default: Default) -> _Parser:
     default = default if default is None or isinstance(default, str) else default({})[0]
+    preset = flat(read_yaml(default)) if default else {}
     parser = _Parser(description=command.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
     files = f"YAML file; repeatable, later files win (default: {default})" if default else "YAML file; repeatable"
@@ -217,19 +219,22 @@ def _parser(command: type[Command], default: Default) -> _Parser:
             options |= {"nargs": "?", "const": alone}
         elif _takes_several(field):
             options |= {"nargs": "+"}
-        shown = {None: "null", (): "none"}.get(field.default, field.default)
-        shown = " ".join(map(str, shown)) if isinstance(shown, tuple) else shown
+        shown = preset.get(name, field.default)
+        several = isinstance(shown, tuple | list)
+        shown = " ".join(map(str, shown)) or "none" if several else json.dumps(shown).strip('"')
         text = f"{' '.join((field.description or '').split())} (default: {shown})"
         groups[section].add_argument(f"--{name}", help=text.replace("%", "%%"), **options)
     return parser
 
 
 def _metavar(field: FieldInfo) -> str:
-    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind not in (type(None), Ellipsis)]
+    """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
+    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not Ellipsis]
     inner = [part for kind in kinds for part in get_args(kind) or (kind,) if part is not Ellipsis]
     words = (part if isinstance(part, str) else getattr(part, "__name__", "VALUE").upper() for part in inner)
-    names = dict.fromkeys("TEXT" if word == "STR" else word for word in words)
-    return "{" + ",".join(names) + "}" if len(names) > 1 or isinstance(inner[0], str) else "".join(names)
+    kinds = {"STR": "TEXT", "BOOL": "true,false", "NONETYPE": "null"}
+    text = ",".join(dict.fromkeys(kinds.get(word, word) for word in words))
+    return f"{{{text}}}" if "," in text else text
 
 
 def _takes_several(field: FieldInfo) -> bool:

@@ -104,7 +104,7 @@ class EvaluateConfig(Command):
     batch_size: int = Field(default=16, ge=1)
     """windows, or continuations of a task, per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    """autocast; auto follows `accelerate config`"""
+    """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it"""
     device: Device = "auto"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:

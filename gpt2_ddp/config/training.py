@@ -90,7 +90,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """The GPT; the defaults are GPT-2 (124M)"""
+    """The GPT"""
 
     n_layer: int = Field(default=12, ge=1)
     """number of transformer blocks"""
@@ -218,7 +218,7 @@ class RollbackConfig(GuardConfig):
 
     rollbacks: int = Field(default=3, ge=0)
     """most rollbacks of a diverged run: each loads the newest good checkpoint and skips the data since then; at the
-    next divergence the run ends with exit code 1"""
+    next divergence the run ends with exit code 3"""
 
 
 class TextTrackingConfig(TrackingConfig):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from gpt2_ddp.errors import UserError
 
-STOPPED = 75
-"""Exit code of a command that was stopped early with nothing lost (EX_TEMPFAIL); the same command resumes it."""
+DIVERGED, STOPPED = 3, 75
+"""Exit codes of a run: diverged, which the same command would repeat; stopped early with a checkpoint (EX_TEMPFAIL)."""
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
 _COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
@@ -88,8 +88,8 @@ def torchrun_option(name: str) -> str:
 
 
 def exit_code(outcome: str) -> int:
-    """Exit code of a run: 1 if `diverged`, 75 if `stopped` without a launcher, else 0."""
-    return 1 if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0
+    """Exit code of a run: 3 if `diverged`, 75 if `stopped` without a launcher, else 0."""
+    return DIVERGED if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0
 
 
 def stop_code() -> int:

@@ -159,7 +159,8 @@ def processes_asked_for() -> int:
     asked.append(int(env.get("PET_NNODES", "1").split(":")[0]) * (int(per_node) if per_node.isdigit() else 1))
     launch = _accelerate_arguments()
     if launch is not None and "WORLD_SIZE" not in env:
-        asked.append(launch.num_processes or _configured_processes(launch.config_file))
+        count = launch.num_processes or _accelerate_config(launch.config_file).get("num_processes")
+        asked.append(count if isinstance(count, int) else 1)
     return max(asked)
 
 
@@ -172,13 +173,12 @@ def _accelerate_arguments() -> argparse.Namespace | None:
     return launch_command_parser().parse_args(words)  # only this parser finds where the script's arguments begin
 
 
-def _configured_processes(config_file: str | None) -> int:
+def _accelerate_config(config_file: str | None) -> dict[str, object]:
     from accelerate.commands.config.config_args import default_config_file
 
     file = Path(config_file or default_config_file)
     values = yaml.safe_load(file.read_text()) if file.is_file() else None  # JSON is YAML
-    count = values.get("num_processes") if isinstance(values, dict) else None
-    return count if isinstance(count, int) else 1
+    return values if isinstance(values, dict) else {}
 
 
 def _check_environment(target: torch.device, backend: str) -> None:
@@ -199,16 +199,25 @@ def _check_environment(target: torch.device, backend: str) -> None:
 
 
 def pick_precision(name: str, target: torch.device, section: str) -> str:
-    """The precision for `auto` (as configured by `accelerate config`), `fast` (bf16 where the device has it, else no),
-    `no`, `bf16` or `fp16`. Raises UserError if it is not available."""
-    if name == "fast":
-        return "bf16" if multiplies_bf16(target) else "no"
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if name == "auto" else name
+    """`no`, `bf16` or `fp16`; for `auto` the precision that Accelerate was configured with, else bf16 on GPUs that have
+    it; for `fast` bf16 on CPUs that have it, too. Raises UserError if it is not available."""
+    fast = "bf16" if multiplies_bf16(target) else "no"
+    auto = _accelerate_precision() or (fast if target.type == "cuda" else "no")
+    precision = {"fast": fast, "auto": auto}.get(name, name)
     if precision == "fp16" and target.type != "cuda":
         raise UserError(f"{section}mixed_precision", "fp16", f"needs a CUDA device, not {target.type}; use bf16 or no")
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(f"{section}mixed_precision", precision, "use no, bf16 or fp16")
     return precision
+
+
+def _accelerate_precision() -> str | None:
+    """The precision of `accelerate launch --mixed_precision`, its configuration file or the environment; without any,
+    `accelerate launch` sets the variable to `no`, which counts as unset."""
+    launch = _accelerate_arguments()
+    if launch and not (launch.mixed_precision or _accelerate_config(launch.config_file).get("mixed_precision")):
+        return None
+    return os.environ.get("ACCELERATE_MIXED_PRECISION")
 
 
 def multiplies_bf16(target: torch.device) -> bool:
@@ -221,9 +230,11 @@ def multiplies_bf16(target: torch.device) -> bool:
 def describe_precision(accelerator: Accelerator) -> str:
     """The precision of a training as text, with a hint if another would be faster."""
     precision, target = accelerator.mixed_precision, accelerator.device
-    if precision != "bf16" or target.type == "mps" or multiplies_bf16(target):
-        return precision
-    return f"bf16, which this {target.type} has no instructions for (train.mixed_precision: fast would take fp32)"
+    if precision == "bf16" and target.type != "mps" and not multiplies_bf16(target):
+        return f"bf16, which this {target.type} emulates (train.mixed_precision: fast would select fp32)"
+    if precision == "no" and target.type == "cuda" and multiplies_bf16(target):
+        return "no, which is slower than bf16 (train.mixed_precision: bf16)"
+    return precision
 
 
 def set_cpu_threads() -> None:

@@ -351,13 +351,13 @@ class Run(Progress):
     def snapshot(self) -> Snapshot | None:
         """Content of a checkpoint of the current step, on the main process; None on the others. The next step changes
         its tensors, which are the run's own. Collective."""
-        state = self.state_dict()
+        state, model = finite(self.state_dict()), self.task.model
         if self.folder is None:
             return None
-        model = self.task.model
-        weights, moments = checkpoint.model_state(model), checkpoint.optimizer_state(model, self.optimizer.plain)
-        whole = Snapshot(finite(state), dump(self.config), weights, moments, self.task.files)
-        return whole if self.config.saves_optimizer else whole.without_optimizer()
+        moments = checkpoint.optimizer_state(model, self.optimizer.plain)
+        if moments and not self.config.saves_optimizer:
+            state, moments = {**state, "moments": False}, {}
+        return Snapshot(state, dump(self.config), checkpoint.model_state(model), moments, self.task.files)
 
     def load(self, snapshot: Snapshot | None) -> None:
         """Loads a snapshot of the main process (None on the others) on all ranks. Collective. Works at any step and in
