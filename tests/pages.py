@@ -44,6 +44,8 @@ CANNOT = {
     "sky jobs": "a cloud; the same",
     "cloud/launch.sh": "GPUs, and the Hub; test_cloud.py runs it",
     "--source hub:": "the Hub",
+    "--run_name nodrop": "minutes of training",
+    "runs/nodrop/": "the run of that command",
     "--config configs/gpt2_124m.yaml": "GPUs, and the Hub",
     "--output runs/compare_again": "25 minutes",
     "scripts/compare_parallel.py$": "minutes; test_compare.py runs it, smaller, and looks at what comes out",
