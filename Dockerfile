@@ -1,4 +1,4 @@
-# What trains, and nothing that only builds it: docs/container.md says how it is built, run and checked.
+# What trains, and nothing that only builds it: docs/cloud.md says how it is built, run and checked.
 # torch's wheels bring CUDA, cuDNN and NCCL; the driver comes from the host. Python 3.11 is what the lock was made for.
 ARG BASE=debian:bookworm-slim
 

@@ -64,7 +64,7 @@ gpu: $(VENV)/.installed-dev  ## what to run first on a GPU; again, what failed o
 	GPU_DEVICE=$(DEVICE) $(BIN)/pytest -vv -m gpu -rN --tb=no --last-failed -o cache_dir=runs/gpu/pytest \
 	    -o faulthandler_timeout=0 tests/test_gpu.py $(ARGS)
 
-image:  ## build the container image, by docker or buildah; docs/container.md
+image:  ## build the container image, by docker or buildah; docs/cloud.md
 	docker/build.sh $(ARGS)
 
 test-image: $(VENV)/.installed-dev  ## what the built image does; RUN="podman --runtime runc run" runs it otherwise

@@ -16,10 +16,11 @@ import pytest
 import yaml
 from commands import SCRIPTS, expect_error, held, run_script
 from golden_runs import CORPUS, GOLDEN
+from pages import ROOT
 from ranks import run_ranks
 from runs import edit_manifest, training_config
 
-from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.plan import PlanConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model import compiled as compiling
@@ -309,6 +310,25 @@ def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
     assert planned(**state | {"device": "NVIDIA H200"}) == fresh
     monkeypatch.setattr(compiling, "WORTH_IT", 1.0)
     assert planned() == (fresh[0], True)
+
+
+def test_the_figures_of_the_pages(tmp_path, monkeypatch):
+    """The table of docs/plan.md, and the output in docs/gpt2-124m.md but for the disk, which is this machine's."""
+    monkeypatch.chdir(tmp_path)
+    table, output = ((ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("plan", "gpt2-124m"))
+    rows = re.findall(r"^\| `(gpt2_\d+m)\.yaml` \|.*$", table, re.MULTILINE)
+    assert len(rows) == 4
+    for name in rows:
+        words = ["--config", f"configs/{name}.yaml", "--gpu", "H100 80GB HBM3", "--gpus", "8", "--price", "2.5"]
+        plan = make_plan(load(PlanConfig, words))
+        figures = (
+            f"{plan.accumulation} x {plan.micro_batch} | {plan.memory.peak / 1e9:.1f} | {plan.largest_micro_batch}"
+        )
+        figures += f" | {plan.device_hours / 8:.1f} | {plan.price:.0f} | {plan.disk.checkpoints / 1e9:.0f}"
+        assert f"| `{name}.yaml` | {figures} |\n" in table
+        if name == "gpt2_124m":
+            block = output.split("```\ngpt2_124m on ")[1].split("```")[0]
+            assert {*f"gpt2_124m on {block}".strip().split("\n")} <= {*format_plan(plan)}
 
 
 def test_the_questions_that_make_no_sense():
