@@ -17,7 +17,7 @@ from conftest import once
 from pages import CANNOT, NOT_RUN, PAGES, PROGRAMS, ROOT, SMALLER, TRANSLATED, PageCommand, commands, parse_script
 
 COMMANDS = [command for page in [*PAGES, *NOT_RUN] for command in commands(page)]
-LONG = ("schedules.md", "speedrun.md")
+LONG = ("optimizers.md", "speedrun.md")
 """Pages with runs of hundreds of steps, which `make faults` runs."""
 README = {command.text for command in commands(ROOT / "README.md")}
 ABOUT = ("small-jobs.md", "ddp-lab.md", "export.md")
@@ -38,7 +38,7 @@ def test_the_tables_hold_nothing_that_no_page_has():
     assert [script for script in SMALLER if f"scripts/{script}" not in texts] == []
     seen = Counter(command.page for command in COMMANDS)
     assert seen["README.md"] > 30
-    assert seen["schedules.md"] == 6, "two after a $, four in blocks for a shell"
+    assert seen["optimizers.md"] == 6, "two after a $, four in blocks for a shell"
     assert seen["data.md"] == 2, "what a program has written is no command"
 
 

@@ -1,4 +1,4 @@
-"""A training of 10^12 tokens on 1,024 ranks, simulated: what docs/scaling.md says of counts and bytes. Seconds are that
+"""A training of 10^12 tokens on 1,024 ranks, simulated: what docs/benchmarks.md says of counts and bytes. Seconds are that
 page's, measured; here only what a machine's speed does not change is held."""
 
 import json

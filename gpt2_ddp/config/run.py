@@ -37,7 +37,7 @@ class LoopConfig(Section):
     scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto", json_schema_extra={"alone": "model"})
     """torch.compile: the whole model, or each transformer block, which keeps DDP's overlap; auto, with a compiler:
-    model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off (docs/step.md)"""
+    model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off (docs/benchmarks.md)"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: cuda, then mps, then cpu"""
     deterministic: bool = False
