@@ -54,8 +54,8 @@ COMMANDS = f"""{NOTE}
 
 # Commands
 
-All scripts, in the groups of `gpt2-ddp --help`. In a clone, run the script `scripts/NAME.py` with Python. After
-`pip install`, run `gpt2-ddp NAME` from any folder; `gpt2-ddp` alone lists the scripts. All flags also accept `--flag=value`.
+All scripts, in the groups of `gpt2-ddp --help`. In a clone, run the script `scripts/NAME.py` with Python.
+After `pip install`, run `gpt2-ddp NAME` from any folder; `gpt2-ddp` alone lists the scripts.
 
 Every script with flags has `--help`, `--print_config` and `--config FILE`.
 [files.md](files.md#exit-codes) has the exit codes.
