@@ -36,8 +36,8 @@ class LoopConfig(Section):
     """autocast; auto follows `accelerate config`; fast: bf16 where the device has instructions for it; fp16 (CUDA)
     scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto", json_schema_extra={"alone": "model"})
-    """torch.compile: the whole model, or each transformer block, which keeps DDP's overlap; auto, with a compiler:
-    model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off (docs/benchmarks.md)"""
+    """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
+    compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: cuda, then mps, then cpu"""
     deterministic: bool = False
