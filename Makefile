@@ -89,7 +89,7 @@ format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
 # an environment of its own, without torch: mkdocs, and what the configuration imports
 docs: .venv-docs/.installed  ## write the reference pages and build the site into site/; warnings fail
 	.venv-docs/bin/python docs/reference.py
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)  # --quiet would let warnings pass
 	@echo "built: open site/index.html, or serve it: $(PYTHON) -m http.server -d site"
 
 .venv-docs/.installed: requirements-docs.txt

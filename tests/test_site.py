@@ -95,6 +95,12 @@ def test_the_site_loads_nothing_from_the_network():
     assert not {"repo_url", "extra_javascript", "extra_css"} & MKDOCS.keys(), "a repository's address fetches its stars"
 
 
+def test_make_docs_fails_at_a_warning():
+    (build,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert "--strict" in build.partition("#")[0]
+    assert "quiet" not in build.partition("#")[0], "warnings that are not shown are not counted"
+
+
 def test_links_out_of_docs_become_addresses_or_text():
     text = (
         "[`a`](docs/x.md#y) [b](configs/b.yaml) ![c](docs/c.png) `[d](docs/d.md)` [e](https://e) [![f](../g.svg)](../h)"
