@@ -133,7 +133,11 @@ def sections_of(command: type[Command], title: str, names: Iterable[str]) -> lis
     found, fields = [], leaves(command)
     for section in names:
         own = [(name, field) for name, field in fields if name.rpartition(".")[0] == section]
-        about = (type(sections(command)[section]).__doc__ or "").partition("\n")[0] if section else "The run"
+        about = (
+            (type(sections(command)[section]).__doc__ or "").partition("\n")[0]
+            if section
+            else "Fields outside of the sections"
+        )
         found.append(f"### {title}: {section or 'top level'}\n\n{about}.\n\n{table(own)}")
     return found
 

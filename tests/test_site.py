@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gpt2_ddp.config.training import OptimConfig
+from gpt2_ddp.model.optim import lr_at
+
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md")] + DOCS
@@ -92,7 +95,8 @@ def test_the_site_loads_nothing_from_the_network():
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert MKDOCS["theme"]["font"] is False
     assert "http" not in text
-    assert not {"repo_url", "extra_javascript", "extra_css"} & MKDOCS.keys(), "a repository's address fetches its stars"
+    assert not {"repo_url", "extra_javascript"} & MKDOCS.keys(), "a repository's address fetches its stars"
+    assert [(ROOT / "docs" / file).is_file() for file in MKDOCS["extra_css"]] == [True]
 
 
 def test_make_docs_fails_at_a_warning():
@@ -127,10 +131,11 @@ def test_the_tests_that_architecture_names_exist():
 
 def test_optimizers_has_the_rates_of_the_configurations():
     text = (ROOT / "docs/optimizers.md").read_text(encoding="utf-8")
-    rates = {}
-    for file in (ROOT / "configs").glob("*.yaml"):
-        optim = yaml.safe_load(file.read_text(encoding="utf-8")).get("optim", {})
-        rates |= {file.name: str(optim["muon_lr"])} if optim.get("name") == "muon" else {}
+    files = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "configs").glob("*.yaml")}
+    optims = {name: yaml.safe_load(file).get("optim", {}) for name, file in files.items()}
+    rates = {name: str(optim["muon_lr"]) for name, optim in optims.items() if optim.get("name") == "muon"}
+    default = OptimConfig(**optims["gpt2_stdlib.yaml"] | {"warmup_steps": 20, "decay_steps": 21})
+    assert f"the last learning rate is {lr_at(5, default):.3g}, not optim.lr ({default.lr:.3g})" in text
     assert {name: rate for rate, name in re.findall(r"(0\.\d+) \(`(\w+\.yaml)`\)", text)} == rates
 
 
