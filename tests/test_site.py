@@ -129,6 +129,16 @@ def test_the_tests_that_architecture_names_exist():
     assert [file for file in files if not any((ROOT / folder / file).is_file() for folder in ("gpt2_ddp", "."))] == []
 
 
+def test_the_tests_that_reliability_names_exist():
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:faults/)?test_\w+\.py)(?: -k (\"[^`]+\"|\w+))?`", text)
+    assert len(named) > 20
+    for file, chosen in named:
+        content = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        missing = [word for word in re.findall(r"\w+", chosen) if word != "or" and word not in content]
+        assert not missing, (file, missing)
+
+
 def test_optimizers_has_the_rates_of_the_configurations():
     text = (ROOT / "docs/optimizers.md").read_text(encoding="utf-8")
     files = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "configs").glob("*.yaml")}
