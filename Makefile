@@ -86,10 +86,10 @@ format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# an environment of its own, without torch: mkdocs, and what the configuration imports
+# An environment of its own, without torch. mkdocs with --quiet would not count warnings.
 docs: .venv-docs/.installed  ## write the reference pages and build the site into site/; warnings fail
 	.venv-docs/bin/python docs/reference.py
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)  # --quiet would let warnings pass
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
 	@echo "built: open site/index.html, or serve it: $(PYTHON) -m http.server -d site"
 
 .venv-docs/.installed: requirements-docs.txt
