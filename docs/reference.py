@@ -73,7 +73,7 @@ def values_of(annotation: Any) -> str:
         many = Ellipsis in inside
         return f"list: {values_of(inside[0])}" if many else f"{len(inside)} values: {values_of(inside[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "{" + ", ".join(annotation.model_fields) + "}"
+        return "`{" + ", ".join(annotation.model_fields) + "}`"
     return NAMES.get(annotation) or values_of(inside[0])  # Annotated
 
 
