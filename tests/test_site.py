@@ -19,7 +19,7 @@ TARGETS = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 
 
 def load_hook():
-    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs/site.py")
+    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs/site_hook.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
