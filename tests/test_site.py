@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from gpt2_ddp.config.training import OptimConfig
+from gpt2_ddp.data.feed import padding_rows, split_batch
 from gpt2_ddp.model.optim import lr_at
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +128,13 @@ def test_the_tests_that_architecture_names_exist():
         assert f"def {function}(" in content if function else content, (file, function)
     files = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
     assert [file for file in files if not any((ROOT / folder / file).is_file() for folder in ("gpt2_ddp", "."))] == []
+
+
+def test_architecture_has_the_share_of_padding():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    for ranks in (6, 7):
+        share = padding_rows(512, ranks, split_batch(512, ranks, 16)) / 512
+        assert f"{100 * share:.1f} % on {ranks}" in text
 
 
 def test_the_tests_that_reliability_names_exist():
