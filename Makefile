@@ -86,8 +86,19 @@ format: $(VENV)/.installed-dev  ## apply the formatter and the safe lint fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove the environment and caches; data/ and runs/ stay
-	rm -rf $(VENV) *.egg-info .pytest_cache .ruff_cache
+# An environment of its own, without torch. mkdocs with --quiet would not count warnings.
+docs: .venv-docs/.installed  ## write the reference pages and build the site into site/; warnings fail
+	.venv-docs/bin/python docs/reference.py
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict $(ARGS)
+	@echo "built: open site/index.html, or serve it: $(PYTHON) -m http.server -d site"
+
+.venv-docs/.installed: requirements-docs.txt
+	@$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet -r requirements-docs.txt
+	@touch $@
+
+clean:  ## remove the environments, the site and caches; data/ and runs/ stay
+	rm -rf $(VENV) .venv-docs site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train speedrun test test-slow test-cluster faults soak mutants gpu image test-image lock check format clean
+.PHONY: help train speedrun test test-slow test-cluster faults soak mutants gpu image test-image lock check format docs clean

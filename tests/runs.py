@@ -259,7 +259,7 @@ def evaluate_checkpoint(config) -> dict[str, float]:
 
 
 def by_definition(seed: int, n: int, position: int) -> int:
-    """The item at a position, from docs/architecture.md in integers alone."""
+    """The item at a position, from docs/verify.md in integers alone."""
     epoch, index = divmod(position, n)
     return permuted(seed, str(epoch), n, index)
 

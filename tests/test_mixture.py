@@ -49,7 +49,7 @@ def mixture(windows=WINDOWS, phases=PHASES, seed=1337) -> MixedOrder:
 
 
 def uses_by_definition(phases: list[Phase], block: int) -> list[int]:
-    """Of each source before a block, from docs/architecture.md."""
+    """Of each source before a block, from docs/verify.md."""
     totals = [0] * len(phases[0].weights)
     for number, (begins, weights) in enumerate(phases):
         end = min(block, phases[number + 1].begins // 1000 if number + 1 < len(phases) else block)

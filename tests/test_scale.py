@@ -1,5 +1,5 @@
-"""A training of 10^12 tokens on 1,024 ranks, simulated: what docs/scaling.md says of counts and bytes. Seconds are that
-page's, measured; here only what a machine's speed does not change is held."""
+"""A training of 10^12 tokens on 1,024 ranks, simulated: the counts and bytes of docs/benchmarks.md. The seconds of that
+page were measured; this file tests only figures that do not depend on the machine's speed."""
 
 import json
 import tracemalloc

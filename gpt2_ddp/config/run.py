@@ -36,8 +36,8 @@ class LoopConfig(Section):
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it; fast: bf16 on CPUs that
     have it, too; no: fp32; fp16 (CUDA) scales the loss"""
     compile: Literal["auto", "off", "blocks", "model"] = Field(default="auto", json_schema_extra={"alone": "model"})
-    """torch.compile: the whole model, or each transformer block, which keeps DDP's overlap; auto, with a compiler:
-    model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off (docs/step.md)"""
+    """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
+    compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device of the training; auto: cuda, then mps, then cpu"""
     deterministic: bool = False

@@ -3,7 +3,7 @@
 The order is cut into blocks of M = 1,000 positions. In a block each source has a whole number of windows, by the
 weights of the block's phase; a keyed permutation shuffles the block. The k-th position of a source, over all blocks,
 takes item k of the source's own endless order. So the order is a pure function of seed and position, like `Order`, and
-equals `Order` while all weight is on source 0. docs/architecture.md specifies it.
+equals `Order` while all weight is on source 0. docs/verify.md specifies it.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """The global order of the training items (windows of tokens, or samples), and its digest.
 
 Position p of the endless order of N items is item `permutation(seed, p // N)[p % N]`. So an epoch of N positions has
-each item once. docs/architecture.md specifies permutation and digest, so that other code can check them.
+each item once. docs/verify.md specifies permutation and digest, so that other code can check them.
 """
 
 import hashlib

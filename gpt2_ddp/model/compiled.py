@@ -1,4 +1,4 @@
-"""torch.compile: which part of a model to compile, and whether a compiler is available (docs/step.md)."""
+"""torch.compile: which part of a model to compile, and whether a compiler is available (docs/benchmarks.md)."""
 
 import os
 import shutil

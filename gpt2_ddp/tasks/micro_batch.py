@@ -1,4 +1,4 @@
-"""`train.micro_batch_size: auto` (docs/step.md): by a GPU's memory, with a trial, or by a CPU's caches."""
+"""`train.micro_batch_size: auto` (docs/benchmarks.md): by a GPU's memory, with a trial, or by a CPU's caches."""
 
 import torch
 from accelerate import Accelerator

@@ -1,0 +1,152 @@
+"""The reference pages: configuration.md and commands.md equal what the code gives; files.md names every key."""
+
+import ast
+import importlib.util
+import json
+import re
+import signal
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from gpt2_ddp.checkpoint.metrics import SHOWN, Sample
+from gpt2_ddp.data.manifest import Manifest, Shard
+from gpt2_ddp.data.shards import MAGIC_AND_VERSION
+from gpt2_ddp.distributed.environment import STOPPED
+from gpt2_ddp.distributed.process import Process
+from gpt2_ddp.distributed.signals import INTERRUPTED
+from gpt2_ddp.scoring import METRICS
+
+ROOT = Path(__file__).parents[1]
+FILES = (ROOT / "docs/files.md").read_text(encoding="utf-8")
+UNITS = ("tokens", "samples")
+
+
+def load_reference():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE = load_reference()
+
+
+@pytest.mark.parametrize("page", REFERENCE.PAGES)
+def test_a_generated_page_is_what_the_code_gives(page):
+    written = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert written == REFERENCE.PAGES[page](), "run `python docs/reference.py`, and commit the page"
+
+
+def test_a_field_without_a_docstring_is_refused():
+    from pydantic.fields import FieldInfo
+
+    with pytest.raises(AssertionError, match="has no docstring"):
+        REFERENCE.row("a.b", FieldInfo(annotation=int, default=1))
+
+
+def test_every_script_is_in_commands():
+    headings = re.findall(r"^### (\w+)$", REFERENCE.commands(), re.MULTILINE)
+    assert sorted(headings) == sorted(file.stem for file in (ROOT / "scripts").glob("*.py"))
+
+
+def section(heading: str) -> str:
+    """The text of files.md below a heading, up to the next one."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", FILES, re.MULTILINE | re.DOTALL)
+    assert found, heading
+    return found[1]
+
+
+def first_column(text: str) -> set[str]:
+    """The keys in the first column of the tables of a text."""
+    cells = re.findall(r"^\| (`[^|]*) \|", text, re.MULTILINE)
+    return {key for cell in cells for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def dict_keys(module: str, function: str) -> set[str]:
+    """The constant keys of all dictionaries that a function writes."""
+    tree = ast.parse((ROOT / f"gpt2_ddp/{module}.py").read_text(encoding="utf-8"))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert found, f"{module} has no {function}"
+    keys = [key for node in ast.walk(found[0]) if isinstance(node, ast.Dict) for key in node.keys]
+    return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+
+
+def golden_rows() -> list[dict]:
+    files = [ROOT / f"tests/golden/{run}/metrics.jsonl" for run in ("gpt2_run", "regression_run")]
+    return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_files_names_every_key_of_a_row_and_no_other():
+    named = {f"{kind}/NAME" for kind in ("tokens", "epoch", "val_loss", "val_bits_per_byte")}
+    named |= {f"TASK_{metric}" for metric in METRICS} | {f"{unit}_per_second" for unit in UNITS}
+    named |= {*UNITS, "chain", "train_loss", "val_samples", "val_accuracy", "val_top5"}
+    for module, function in (("training/loop", "_row"), ("training/loop", "_position"), ("training/meters", "read")):
+        named |= dict_keys(module, function)
+    named |= dict_keys("tasks/pretraining", "evaluate")
+    recorded = {key for row in golden_rows() if "event" not in row for key in row}
+    assert {"mfu", "not_finite", "val_tokens"} < named
+    assert recorded <= named
+    assert first_column(section("Rows of steps")) == named
+    assert named >= SHOWN.keys(), "a column of the terminal has no key"
+
+
+def test_files_names_every_event_and_its_keys():
+    lines = [line for line in section("Events").splitlines() if line.startswith("| `")]
+    events = {line.split("`")[1]: {*re.findall(r"`(\w+)`", line)} for line in lines if line.count("|") == 4}
+    written = {
+        "start": dict_keys("training/run", "_facts") | dict_keys("training/run", "_record_start"),
+        "checkpoint": dict_keys("checkpoint/checkpoint", "checkpoint_ref"),
+        "room": dict_keys("checkpoint/checkpointer", "_write") - {"sha256"},
+        "rollback": dict_keys("training/loop", "_load_good_checkpoint"),
+        "branch": {"checkpoint_sha256", "from", "run_id"} & dict_keys("training/branch", "branch_off"),
+        "end": dict_keys("checkpoint/run_folder", "record_end"),
+    }
+    written["start"] |= dict_keys("checkpoint/run_folder", "record_start") | dict_keys("training/run", "_devices")
+    written["branch"] |= dict_keys("data/feed", "state_dict")
+    everywhere = {"event", "step", "chain", "torch"}
+    assert events.keys() == written.keys()
+    for name, keys in written.items():
+        more = {name, "kept", "manifest", "completed", "stopped", "diverged"}
+        assert keys - everywhere <= events[name], name
+        assert events[name] <= keys | more, name
+    for row in golden_rows():
+        if "event" in row:
+            assert set(row) - everywhere <= events[row["event"]] | task_keys(), row["event"]
+
+
+def task_keys() -> set[str]:
+    """The keys of the tasks that files.md names."""
+    return {*re.findall(r"`(\w+)`", section("Events").partition("Keys of the task")[2])}
+
+
+def test_files_names_what_the_tasks_record():
+    modules = {"tasks/pretraining": "state_dict", "tasks/supervised": "state_dict", "tasks/images/load": "facts"}
+    assert task_keys() - {"start"} == set().union(*(dict_keys(*pair) for pair in modules.items()))
+
+
+def test_files_names_the_keys_of_the_other_files():
+    state = set()
+    for run in ("gpt2_run", "regression_run"):
+        for file in (ROOT / "tests/golden" / run).glob("checkpoints/*/state.json"):
+            state |= json.loads(file.read_text(encoding="utf-8")).keys()
+    own = first_column(section("Checkpoints").partition("Keys of `state.json`")[2])
+    start = {*re.findall(r"`(\w+)`", section("Events"))}
+    assert state <= own | start
+    assert own <= state | {"moments"}
+    assert first_column(section("samples.jsonl")) == {"step", *Sample._fields}
+    status = {"state", "step", "reason", *Process._fields} | dict_keys("distributed/watchdog", "status")
+    assert first_column(section("status.json")) == status
+    manifest = section("Prepared data").partition("Keys of `manifest.json`")[2]
+    assert {field.name for field in fields(Manifest)} | {"sha256"} <= first_column(manifest)
+    assert {f"`{field.name}`" for field in fields(Shard)} <= {*re.findall(r"`\w+`", manifest)}
+    for magic, version in MAGIC_AND_VERSION.values():
+        assert re.search(rf"\| {magic} \| {version}\b", manifest)
+
+
+def test_files_names_the_exit_codes():
+    codes = {STOPPED, INTERRUPTED, 128 + signal.SIGPIPE, 0, 1, 2}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", section("Exit codes"), re.MULTILINE)} == codes

@@ -1,0 +1,162 @@
+"""The documentation as a whole: links and anchors, mkdocs.yml's navigation, and figures that other files have, too."""
+
+import importlib.util
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gpt2_ddp.config.training import OptimConfig
+from gpt2_ddp.data.feed import padding_rows, split_batch
+from gpt2_ddp.model.optim import lr_at
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md")] + DOCS
+TARGETS = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
+
+
+def load_hook():
+    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs/site_hook.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HOOK = load_hook()
+
+
+def without_code(page: Path) -> str:
+    """The page's text without fenced blocks; its lines keep their numbers."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^```.*?^```", lambda block: "\n" * block[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    found: Counter[str] = Counter()
+    names = set()
+    for heading in re.findall(r"^#+ (.+?) *#*$", without_code(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        names.add(f"{name}-{found[name]}" if found[name] else name)
+        found[name] += 1
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_and_anchor_is_there(page):
+    wrong = []
+    for number, line in enumerate(without_code(page).split("\n"), 1):
+        for target in map("".join, TARGETS.findall(re.sub(r"`[^`\n]*`", "", line))):
+            path, _, anchor = target.partition("#")
+            if re.match(r"[a-z]+:", target) or path.startswith("../../actions/"):  # a badge of the repository's site
+                continue
+            file = Path(os.path.normpath(page.parent / path)) if path else page
+            if not file.exists():
+                wrong.append(f"{page.name}:{number}: {target}: no such file")
+            elif anchor and anchor not in anchors(file):
+                wrong.append(f"{page.name}:{number}: {target}: no such heading")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_anchors_are_those_of_headings(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A `b_c`: d, [e](f)!\n## Two\n## Two\n```\n# no\n```\n## 第一步 (1)\n", encoding="utf-8")
+    assert anchors(page) == {"a-b_c-d-e", "two", "two-1", "第一步-1"}
+
+
+class Loader(yaml.SafeLoader):
+    """Reads mkdocs.yml, whose anchors are made by a function of Python's."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
+
+
+def nav_pages(entry: object) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in nav_pages(part)]
+
+
+def test_the_navigation_has_every_page_once():
+    found = nav_pages(MKDOCS["nav"])
+    assert sorted(found) == sorted([*HOOK.PAGES, *(page.name for page in DOCS)])
+    groups = [next(iter(entry)) for entry in MKDOCS["nav"] if isinstance(next(iter(entry.values())), list)]
+    assert groups == ["Tutorials", "How-to", "Reference", "Explanation"]
+
+
+def test_the_site_loads_nothing_from_the_network():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert MKDOCS["theme"]["font"] is False
+    assert "http" not in text
+    assert not {"repo_url", "extra_javascript"} & MKDOCS.keys(), "a repository's address fetches its stars"
+    assert [(ROOT / "docs" / file).is_file() for file in MKDOCS["extra_css"]] == [True]
+
+
+def test_make_docs_fails_at_a_warning():
+    (build,) = re.findall(r"mkdocs build.*", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert "--strict" in build.partition("#")[0]
+    assert "quiet" not in build.partition("#")[0], "warnings that are not shown are not counted"
+
+
+def test_links_out_of_docs_become_addresses_or_text():
+    text = (
+        "[`a`](docs/x.md#y) [b](configs/b.yaml) ![c](docs/c.png) `[d](docs/d.md)` [e](https://e) [![f](../g.svg)](../h)"
+    )
+    text += '\n```\n[i](docs/i.md)\n```\n<img src="docs/j.svg"> [k](README.zh-CN.md) [`m` and `n`](LICENSE) [o](#p)'
+    done = HOOK.rewrite(text, "", "")
+    assert done.split("\n")[0] == "[`a`](x.md#y) b ![c](c.png) `[d](docs/d.md)` [e](https://e) f"
+    assert done.split("\n")[2] == "[i](docs/i.md)"
+    assert done.split("\n")[4] == '<img src="j.svg"> [k](README.zh-CN.md) `m` and `n` [o](#p)'
+    linked = HOOK.rewrite("[a](../gpt2_ddp/api.py#L1) [b](../README.md#c) [d](e.md)", "docs", "https://h/blob/main")
+    assert linked == "[a](https://h/blob/main/gpt2_ddp/api.py#L1) [b](index.md#c) [d](e.md)"
+
+
+def test_the_tests_that_architecture_names_exist():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 12
+    for file, function in named:
+        content = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {function}(" in content if function else content, (file, function)
+    files = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert [file for file in files if not any((ROOT / folder / file).is_file() for folder in ("gpt2_ddp", "."))] == []
+
+
+def test_architecture_has_the_share_of_padding():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    for ranks in (6, 7):
+        share = padding_rows(512, ranks, split_batch(512, ranks, 16)) / 512
+        assert f"{100 * share:.1f} % on {ranks}" in text
+
+
+def test_the_tests_that_reliability_names_exist():
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:faults/)?test_\w+\.py)(?: -k (\"[^`]+\"|\w+))?`", text)
+    assert len(named) > 20
+    for file, chosen in named:
+        content = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        missing = [word for word in re.findall(r"\w+", chosen) if word != "or" and word not in content]
+        assert not missing, (file, missing)
+
+
+def test_optimizers_has_the_rates_of_the_configurations():
+    text = (ROOT / "docs/optimizers.md").read_text(encoding="utf-8")
+    files = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "configs").glob("*.yaml")}
+    optims = {name: yaml.safe_load(file).get("optim", {}) for name, file in files.items()}
+    rates = {name: str(optim["muon_lr"]) for name, optim in optims.items() if optim.get("name") == "muon"}
+    default = OptimConfig(**optims["gpt2_stdlib.yaml"] | {"warmup_steps": 20, "decay_steps": 21})
+    assert f"the last learning rate is {lr_at(5, default):.3g}, not optim.lr ({default.lr:.3g})" in text
+    assert {name: rate for rate, name in re.findall(r"(0\.\d+) \(`(\w+\.yaml)`\)", text)} == rates
+
+
+def test_compose_starts_as_many_processes_as_it_is_told():
+    command = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]["train"]["command"]
+    assert command[command.index("--num_processes") + 1] == "${GPUS:-8}"
