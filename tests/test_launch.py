@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 from datetime import timedelta
@@ -238,20 +239,21 @@ def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, command,
 
 
 DEVICES = ("GPU", "GPU without bf16", "CPU")
-ACCELERATE_YAML = "accelerate launch --config_file configs/accelerate/{}.yaml train.py"
+PAGE = (ROOT / "docs/several-machines.md").read_text()
 PRECISIONS = {
-    "python train.py": ("bf16", "no", "no"),
-    "torchrun --nproc_per_node 8 train.py": ("bf16", "no", "no"),
-    "accelerate launch train.py": ("bf16", "no", "no"),
-    **{ACCELERATE_YAML.format(file.stem): ("bf16", "no", "no") for file in (ROOT / "configs/accelerate").iterdir()},
-    "accelerate launch --mixed_precision no train.py": ("no", "no", "no"),
-    "accelerate launch --mixed_precision bf16 train.py": ("bf16", "bf16", "bf16"),
-    "accelerate launch --mixed_precision fp16 train.py": ("fp16", "fp16", "error"),
-    "accelerate launch --config_file no.yaml train.py": ("no", "no", "no"),
-    "accelerate launch --config_file bf16.yaml train.py": ("bf16", "bf16", "bf16"),
-    "accelerate launch --config_file bf16.yaml --mixed_precision no train.py": ("no", "no", "no"),
+    command: tuple(cells.split(" | "))
+    for command, cells in re.findall(r"^\| .*?`([^`]*train\.py)` \| (\w+ \| \w+ \| \w+) \|$", PAGE, re.MULTILINE)
 }
+PRECISIONS |= {
+    f"accelerate launch --config_file configs/accelerate/{file.name} train.py": ("bf16", "no", "no")
+    for file in (ROOT / "configs/accelerate").iterdir()
+}
+PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train.py"] = ("no", "no", "no")
 """Command -> what `train.mixed_precision: auto` is on each of DEVICES."""
+
+
+def test_the_page_has_the_precision_of_each_launcher():
+    assert len(PRECISIONS) == 9 + 3 + 1
 
 
 @pytest.mark.parametrize(("command", "expected"), PRECISIONS.items())

@@ -13,7 +13,7 @@ import pytest
 from gpt2_ddp.checkpoint.metrics import SHOWN, Sample
 from gpt2_ddp.data.manifest import Manifest, Shard
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
-from gpt2_ddp.distributed.environment import STOPPED
+from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
 from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.signals import INTERRUPTED
 from gpt2_ddp.scoring import METRICS
@@ -148,5 +148,5 @@ def test_files_names_the_keys_of_the_other_files():
 
 
 def test_files_names_the_exit_codes():
-    codes = {STOPPED, INTERRUPTED, 128 + signal.SIGPIPE, 0, 1, 2}
+    codes = {DIVERGED, STOPPED, INTERRUPTED, 128 + signal.SIGPIPE, 0, 1, 2}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", section("Exit codes"), re.MULTILINE)} == codes

@@ -65,6 +65,33 @@ def test_every_link_and_anchor_is_there(page):
     assert not wrong, "\n".join(wrong)
 
 
+TUTORIALS = ("first-steps", "own-text", "gpt2-124m", "small-jobs", "ddp-lab")
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a page's prose, list items and table cells, with each piece of code as one word."""
+    text = re.sub(r"<[^>]+>", " ", re.sub(r"`[^`\n]*`", "code", text))
+    text = re.sub(r"\[([^\[\]]*)\]\([^)]*\)", r"\1", text)
+    blocks = re.split(r"\n\s*\n|\n(?= *[-*] | *\d+\. |#)|\|", text)
+    return [sentence for block in blocks for sentence in re.split(r"(?<=[.!?:;])\s", " ".join(block.split()))]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / f"docs/{name}.md" for name in TUTORIALS)])
+def test_sentences_are_short(page):
+    long = [found for found in sentences(without_code(page)) if len(re.findall(r"\w[\w'.,/-]*", found)) > 30]
+    assert not long, "\n".join(long)
+
+
+def test_a_long_sentence_is_found():
+    assert len(sentences("A b. C d!\n\n- e\n- f `g h` [i](j)\n| k | l m |")) == 7
+    assert max(map(len, map(str.split, sentences("Word " * 31 + "\n" + "word " * 4 + ".")))) == 36
+
+
+def test_readme_is_short():
+    for name in ("README.md", "README.zh-CN.md"):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_anchors_are_those_of_headings(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A `b_c`: d, [e](f)!\n## Two\n## Two\n```\n# no\n```\n## 第一步 (1)\n", encoding="utf-8")
