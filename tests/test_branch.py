@@ -221,7 +221,7 @@ MISTAKES = {
     "nowhere": ({"train.branch_from": "/no/such/run"}, ["train.branch_from = /no/such/run"]),
     "no step of its own": ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
     "epochs": ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
-    "both": ({"train.init_from": "runs/x"}, ["train.branch_from = .*leave one of the two away"]),
+    "both": ({"train.init_from": "runs/x"}, ["train.branch_from = .*remove one of the two"]),
 }
 
 

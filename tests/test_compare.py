@@ -337,7 +337,7 @@ def test_mistakes(tmp_path, monkeypatch):
         read_job("lenet", CompareConfig(), CPU, tmp_path)
     with pytest.raises(UserError, match=r"processes = 3: does not divide the global batch of gpt2, 16"):
         read_job("gpt2", CompareConfig(processes=(3,)), CPU, tmp_path)
-    expect_error(r"epochs = 2: says how long to train, and so does steps", CompareConfig, steps=1, epochs=2)
+    expect_error(r"epochs = 2: should not be combined with steps", CompareConfig, steps=1, epochs=2)
     for wrong in (1,), (2, 2), (65,):
         expect_error("should be different numbers from 2 to 64", CompareConfig, processes=wrong)
     expect_error(r"--config = no.yaml", read_job, "regression:no.yaml", CompareConfig(), CPU, tmp_path)

@@ -82,8 +82,8 @@ LENET = {"model": {"name": "lenet"}}
 
 @pytest.mark.parametrize(("values", "field"), [
     ({"data": {"name": "images"}} | LENET, "data.path = None: should be the folder of your images"),
-    ({"data": {"name": "me/mine", "path": "x"}} | LENET, "data.path = x: takes the place of me/mine"),
-    ({"data": {"name": "mnist"}} | LENET, "should be clusters, cifar10, cifar100, images, or OWNER/NAME"),
+    ({"data": {"name": "me/mine", "path": "x"}} | LENET, "data.path = x: conflicts with data.name me/mine"),
+    ({"data": {"name": "mnist"}} | LENET, "should be clusters, cifar10, cifar100, images, or a data set"),
     ({"data": {"name": "cifar100"}}, "model.name = mlp"), (LENET, "model.name = lenet"),
     ({"model": {"sync_batchnorm": True}}, "model.sync_batchnorm = true"),
     ({"model": {"hidden": (5, 0)}}, "model.hidden = [5, 0]"),

@@ -312,8 +312,8 @@ def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
 
 
 def test_the_questions_that_make_no_sense():
-    expect_error("leave gpu, gpus and nodes away", plan_config, gpu="NVIDIA A10", measure=True)
-    expect_error("leave one of the two away", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
+    expect_error("remove gpu, gpus and nodes", plan_config, gpu="NVIDIA A10", measure=True)
+    expect_error("remove one of the two", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
 
 
 def test_the_configuration_that_is_printed_is_training_s():

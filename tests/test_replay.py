@@ -204,7 +204,7 @@ def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"no checkpoint of step 1; begin at a checkpoint \(there are none\)"):
         plan(tmp_path, "1:2")
     for text in ("8", "8:", "a:b", "-4:8", "4:8:12"):
-        with pytest.raises(UserError, match="should be two steps"):
+        with pytest.raises(UserError, match="should be the step of a checkpoint"):
             load(VerifyConfig, ["--replay", text] if text[0] != "-" else [f"--replay={text}"])
 
 

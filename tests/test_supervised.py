@@ -103,10 +103,10 @@ def warm_up_and_cosine(warm_up: int, steps: int) -> Callable[[int], float]:
 @pytest.mark.parametrize(("changes", "mistake"), [
     ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
     ({"step_factor": 0.5}, "step_factor = 0.5: is for --optim.schedule step"),
-    ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the rate falls"),
-    ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should rise"),
-    ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should rise, and begin above 0"),
-    ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most those of the run (4, train.epochs)"),
+    ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the learning rate falls"),
+    ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should be increasing"),
+    ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should be increasing numbers above 0"),
+    ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most train.epochs (4)"),
 ])  # fmt: skip
 def test_a_schedule_that_is_none(tmp_path, changes, mistake):
     with pytest.raises(UserError) as error:
