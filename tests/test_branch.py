@@ -103,7 +103,7 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
     calls = [(said, train, config) for config in (first, second, first, further)]
     *_, (_, again, _), (_, words, _) = run_ranks(in_turn, 1, *calls)[0]
     assert "note: train.branch_from" not in again
-    assert "note: train.branch_from is for a new run; this one has checkpoints of its own\n" in words
+    assert "note: train.branch_from is ignored: this run has checkpoints already\n" in words
     for name, config, begin, end in (("branch", first, 5, 8), ("second", second, 8, 9)):
         begun = checkpoint(tmp_path / ("long" if begin == 5 else "branch"), begin)
         optim = config.optim.model_copy(update={"decay_steps": end})

@@ -337,7 +337,7 @@ def test_another_format_is_a_user_error_and_no_damage(tmp_path, format):
     of_format(place, format)
     checkpoints = Checkpointer(tmp_path / "checkpoints")
     for look in (checkpoints.latest_metadata, checkpoints.newest, lambda: find_checkpoint(tmp_path)):
-        with pytest.raises(UserError, match=rf"step-00000002: is of format {format}, and this release reads format 1"):
+        with pytest.raises(UserError, match=rf"step-00000002: has format {format}, this release reads format 1"):
             look()
     assert [place.name for place in sorted(place.parent.iterdir())] == ["step-00000001", "step-00000002"]
 

@@ -165,7 +165,7 @@ def test_a_rank_lost_in_the_middle_is_named(ranks, number, victim):
     assert [code for code, _ in ended.values()] == [2, 2], ended
     speakers = [text for text in ended.values() if f"error: rank {victim} on {HOST}: " in text[1]]
     assert len(speakers) >= 1, ended
-    assert all("last seen at all-reduce of 4.0 KiB" in text for _, text in speakers)
+    assert all("last stage: all-reduce of 4.0 KiB" in text for _, text in speakers)
 
 
 def _other_version() -> None:

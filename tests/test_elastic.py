@@ -120,7 +120,7 @@ def test_rank_0s_machine_of_three_loses_its_cable_and_returns(machines, alone, c
     job = Job(machines, tmp_path, corpus)
     job.start(*machines)
     wait_until(lambda: job.starts() and job.starts()[-1]["processes"] == 3)
-    wait_until(lambda: f"only the machine of the rendezvous, {last.address}:29500, may not be lost" in first.said)
+    wait_until(lambda: f"only the rendezvous machine, {last.address}:29500, must stay up" in first.said)
     assert job.goes_on("cable out", 2, lambda: first.ip(f"link set {WIRE} down")) < EVERY
     assert job.goes_on("cable in again", 3, lambda: first.ip(f"link set {WIRE} up")) == 0
     job.ends_as(alone)

@@ -400,7 +400,7 @@ def at_every_operation(output: Path, kill: bool) -> list[str]:
             try:
                 make(output)
             except UserError as error:
-                os._exit(2 if "make room on that disk" in str(error) else 3)
+                os._exit(2 if "free space on that disk" in str(error) else 3)
             os._exit(0 if count > 0 else 4)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ended == 0:

@@ -310,7 +310,7 @@ def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
 
 
 def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
-    expect_error(r"checkpoint = .* is a model of transformers; .*train\.init_from", find_checkpoint, theirs)
+    expect_error(r"checkpoint = .* is a transformers model; .*train\.init_from", find_checkpoint, theirs)
 
 
 @pytest.mark.slow

@@ -201,6 +201,6 @@ def test_scripts_that_take_a_gpt_refuse(runs):
     run = str(runs / "scaled/run")
     export = ExportConfig(checkpoint=run, output=str(runs / "exported"))
     for command, config in ((generate_text, GenerateConfig(checkpoint=run, device="cpu")), (export_hf, export)):
-        with pytest.raises(UserError, match="is of a classifier run, and one of gpt2 is wanted") as error:
+        with pytest.raises(UserError, match="is of a classifier run; name one of a gpt2 run") as error:
             command(config)
         assert len(error.value.mistakes) == 1

@@ -200,7 +200,7 @@ def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin"
 
 REFUSED = [
     ({"optim.lr": 1e-3}, "optim.lr = 0.001: the run was started with 0.003"),
-    ({"optim.name": "muon"}, "optim.name = muon: the run was started with adamw; give that back"),
+    ({"optim.name": "muon"}, "optim.name = muon: the run was started with adamw; restore it"),
     ({"model.n_layer": 3, "seed": 1}, "seed = 1: the run was started with 1337"),
     ({"train.global_batch_tokens": 6 * 32}, "train.global_batch_tokens = 192: the run was started with 384"),
 ]
@@ -277,7 +277,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, 
         metrics[run] = (run / "metrics.jsonl").read_bytes()
     (found,) = run_ranks(without_long_work, 1, configs)
     for run, refusal in zip(metrics, found, strict=True):
-        assert f"run_name = run: the checkpoints in {run} are gone" in refusal
+        assert f"run_name = run: {run} has lost its checkpoints" in refusal
         assert (run / "metrics.jsonl").read_bytes() == metrics[run]
         (run / "metrics.jsonl").unlink()
     for config in configs:

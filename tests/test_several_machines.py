@@ -269,6 +269,6 @@ def test_a_long_cut_ends_both_and_the_same_command_goes_on(machines, alone):
     cut(machines, "long", LONG)
     assert codes(machines) == [1, 1]
     for machine, other in zip(machines, ("rank 1 on node-b", "rank 0 on node-a"), strict=True):
-        assert machine.errors[0].startswith(f"error: {other}: no sign of life for "), machine.said
+        assert machine.errors[0].startswith(f"error: {other}: no heartbeat for "), machine.said
     begin(machines, of_page("--node_rank 0"), "long")
     trained(machines, "long", alone)

@@ -120,7 +120,7 @@ def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
     run_ranks(train, 1, job_config("regression", tmp_path / "whole", changes))
     parts = job_config("regression", tmp_path / "parts", changes)
     assert run_ranks(signalled_job, 1, parts, 14, signal.SIGTERM) == ["stopped"]
-    with pytest.raises(RankError, match=r"train.epochs = 6: the run was started with 4; give that back"):
+    with pytest.raises(RankError, match=r"train.epochs = 6: the run was started with 4; restore it"):
         run_ranks(train, 1, job_config("regression", tmp_path / "parts", {**changes, "train.epochs": 6}))
     run_ranks(train, 1, parts)
     assert same(weights(tmp_path / "whole/run"), weights(tmp_path / "parts/run"))
@@ -296,7 +296,7 @@ def test_checkpoints_without_moments(tmp_path, capsys):
     assert same(weights(tmp_path / "run"), weights(bare / "run"))
     changes |= {"train.epochs": 3, "checkpoint.save_optimizer": True}
     [(_, printed, _)] = run_ranks(said, 1, train, job_config("mlp", bare, changes))
-    assert printed.count("note: the checkpoint of step 10 has no moments of the optimizer") == 1
+    assert printed.count("note: the checkpoint of step 10 has no optimizer state") == 1
     moments = load_file(newest_checkpoint(bare / "run") / OPTIMIZER)
     assert (newest_checkpoint(bare / "run").name, moments["step.0.weight"].item()) == ("step-00000015", 5)
     assert verify_run(VerifyConfig(run=str(bare / "run"), replay="10:15")) == 0

@@ -294,7 +294,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "older weights, resealed": (older_weights, (f"{STEP}: is not the one that metrics.jsonl recorded",)),
     "a state that is none": (nonsense(STATE, "[1]"), (f"{STEP}/state.json: holds no fields",)),
     "a state without JSON": (nonsense(STATE, "{"), (f"{STEP}/state.json: cannot be read (",)),
-    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: does not say its step",)),
+    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: has no step",)),
     "a configuration without YAML": (nonsense(CONFIG, "a: ]"), (f"{STEP}/config.yaml: cannot be read (",)),
     "weights that are none": (nonsense(MODEL, "no"), (f"{STEP}/model.safetensors: Error while deserializing header",)),
     "positions that are none": (

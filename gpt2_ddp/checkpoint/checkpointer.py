@@ -178,7 +178,7 @@ class Checkpointer:
             self.recover()
         found = newest_intact(self.folder, put_aside=self._lock)
         if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
-            hint = "holds checkpoints, but none is intact; restore one from a copy, or choose another run_name"
+            hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
         if found:
             self._verified[found.path] = found.state
@@ -242,7 +242,7 @@ class Checkpointer:
                 found[place] = self._verified.get(place) or verify(place).state
             except CorruptCheckpoint as damage:
                 if warn:
-                    print(f"warning: {damage}; not counted, not removed", file=sys.stderr)
+                    print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
         self._verified |= found
         return found
 

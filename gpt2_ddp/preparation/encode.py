@@ -121,7 +121,7 @@ def write_splits(
             splits = {split: writer.close() for split, writer in writers.items()}
             break
         except EncodersDiffer as error:
-            print(f"note: {error}; tiktoken encodes all of it", flush=True)
+            print(f"note: {error}; tiktoken encodes the whole text", flush=True)
             for writer in writers.values():
                 writer.close()
             for file in (*folder.glob("*.bin"), *folder.glob(".*.tmp")):
@@ -256,7 +256,7 @@ class FastEncoder:
             else:
                 ids = self.encode(text)
         if not np.array_equal(ids, self.tokenizer.encode(text)):
-            raise EncodersDiffer(f"gigatoken and tiktoken do not encode {truncate(text, 60)!r} alike")
+            raise EncodersDiffer(f"gigatoken and tiktoken encode {truncate(text, 60)!r} differently")
 
 
 def first_id(tokenizer: Tokenizer) -> int:

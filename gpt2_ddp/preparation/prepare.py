@@ -63,7 +63,7 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
     folder = Path(config.folder)
     source = "" if config.source == "stdlib" else os.path.expanduser(config.source)
     if os.path.isdir(source) and os.path.isdir(folder) and os.path.samefile(source, folder):
-        raise UserError("output", folder, "is the source; choose another folder, which may be in it")
+        raise UserError("output", folder, "is the source; choose another folder (one inside it works)")
     config = config.model_copy(update={"output": str(folder)})
     manifest = _finished(folder, config)  # first without the lock, since the folder may be read-only
     if manifest is None:
@@ -71,7 +71,7 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
             check_can_make(folder)
         except OSError as error:
             raise UserError("output", folder, f"cannot be written ({error.strerror}); choose another folder") from error
-        with locked_output(folder, f"another process prepares {folder}; waiting for it") as aside:
+        with locked_output(folder, f"another process is preparing {folder}; waiting for it") as aside:
             manifest = _finished(folder, config)
             if manifest is None:
                 _clear(folder)
@@ -80,7 +80,7 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
                     return _prepare(aside, config, pool, workers, fast)
     else:
         check_unchanged(folder, config, manifest.recipe.get("fingerprint", {}), manifest.source)
-    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it anew")
+    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
     _print_account(manifest)
     return manifest
 
@@ -96,7 +96,7 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
         del recipe["vocab_size"]
     differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
     if differing:
-        hint = f"holds shards made with {', '.join(differing)}; choose another output, or delete it"
+        hint = f"has shards made with {', '.join(differing)}; choose another output, or delete it"
         raise UserError("output", folder, hint)
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
         check_shard(folder, shard, token_dtype(manifest.vocab_size))
@@ -115,7 +115,7 @@ def _clear(folder: Path) -> None:
         for file in (file for pattern in LEFT for file in folder.glob(pattern)):
             file.unlink()
     elif any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists():
-        hint = "holds files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
+        hint = "has files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
         raise UserError("output", folder, hint)
 
 
@@ -124,17 +124,17 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     folder, start = Path(config.folder), time.perf_counter()
     fingerprint: dict[str, Any] = {}
     try:
-        is_hub = config.source.startswith("hub:")  # which is asked nothing more, where it does not answer
+        is_hub = config.source.startswith("hub:")  # no further requests to the Hub if the first one fails
         recorded = None if is_hub else pool.submit(_record, aside, config)  # a worker hashes the files meanwhile
         source = scan(config)
         if next(source.pieces(), None) is None:
-            raise UserError("source", config.source, "has too little text for a train split: it has none")
+            raise UserError("source", config.source, "has no text for a train split; check the source and its column")
         fingerprint = recorded.result() if recorded else record_source(aside, config)
         size = config.vocab_size or suitable_vocab_size(fingerprint.get("bytes"))
         name = _place_tokenizer(aside, source, size)
         tokenizer = load_tokenizer(name)
         if config.tokenizer == "bpe" and tokenizer.vocab_size < size:
-            print(f"the BPE has {tokenizer.vocab_size:,} tokens, not {size:,}: there is no more to merge")
+            print(f"the BPE has {tokenizer.vocab_size:,} tokens, not {size:,}: the text has no further pairs to merge")
         splits = write_splits(aside, source, name, pool, workers, fast)
         check_unchanged(aside, config, fingerprint)
         recipe = _recipe(config) | {"fingerprint": fingerprint, ACCOUNT: asdict(source.stats)}
@@ -143,7 +143,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
         publish(aside, folder, last=MANIFEST)
     except (OSError, UserError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError("output", folder, f"{error.strerror}; free some, or choose another folder") from error
+            raise UserError("output", folder, f"{error.strerror}; free disk space, or choose another folder") from error
         check_unchanged(aside, config, fingerprint)  # that is why, perhaps
         raise
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
@@ -161,7 +161,7 @@ def _place_tokenizer(folder: Path, source: Source, vocab_size: int) -> str:
     own, name = folder / TOKENIZER_FILE, source.config.tokenizer
     file = Path(name, TOKENIZER_FILE) if os.path.isdir(name) else Path(name)
     if name in ("bpe", "chars", *encoding_names()) and os.path.isfile(file):
-        print(f"note: {name} is the tokenizer of that name; for the file that there is write ./{name}", flush=True)
+        print(f"note: {name} means the tokenizer of that name; write ./{name} for the file", flush=True)
     if name in encoding_names():
         return name
     if name in ("bpe", "chars"):
@@ -209,12 +209,12 @@ def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
     each = ", ".join(f"{count:,} {split}" for split, count in tokens.items())
     yield f"  tokens        {each}; {stats.bytes / max(1, sum(tokens.values())):.2f} bytes per token"
     if stats.idle_separator:
-        yield f"  note: {truncate(stats.idle_separator)} (document_separator) stands nowhere between two documents"
+        yield f"  note: {truncate(stats.idle_separator)} (document_separator) was not found between documents"
     if stats.end_of_text:
         times = f"{stats.end_of_text:,} time{'s' * (stats.end_of_text > 1)}"
         yield (
-            f"  note: {END_OF_TEXT} stands in the text, {times}, and is taken as words; where it divides documents, "
-            f"--document_separator '{END_OF_TEXT}' splits there"
+            f"  note: {END_OF_TEXT} is in the text {times}, and is encoded as plain text; to split documents there, add "
+            f"--document_separator '{END_OF_TEXT}'"
         )
 
 
@@ -225,22 +225,22 @@ def index_shards(config: PrepareConfig) -> Manifest:
     that is not whole, has ids outside the vocabulary, or is in both splits."""
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     if not files:
-        raise UserError("source", config.source, "there are no such files; write bin:FOLDER/*.bin")
+        raise UserError("source", config.source, "no such files; write bin:FOLDER/*.bin")
     folder, name = files[0].parent, config.tokenizer
     if any(path.parent != folder for path in files):
-        raise UserError("source", config.source, "these lie in several folders; index each folder by itself")
+        raise UserError("source", config.source, "the files are in several folders; index each folder by itself")
     if config.output is not None and os.path.realpath(config.output) != os.path.realpath(folder):
-        raise UserError("output", config.output, f"shards are indexed where they are; give {folder}, or nothing")
+        raise UserError("output", config.output, f"shards are indexed in place; set it to {folder}, or remove it")
     if name in ("bpe", "chars"):
-        raise UserError("tokenizer", name, "name the tokenizer that the shards were made with, such as gpt2")
+        raise UserError("tokenizer", name, "name the shards' tokenizer, such as gpt2")
     if name not in encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
-        raise UserError("tokenizer", name, f"copy the file into {folder}, beside the shards, and name it there")
+        raise UserError("tokenizer", name, f"copy the file into {folder}, next to the shards, and name the copy")
     tokenizer = load_tokenizer(name)
     recipe = {"files": [path.name for path in files], "tokenizer_sha256": tokenizer.sha256}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest.recipe != recipe:
-            raise UserError("output", folder, f"has the {MANIFEST} of other shards; delete it to index these")
+            raise UserError("output", folder, f"has a {MANIFEST} of other shards; delete it to index these")
         print(f"{folder} is already indexed: {_summary(manifest, with_tokenizer=False)}")
         return manifest
 
@@ -261,7 +261,7 @@ def _split(path: Path) -> str:
     names = [split for split in ("val", "train") if split in path.name]
     names = [split for split in names if split in re.split("[^a-z]", path.name)] or names  # not for its `interval`
     if len(names) != 1:
-        raise UserError("shard", path, "its name should say either train or val; rename it, or narrow the glob")
+        raise UserError("shard", path, "its name should contain either train or val; rename it, or narrow the glob")
     return names[0]
 
 
@@ -274,7 +274,7 @@ def _index(path: Path, tokenizer: Tokenizer) -> Shard:
             digest.update(block)
             largest = np.frombuffer(block, dtype).max()
             if largest >= tokenizer.vocab_size:
-                hint = f"holds token id {largest}, but {tokenizer.name} has {tokenizer.vocab_size}; name its tokenizer"
+                hint = f"has token id {largest}, {tokenizer.name} has {tokenizer.vocab_size} ids; name its tokenizer"
                 raise UserError("shard", path, hint)
     return Shard(path.name, tokens, HEADER_BYTES + tokens * dtype.itemsize, digest.hexdigest())
 

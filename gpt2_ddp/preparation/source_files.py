@@ -58,7 +58,7 @@ def find_files(source: str, without: str | None = None) -> Iterator[Path]:
     files = map(Path, found)
     first = next(files, None)
     if first is None:
-        hint = "there is no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
+        hint = "no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
         raise UserError("source", source, hint)
     yield first
     yield from files
@@ -268,7 +268,7 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
         except UserError:
             if then is None:
                 raise
-            print(f"note: {config.source} is not there any more, and was not compared with what it was")
+            print(f"note: {config.source} no longer exists, so changes to it were not checked")
             return
         if _digest(now) != was["sha256"]:
             size = sum(entry.bytes for entry in now)
@@ -277,9 +277,9 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
             if then and then != describe(config):  # of another Python
                 changes += f"; {then} then, {describe(config)} now"
     if changes:
-        hint = f"has changed since its tokens were made ({changes}); choose another output, or delete that folder"
+        hint = f"has changed since it was prepared ({changes}); choose another output, or delete that folder"
         if then is None:
-            hint = f"has changed while it was read ({changes}); give the command again once nobody writes there"
+            hint = f"has changed while it was read ({changes}); run the command again once no program writes to it"
         raise UserError("source", config.source, hint)
 
 

@@ -151,10 +151,10 @@ class Source:
                 yield InputSplit(path, encoding, path.stat().st_size)
 
     def check_column(self) -> None:
-        """Refuses a source of whose rows none has text."""
+        """Raises UserError if no row of the source has text."""
         stats, column = self.stats, self.config.column
         if stats.rows and stats.without_text.count == stats.rows:
-            hint = f"none of {stats.rows:,} rows has text there; the first, {stats.without_text.where[0]}, has"
+            hint = f"none of {stats.rows:,} rows has text there; columns of the first, {stats.without_text.where[0]}:"
             raise UserError("column", column, f"{hint} {', '.join(stats.columns) or 'none'}")
 
     def _documents(self) -> Iterator[Blocks]:
@@ -213,10 +213,10 @@ class Source:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    hint = f"line {number} is not JSON ({error}); one object a line"
+                    hint = f"line {number} is not JSON ({error}); write one object per line"
                     raise UserError("source", path, hint) from error
                 if not isinstance(row, dict):
-                    raise UserError("source", path, f"line {number} is not an object; write one object a line")
+                    raise UserError("source", path, f"line {number} is not an object; write one object per line")
                 del line
                 yield self._text(row, f"{path}, line {number}")
 
@@ -235,7 +235,7 @@ class Source:
                         number += 1
                         yield self._text(row, f"{path}, row {number}")
         except UnicodeDecodeError as error:
-            hint = f"holds text after row {number} that is not UTF-8 ({error}), as parquet's has to be; write it again"
+            hint = f"has text after row {number} that is not UTF-8 ({error}), as parquet requires; write the file again"
             raise UserError("source", path, hint) from error
 
     def _of_hub(self) -> Iterator[Blocks]:
@@ -271,7 +271,7 @@ class Source:
             stats.without_text.add(where)
             return [""]
         if not isinstance(text, str):
-            raise UserError("column", column, f"{where}, holds {type(text).__name__}, not text; choose another column")
+            raise UserError("column", column, f"{where}, has {type(text).__name__}, not text; choose another column")
         return [text] if len(text) <= BLOCK else (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
 
 
@@ -289,7 +289,7 @@ def scan(config: PrepareConfig) -> Source:
         if seen.encoding not in USUAL:
             found.unusual[str(path)] = seen.encoding
         if seen.encoding is None:
-            bad = bad or UserError("source", path, f"{reason}; choose text files, by a glob perhaps: 'texts/**/*.txt'")
+            bad = bad or UserError("source", path, f"{reason}; choose text files, like 'texts/**/*.txt'")
             if config.on_bad_file == "stop":
                 raise bad
             stats.left_out.add(f"{path} {reason}")
@@ -348,7 +348,7 @@ def _whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UserError("source", path, f"is not a whole parquet file ({error})") from error
+        raise UserError("source", path, f"is not a complete parquet file ({error})") from error
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:

@@ -63,11 +63,11 @@ class Guard:
         self.judged, sigmas = step, self.config.loss_sigmas
         limit = float(self.losses.limit(sigmas)) if sigmas else math.inf
         if bad_gradient:
-            self.problem = "its gradient is not finite, or its norm is out of the ordinary"
+            self.problem = "its gradient norm is not finite or above the limit"
         elif not math.isfinite(loss):
             self.problem = "its loss is not finite"
         elif loss > limit:
-            self.problem = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
+            self.problem = f"its loss, {loss:.4f}, is above the limit, {limit:.4f}"
         else:
             if sigmas:
                 self.losses.add(loss)
@@ -78,7 +78,7 @@ class Guard:
         return Verdict.DIVERGED if step - self.first_bad + 1 >= self.config.patience else Verdict.BAD
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints: a resumed run judges as one without a stop. Collective."""
+        """State for checkpoints, so that a resumed run gives the same verdicts. Collective."""
         numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)
         return {
             "judged": self.judged,

@@ -122,7 +122,7 @@ def script_on_a_disk_that_refuses(arguments: list[str], run: Path, place: str, n
     ("place", "number", "hint", "together"),
     [
         ("write checkpoints/.step-00000006.tmp/optimizer.safetensors", errno.EDQUOT, "quota", True),
-        pytest.param("write metrics.jsonl", errno.EIO, "mend that disk", False, marks=pytest.mark.slow),
+        pytest.param("write metrics.jsonl", errno.EIO, "check that disk", False, marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_end(corpus, tmp_path, halfway, place, number, hint, together):
