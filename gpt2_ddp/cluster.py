@@ -63,7 +63,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
         alone = RankEnv(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
         facts = gather_facts(alone, accelerator.device)
-        _report(config, [facts], [], [f"only one process: nothing to connect; {USE_TORCHRUN.format(n=2)}"])
+        _report(config, [facts], [], [f"only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}"])
         return
     place = RankEnv.from_environment()
     try:
@@ -141,14 +141,14 @@ def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
     here = f"rank {place.rank} on {socket.gethostname()}"
     if isinstance(error, socket.gaierror):
         where = "give rank 0's IP address, or put its name into DNS or /etc/hosts"
-        return f"{here} does not know this name ({error.strerror}); {where}"
+        return f"{here} cannot resolve this name ({error.strerror}); {where}"
     if place.rank:
-        where = "is it started, and may this machine reach that port?"
+        where = "is rank 0 started, and can this machine reach the port?"
         return f"{here} got no answer from rank 0 there within {timeout:g} s; {where}"
     addresses = [(one, name) for name, ones in psutil.net_if_addrs().items() for one in ones if name != "lo"]
     own = [f"{one.address} ({name})" for one, name in addresses if one.family == socket.AF_INET]
-    where = f"{', '.join(own) or 'none but 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
-    return f"{here} serves this port, and is not reached by this address; is it this machine's? It has {where}"
+    where = f"{', '.join(own) or 'only 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
+    return f"{here} serves this port, but this address does not reach it; is the address its own? It has {where}"
 
 
 def gather_facts(place: RankEnv, device: torch.device) -> Facts:
@@ -161,7 +161,7 @@ def gather_facts(place: RankEnv, device: torch.device) -> Facts:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if place.local_rank >= count:
-            hint = f"there are {count} CUDA devices on {host}; start {count} processes here"
+            hint = f"{host} has {count} CUDA devices; start {count} processes there"
             raise UserError("LOCAL_RANK", place.local_rank, hint)
         name = torch.cuda.get_device_name(place.local_rank)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -221,9 +221,9 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
         store.set("arrivals", "[]")
         return found
     if not wait_until(lambda: store.check(["facts/0"]), timeout):
-        raise UserError("rank", 0, f"did not arrive within {timeout:g} s; rank {place.rank} ({facts['host']}) is here")
+        raise UserError("rank", 0, f"did not connect within {timeout:g} s; rank {place.rank} ({facts['host']}) did")
     if not wait_until(lambda: store.check(["arrivals"]), timeout + AFTERMATH):
-        raise UserError("rank", 0, f"arrived, but fell silent; rank {place.rank} ({facts['host']}) is here")
+        raise UserError("rank", 0, f"connected, then sent no heartbeat; rank {place.rank} ({facts['host']}) does")
     mistakes = json.loads(store.get("arrivals"))
     store.add("heard", 1)
     if mistakes:
@@ -238,13 +238,13 @@ def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
         here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
         missing = [rank for rank in range(world_size) if rank not in here]
         arrived = by_value(_read_facts(store, here), "host")
-        hint = f"did not arrive within {timeout:g} s (arrived: {arrived}); each needs the same MASTER_ADDR and "
-        hint += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
+        hint = f"did not connect within {timeout:g} s (connected: {arrived}); each needs the same MASTER_ADDR and "
+        hint += "MASTER_PORT, and each machine its own --machine_rank or --node_rank"
         raise UserError("rank" if len(missing) == 1 else "ranks", format_ranks(missing), hint)
     found = _read_facts(store, range(world_size))
     differing = [name for name in SAME_EVERYWHERE if len({facts[name] for facts in found}) > 1]
     if differing:
-        errors = [UserError(name, by_value(found, name), "must be the same on all ranks") for name in differing]
+        errors = [UserError(name, by_value(found, name), "must be equal on all ranks") for name in differing]
         raise UserError.join([mistake for error in errors for mistake in error.mistakes])
     return found
 
@@ -313,7 +313,7 @@ def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
     if not verdict.living:
         return "\n".join(lines)
     ways = ", ".join(dict.fromkeys(f"{facts['host']}: {facts['interface']} {facts['ip']}" for facts in ranks))
-    cause = f"alive like all others, but not connected ({lines[0]}); open all ports between the machines"
+    cause = f"all are alive, but not connected ({lines[0]}); open all ports between the machines"
     names = f"in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (routes to rank 0: {ways})"
     return f"ranks = {format_ranks(verdict.living)}: {cause}, and name the interface that joins them {names}"
 
@@ -362,12 +362,12 @@ def _notes(ranks: list[Facts]) -> Iterator[str]:
     """Warnings about devices, host names and routes."""
     hosts = {facts["host"] for facts in ranks}
     if len({facts["device"] for facts in ranks}) > 1:
-        yield "devices differ: the slowest sets the pace of every step"
+        yield "devices differ: the slowest one determines the time of each step"
     deceived = sorted({facts["host"] for facts in ranks if facts["host_ip"].startswith("127.")})
     if len(hosts) > 1 and deceived and "GLOO_SOCKET_IFNAME" not in os.environ:
         yield f"the host name of {', '.join(deceived)} resolves to a loopback address; set GLOO_SOCKET_IFNAME"
     if len(hosts) > 1 and any(facts["interface"] == "lo" for facts in ranks if facts["host"] != ranks[0]["host"]):
-        yield "several hosts, yet some reach rank 0 over loopback: are they containers of one machine?"
+        yield "several hosts, but some reach rank 0 over loopback: are they containers on one machine?"
 
 
 def gradient_bytes(config: TrainingConfig) -> int:
@@ -396,7 +396,7 @@ def network_notes(
         line = f"{config.training}: {size / 1e6:,.0f} MB of gradients take {seconds:.3g} s of each step on this network"
         if config.step_seconds:
             least, most = share_of_a_step(seconds, config.step_seconds)
-            line += f": {least:.0%} of it where they travel during the backward pass, {most:.0%} at most"
+            line += f": {least:.0%} of it if they overlap with the backward pass, {most:.0%} at most"
         yield line
         windows, processes, size = training.global_batch_windows, len(ranks), training.train.micro_batch_size
         batch = split_batch(windows, min(processes, windows), windows if size == "auto" else size)
@@ -408,9 +408,9 @@ def network_notes(
     if len({facts["host"] for facts in ranks}) > 1 and speeds and ranks[0]["device_type"] == "cpu":
         host, bus = min(speeds, key=speeds.__getitem__), largest["bus_gb_per_s"]
         if speeds[host] / bus >= SLOW:
-            line = f"the network is {speeds[host] / bus:.0f} times slower than its interface says ({bus:.3g} of "
-            line += f"{speeds[host]:.3g} GB/s on {host}): a slower switch or cable between, a tunnel, or others"
-            yield f"{line} who use it"
+            line = f"the network is {speeds[host] / bus:.0f} times slower than its interface ({bus:.3g} of "
+            line += f"{speeds[host]:.3g} GB/s on {host}): look for a slower switch or cable, a tunnel, or other users"
+            yield line
 
 
 def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict], notes: list[str]) -> None:

@@ -100,7 +100,7 @@ def load_sets(
     for task in tasks:
         name = task if task in HUB else re.sub(r"[^\w.-]", "_", Path(task).stem)
         if name in sets:
-            raise UserError("tasks", task, f"there are two of the name {name}; rename the file, or leave one away")
+            raise UserError("tasks", task, f"two tasks have the name {name}; rename a file, or remove one")
         if task == "cloze":
             items = cut_items(validation(), tokenizer)
         else:
@@ -119,7 +119,7 @@ def _fetch(task: str) -> tuple[str, Iterable[tuple[str, Row]]]:
         rows = datasets.load_dataset(dataset, subset, split=split)
     except (OSError, ValueError, HTTPError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        hint = f"{dataset} cannot be read from the Hub ({reason}); a jsonl file of its rows needs no network"
+        hint = f"{dataset} cannot be read from the Hub ({reason}); a local jsonl file of its rows works, too"
         raise UserError("tasks", task, hint) from error
     return dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows))
 
@@ -141,21 +141,21 @@ def _parse(line: str, place: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError("tasks", place, f"is not JSON ({error}); write one object a line") from error
+        raise UserError("tasks", place, f"is not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
-        raise UserError("tasks", place, "is not an object; write one object a line")
+        raise UserError("tasks", place, "is not an object; write one object per line")
     return row
 
 
 def _check_items(name: str, rows: Iterable[tuple[str, Row]]) -> list[Item]:
-    """Items of rows, each with its place; UserError where there is none, or they are of two kinds."""
+    """Items of rows, each with its place. Raises: UserError for no items, or for items of two kinds."""
     items = [_item(row, place) for place, row in rows]
     if not items:
-        raise UserError("tasks", name, "has no items; write one JSON object a line")
+        raise UserError("tasks", name, "has no items; write one JSON object per line")
     for item in items:
         if (len(item.choices) == 1) != (len(items[0].choices) == 1):
-            what = "nothing" if len(item.choices) == 1 else "something"
-            hint = f"has {what} to choose from, unlike {items[0].place}; make two files of them"
+            what = "one choice" if len(item.choices) == 1 else "several choices"
+            hint = f"has {what}, unlike {items[0].place}; write them to two files"
             raise UserError("tasks", item.place, hint)
     return items
 
@@ -172,10 +172,10 @@ def _item(row: Row, place: str) -> Item:
     context, choices = FORMS[keys](row)
     label = int(row["label"]) if "label" in keys else 0
     if not 0 <= label < len(choices):
-        hint = f"its label is {label}, and its {len(choices)} choices are 0 to {len(choices) - 1}"
+        hint = f"its label is {label}, but its {len(choices)} choices are 0 to {len(choices) - 1}"
         raise UserError("tasks", place, hint)
     if "" in choices:
-        raise UserError("tasks", place, f"choice {choices.index('')} is empty; there is nothing to score")
+        raise UserError("tasks", place, f"choice {choices.index('')} is empty; every choice needs text")
     return Item(context, tuple(choices), label, delimiter, place)
 
 
@@ -229,7 +229,7 @@ def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
         choices.insert(number % CHOICES, right)
         items.append(Item(before, tuple(choices), number % CHOICES, "", f"cloze, item {number}"))
     if not items or any(len(item.choices) < CHOICES for item in items):
-        hint = f"cuts items of {length} tokens, and the validation split has {len(stream):,}; prepare more text"
+        hint = f"needs items of {length} tokens, but the validation split has {len(stream):,}; prepare more text"
         raise UserError("tasks", "cloze", hint)
     return items
 
@@ -253,8 +253,8 @@ def _requests(item: Item, tokenizer: Tokenizer, block_size: int) -> Iterator[Req
     for number, choice in enumerate(item.choices):
         before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
         if not 0 < len(continuation) <= block_size:
-            hint = f"choice {number} is {len(continuation)} tokens behind its context, of model.block_size {block_size}"
-            raise UserError("tasks", item.place, f"{hint}; 1 or more that fit can be scored")
+            hint = f"choice {number} has {len(continuation)} tokens, which do not fit model.block_size {block_size}"
+            raise UserError("tasks", item.place, f"{hint}; shorten it to at least 1 token that fits")
         yield Request(before + continuation, len(continuation))
 
 

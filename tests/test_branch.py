@@ -113,12 +113,12 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
         digests = [row.get("order_digest") for row in untimed(tmp_path / "long")]
         assert [row["order_digest"] for row in found] == digests[begin : end + 1]
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
-        assert f"note    it began with {begun}, which is still what it was: how" in capsys.readouterr().out
+        assert f"note    the parent checkpoint {begun} is unchanged: verify" in capsys.readouterr().out
     assert state(tmp_path / "second", 9)["branched_from"]["from"] == str(checkpoint(tmp_path / "branch", 8))
     assert untimed(tmp_path / "branch")[-1]["step"] == 9  # it goes on with its own checkpoints
     (checkpoint(tmp_path / "branch", 8) / MANIFEST).write_text("{}")
     assert verify_run(VerifyConfig(run=str(tmp_path / "second"))) == 0
-    assert "step-00000008, which is not there as it was: how" in capsys.readouterr().out
+    assert "step-00000008 is missing or changed: verify" in capsys.readouterr().out
 
 
 def stopped_in_evaluation(config: TrainingConfig) -> str:
@@ -216,7 +216,7 @@ MISTAKES = {
     ),
     "another optimizer": (
         {"optim.name": "muon"},
-        [r"optim.name = muon: .*step-00000005 was trained with adamw; .* by train.init_from"],
+        [r"optim.name = muon: .*step-00000005 was trained with adamw; .* with train.init_from"],
     ),
     "nowhere": ({"train.branch_from": "/no/such/run"}, ["train.branch_from = /no/such/run"]),
     "no step of its own": ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),

@@ -180,12 +180,12 @@ def swap_merges(definition: dict[str, Any]) -> None:
 PROJECTION, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
     "a bit of a weight": (edit_weights(lambda tensors: tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)),
-     "h.1.mlp.c_fc.weight is not the checkpoint's"),
-    "a square matrix transposed": (edit_weights(lambda tensors: tensors[PROJECTION].t_()), "c_proj.weight is not the"),
+     "h.1.mlp.c_fc.weight differs from the checkpoint's"),
+    "a square matrix transposed": (edit_weights(lambda tensors: tensors[PROJECTION].t_()), "c_proj.weight differs from the"),
     "a tensor too few": (edit_weights(lambda tensors: tensors.pop("transformer.h.1.ln_1.weight")), "missing_keys"),
     "a tensor too many": (edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
      "unexpected_keys"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not load it"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load it"),
     "another number of heads": (edit_json("config.json", lambda config: config.update(n_head=4)), "logits differ"),
     "another epsilon": (edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
      "logits differ"),
@@ -278,7 +278,7 @@ def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path):
     found = find_checkpoint(checkpoint)
     (checkpoint / "model.safetensors").unlink()
-    expect_error("removes old checkpoints: give the same command again", export.export, found, tmp_path / "made")
+    expect_error("deletes old checkpoints; run the same command again", export.export, found, tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -548,6 +548,6 @@ def test_refusals_are_told_with_a_cure(server, folder, monkeypatch):
         export_hf(ExportConfig(checkpoint="nowhere", push_to_hub="me/mine"))
     monkeypatch.setenv("HF_TOKEN", "hf_of_me")
     server.refuse = "/commit/"
-    with pytest.raises(UserError, match=r"the export is whole; `hf upload me/mine .*` uploads it later"):
+    with pytest.raises(UserError, match=r"the export is complete; upload it later: `hf upload me/mine .*`"):
         upload(folder, "me/mine", private=False)
     assert not server.files

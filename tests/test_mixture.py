@@ -316,7 +316,7 @@ def test_folders_that_do_not_go_together(sources, tmp_path):
         read_manifests([sources[0], str(again)])
     edit_manifest(again, tokenizer_sha256="0" * 64)
     with pytest.raises(
-        UserError, match=r"data.path = .*again: is of another tokenizer than .*web \(tokenizer.json, 512"
+        UserError, match=r"data.path = .*again: has another tokenizer than .*web \(tokenizer.json, 512"
     ):
         read_manifests([sources[0], str(again)])
     assert len(read_manifests(sources)) == 3
@@ -423,7 +423,7 @@ TAMPERED = {
         "config.yaml: data.phases is",
     ),
     "everywhere": (weights_everywhere, ": order_digest of step 1 is"),
-    "a row": (tokens_of_a_source, ": of the sources of step 6 it says"),
+    "a row": (tokens_of_a_source, ": the sources of step 6 are"),
     "a state": (
         lambda run: weights_of_a_state(run / "checkpoints/step-00000008"),
         "checkpoints/step-00000008/state.json: data.weights and data.phases are",
@@ -433,7 +433,7 @@ TAMPERED = {
             change(path := run / "checkpoints/step-00000008/state.json", '"phases": ', '"fazes": '),
             reseal(path),
         ),
-        "checkpoints/step-00000008/state.json: its mixture is none",
+        "checkpoints/step-00000008/state.json: its mixture is invalid",
     ),
 }
 
@@ -441,7 +441,7 @@ TAMPERED = {
 def test_an_untouched_run_is_intact(whole, capsys):
     code, defects, others = verified(whole, capsys)
     assert (code, defects) == (0, [])
-    assert any("shards as they were prepared in" in line and line.endswith("poems") for line in others)
+    assert any("shards unchanged in" in line and line.endswith("poems") for line in others)
 
 
 @pytest.mark.parametrize("name", TAMPERED)
@@ -507,7 +507,7 @@ STATE = {"mixture": {"manifests": ["a", "b"], "phases": [[0, ["7/10", "3/10"]], 
         (
             {"mixture": None, "data_manifest": "b", "position": 9},
             {"weights": [1, 0]},
-            "data.path = x: its tokens are not",
+            "data.path = x: its tokens differ",
         ),
         ({}, {"weights": [1, 0]}, "data.weights"),
     ],

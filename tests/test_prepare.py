@@ -484,10 +484,10 @@ def test_dumps_that_are_wrong(tmp_path):
     make_dump(folder, train_0=300)
     source = f"bin:{folder}/*.bin"
     mistakes = [
-        ({"source": f"bin:{tmp_path}/none/*.bin"}, "there are no such files"),
-        ({"tokenizer": "bpe"}, "name the tokenizer that the shards were made with"),
+        ({"source": f"bin:{tmp_path}/none/*.bin"}, "no such files"),
+        ({"tokenizer": "bpe"}, "name the shards' tokenizer"),
         ({"tokenizer": str(tmp_path / "tokenizer.json")}, "copy the file into"),
-        ({"output": str(tmp_path)}, "shards are indexed where they are"),
+        ({"output": str(tmp_path)}, "shards are indexed in place"),
     ]
     for changes, message in mistakes:
         with pytest.raises(UserError, match=message):

@@ -225,7 +225,7 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
             machine.start("python scripts/check_cluster.py --device cpu --timeout_seconds 30", RANK=str(rank), **env)
         assert codes(machines) == [2, 2]
     assert [len(machine.errors) for machine in machines] == [1, 1]
-    assert machines[0].errors[0].startswith("error: rank = 1: did not arrive within 30 s (arrived: node-a on rank 0)")
+    assert machines[0].errors[0].startswith("error: rank = 1: did not connect within 30 s (connected: node-a on rank 0)")
     assert machines[1].errors[0].startswith("error: MASTER_ADDR = 10.0.0.1:29500: rank 1 on node-b got no answer from")
 
 
@@ -243,7 +243,7 @@ def test_a_slow_cable_is_told_by_the_check(machines):
     finally:
         for machine in machines:
             machine.exec(f"tc qdisc del {shape}")
-    (times,) = re.findall(r"the network is (\d+) times slower than its interface says", machines[0].said)
+    (times,) = re.findall(r"the network is (\d+) times slower than its interface", machines[0].said)
     assert 50 <= int(times) <= 100  # 10,000 / 200, and what the protocol takes
     ((size, seconds),) = re.findall(r"yaml: (\d+) MB of gradients take ([\d.]+) s of each step", machines[0].said)
     assert 0.9 <= float(seconds) * 25 / int(size) <= 2

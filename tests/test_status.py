@@ -125,7 +125,7 @@ def test_a_line_for_each_run(tmp_path, capsys):
     show_status(load(StatusConfig, [str(tmp_path / "compare"), runs[1]]))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1:3] for line in lines] == [["no", "run"], ["completed", "step"]]
-    with pytest.raises(UserError, match=r"holds no status.json; give a run folder, like .*/another, .*/one"):
+    with pytest.raises(UserError, match=r"has no status.json; name a run folder, like .*/another, .*/one"):
         show_status(load(StatusConfig, [str(tmp_path)]))
 
 

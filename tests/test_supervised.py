@@ -300,7 +300,7 @@ def test_checkpoints_without_moments(tmp_path, capsys):
     moments = load_file(newest_checkpoint(bare / "run") / OPTIMIZER)
     assert (newest_checkpoint(bare / "run").name, moments["step.0.weight"].item()) == ("step-00000015", 5)
     assert verify_run(VerifyConfig(run=str(bare / "run"), replay="10:15")) == 0
-    assert "note    replay from step 10 to 15: its checkpoint has no moments" in capsys.readouterr().out
+    assert "note    replay from step 10 to 15: not possible, its checkpoint has no optimizer state" in capsys.readouterr().out
 
 
 def test_moments_begin_at_zero_again_in_place():
@@ -351,7 +351,7 @@ def test_refused_before_the_first_step(trained_job, tmp_path, cifar):
     kept = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2, "train.epochs": 3}
     refused = {
         "fresh = true": ("regression", "", {"fresh": True}),
-        "train.global_batch_size = 16: makes a micro-batch of 1": ("resnet18", "a", micro),
+        "train.global_batch_size = 16: leaves a micro-batch of 1": ("resnet18", "a", micro),
         "model.sync_batchnorm = true: needs GPUs": ("resnet18", "b", synced),
         "launch.backend = nccl: needs CUDA devices": ("regression", "c", {"launch.backend": "nccl"}),
         "train.mixed_precision = fp16: needs a CUDA device": ("regression", "d", {"train.mixed_precision": "fp16"}),

@@ -77,7 +77,7 @@ DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "another end-of-text": (lambda data: edit_manifest(data, eot=5), "eot 5", "has 0"),
     "no training split": (lambda data: edit_manifest(data, splits={}), "manifest.json", "prepare"),
     "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer", "tokenizer.json"),
-    "another tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer", "put that one back"),
+    "another tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer", "restore that file"),
     "unknown tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt9"), "gpt9", "gpt2"),
 }
 

@@ -181,7 +181,7 @@ class Machine(NamedTuple):
 def compare(config: CompareConfig) -> list[Row]:
     """The command: measures, and prints the table. After each job, writes table, numbers and bars to `output`."""
     if world_size() > 1:
-        hint = f"the comparison starts its own processes: `{command_for('compare_parallel')}`, without a launcher"
+        hint = f"the comparison starts its own processes: run `{command_for('compare_parallel')}` without a launcher"
         raise UserError("processes", world_size(), hint)
     machine = find_machine(config.device)
     output = make_output_folder(config.output)
@@ -215,13 +215,13 @@ def check_idle(busy_ok: bool) -> float:
     cores = os.cpu_count() or 1
     busy = psutil.cpu_percent(interval=1) / 100 * cores
     if busy > BUSY * cores and not busy_ok:
-        hint = "end them, or say --busy_ok to measure all the same"
+        hint = "end them, or add --busy_ok to measure anyway"
         raise UserError("busy_ok", "false", f"other programs keep {busy:.1f} of {cores} cores busy: {hint}")
     return busy
 
 
 def find_machine(device: str) -> Machine:
-    """What there is to run on. Raises: UserError when the device is not there."""
+    """The machine to run on. Raises: UserError if the device does not exist."""
     on_gpus = pick_device(device).type == "cuda"
     return Machine("cuda" if on_gpus else "cpu", torch.cuda.device_count() if on_gpus else 0, usable_cores())
 
@@ -235,7 +235,7 @@ def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tup
     with_data = [(name, job) for name, job in jobs if isinstance(job, TrainingConfig | ClassifierConfig)]
     readers = [name for name, job in with_data if getattr(job.data, "name", "") != "clusters"]
     if len(readers) != 1:
-        hint = f"is for one job that reads images or tokens, and of those named do: {', '.join(readers) or 'none'}"
+        hint = f"is for one job that reads images or tokens; such jobs here: {', '.join(readers) or 'none'}"
         raise UserError("data_path", config.data_path, hint)
     return [(name, _with_path(job, config.data_path) if name in readers else job) for name, job in jobs]
 
@@ -251,7 +251,7 @@ def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -
     UserError: there is no such job, its file is wrong, or its batch cannot be shared out."""
     kind, _, file = word.partition(":")
     if kind not in KINDS:
-        raise UserError("jobs", word, f"is no job; name {', '.join(KINDS)}, with a configuration after a colon")
+        raise UserError("jobs", word, f"is not a job; use {', '.join(KINDS)}, with or without :CONFIGURATION")
     command, default = KINDS[kind]
     job = load(command, ["--config", file or default])
     train = {"mixed_precision": config.mixed_precision, "device": machine.device, "compile": "off"}
@@ -265,7 +265,7 @@ def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -
         changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
     for n in config.processes:
         if size % n and not config.weak:
-            hint = f"does not divide the global batch of {word}, {size} ({field}); name processes that do"
+            hint = f"does not divide the global batch of {word}, {size} ({field}); choose another number"
             raise UserError("processes", n, hint)
     return Path(file or default).stem, job.model_copy(update=changes)
 
@@ -315,20 +315,20 @@ def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str
     for n in config.processes if machine.device == "cpu" else ():
         if n * config.threads > machine.cores:
             wanted = f"{n} processes with {threads} each share {machine.cores:g}"
-            notes.append(f"DDP-{n}: too few cores: {wanted}, so it cannot show its speed-up")
+            notes.append(f"DDP-{n}: too few cores for a full speed-up: {wanted}")
     if busy > BUSY * (os.cpu_count() or 1):
         notes.append(f"other programs kept {busy:.1f} cores busy at the start: measure again on an idle machine")
     if config.mixed_precision != "no":
-        notes.append(f"in {config.mixed_precision} the ways' parameters part through rounding")
+        notes.append(f"in {config.mixed_precision}, rounding makes the strategies' parameters differ")
     if config.weak:
         notes.append("weak scaling: the global batch grows with the processes, and so do the parameters' differences")
     where = f"{machine.gpus} GPUs" if machine.gpus else f"CPU, {machine.cores:g} physical cores"
     return [
         *notes,
-        f"{where}; {threads} per process, in every row alike",
-        f"medians of {config.repeats} interleaved runs, each of fresh processes; start, data, warm-up and evaluation "
+        f"{where}; {threads} per process in all rows",
+        f"medians of {config.repeats} interleaved runs, each with new processes; start, data, warm-up and evaluation "
         "are not in the wall time",
-        "communication: what a step gains when gradients are not synchronised, waiting for other ranks included",
+        "communication: time saved per step without gradient synchronisation; includes waiting for other ranks",
     ]
 
 

@@ -157,7 +157,7 @@ def verify_shards(
         if remember and line in known:
             continue
         if sha256_file(path) != shard.sha256:
-            raise UserError("shard", path, f"differs from the prepared file: its SHA-256 is another; {AGAIN}")
+            raise UserError("shard", path, f"its SHA-256 differs from the manifest's; {AGAIN}")
         if record and line not in known:
             _append(folder / RECORD, line)
 

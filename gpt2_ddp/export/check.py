@@ -80,7 +80,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever it raises for a folder that it cannot read
-        raise ExportMismatch(f"transformers does not load it: {type(error).__name__}: {error}") from error
+        raise ExportMismatch(f"transformers cannot load it: {type(error).__name__}: {error}") from error
     finally:
         logging.enable_progress_bar()
     if found := {what: sorted(map(str, keys)) for what, keys in info.items() if keys}:
@@ -93,10 +93,10 @@ def _compare_weights(theirs: Any, model: GPT) -> int:
     try:
         back = from_transformers(theirs.state_dict(), state)
     except ValueError as error:
-        raise ExportMismatch(f"the weights that transformers loads do not fit: {error}") from error
+        raise ExportMismatch(f"the weights loaded by transformers do not match: {error}") from error
     for name, weight in state.items():
         if not torch.equal(back[name].view(torch.int32), weight.view(torch.int32)):
-            raise ExportMismatch(f"{name} is not the checkpoint's as transformers loads it")
+            raise ExportMismatch(f"{name} differs from the checkpoint's after loading with transformers")
     return len(state)
 
 
@@ -107,7 +107,7 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
     if ids.tolist() != others:
         first = next(at for at, (one, other) in enumerate(zip_longest(ids.tolist(), others)) if one != other)
         said = f"{ids[first : first + 5].tolist()} here and {others[first : first + 5]} there"
-        raise ExportMismatch(f"token ids differ behind {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
+        raise ExportMismatch(f"token ids differ after {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
     if theirs.decode(ids) != tokenizer.decode(ids):
         raise ExportMismatch("the text of the token ids differs")
     return text, ids
@@ -135,14 +135,14 @@ def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float
         window = torch.cat([tokens[:1], tokens[1 + start * size :][: size - 1]])[None]
         ours, others = model(window), theirs(window).logits
         if ours.shape != others.shape:
-            raise ExportMismatch(f"logits have the shape {[*others.shape]} there and {[*ours.shape]} here")
+            raise ExportMismatch(f"logits have shape {[*others.shape]} there and {[*ours.shape]} here")
         count += ours.numel()
         found.append([(ours - others).abs().max().item(), ours.abs().max().item()])
     difference, largest = np.max(found, axis=0).tolist()  # NaN where one is
     if not math.isfinite(largest):
         raise ExportMismatch("the checkpoint's own logits are not finite")
     if not difference <= _bound(largest):
-        raise ExportMismatch(f"logits differ by {difference:.2e}, and {_bound(largest):.2e} would be rounding")
+        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({_bound(largest):.2e})")
     return count, difference, largest
 
 
@@ -163,7 +163,7 @@ def _compare_greedy(theirs: Any, model: GPT, tokens: Tensor, eot: int) -> tuple[
     if not behind.max() <= 2 * _bound(logits.max().item()):
         row, place = divmod(int(behind.argmax()), new)
         said = f"{int(logits[row, place].argmax())} here and {int(chosen[row, place])} there"
-        raise ExportMismatch(f"greedy tokens differ: behind {written[row, : given + place].tolist()[-8:]} it is {said}")
+        raise ExportMismatch(f"greedy tokens differ: after {written[row, : given + place].tolist()[-8:]}: {said}")
     return int((logits.argmax(dim=-1) == chosen).sum()), chosen.numel()
 
 

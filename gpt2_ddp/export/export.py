@@ -55,7 +55,7 @@ print(generate("The", max_new_tokens=50)[0]["generated_text"])
 {table}
 {curve}
 In training each document begins with end-of-text, id {eot}; the tokenizer does not add it. Written out in a text, \
-`<|endoftext|>` is text like any other (`split_special_tokens`).
+`<|endoftext|>` is encoded as plain text (`split_special_tokens`).
 {notes}
 ## What was checked
 
@@ -79,7 +79,7 @@ def export_hf(config: ExportConfig) -> int:
     if config.gguf:
         require_package("gguf", "--gguf writes")
     if config.push_to_hub:
-        with _hub(config.push_to_hub, "log in with `hf auth login`, or leave it away") as hub:
+        with _hub(config.push_to_hub, "log in with `hf auth login`, or remove push_to_hub") as hub:
             hub.whoami()
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
@@ -87,9 +87,9 @@ def export_hf(config: ExportConfig) -> int:
     try:
         findings = export(checkpoint, output, config.gguf)
     except ExportMismatch as rejected:
-        print(f"rejected: {rejected}; what was written is left in {rejected.left}", file=sys.stderr)
+        print(f"rejected: {rejected}; the files are in {rejected.left}", file=sys.stderr)
         return 1
-    print(f"{output}: {checkpoint.path} for transformers, which agrees in {findings}")
+    print(f"{output}: {checkpoint.path} in transformers' format; equal: {findings}")
     if config.push_to_hub:
         print(f"uploaded to {upload(output, config.push_to_hub, config.private)}")
     return 0
@@ -98,7 +98,7 @@ def export_hf(config: ExportConfig) -> int:
 def require_package(name: str, purpose: str) -> None:
     """Raises: UserError for a package that is not installed, before the weights are read."""
     if importlib.util.find_spec(name) is None:
-        raise UserError("package", name, f"is not installed, and {purpose} with it; `pip install {name}`")
+        raise UserError("package", name, f"is not installed, but {purpose} with it; run `pip install {name}`")
 
 
 def default_output(checkpoint: Checkpoint) -> Path:
@@ -110,7 +110,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
     """Makes the folder `output` of a GPT's checkpoint; it is there once transformers was found to compute the same.
     `gguf`: with a file for llama.cpp.
     Raises: UserError if `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses; ExportMismatch if
-    transformers computes something else: the folder is left under the name of `.rejected`."""
+    transformers' results differ: the folder is renamed to `.rejected`."""
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)
@@ -151,7 +151,7 @@ def atomic_directory(output: Path) -> Iterator[Path]:
     with locked_output(output) as aside:
         empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
         if os.path.lexists(output) and not empty:
-            raise UserError("output", output, "is there already, and nothing is overwritten; remove it or name another")
+            raise UserError("output", output, "exists, and nothing is overwritten; remove it or name another folder")
         try:
             with writing(output):
                 yield aside
@@ -165,7 +165,7 @@ def atomic_directory(output: Path) -> Iterator[Path]:
 def upload(folder: Path, repository: str, private: bool) -> str:
     """Uploads a folder in one commit to OWNER/NAME on the Hub, which is made if it is not there, `private` or not;
     returns its address. Raises: UserError if the Hub refuses or is not reached."""
-    with _hub(repository, f"the export is whole; `hf upload {repository} {folder}` uploads it later") as hub:
+    with _hub(repository, f"the export is complete; upload it later: `hf upload {repository} {folder}`") as hub:
         url = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export of gpt2_ddp")
     return str(url)
@@ -186,7 +186,7 @@ def _hub(repository: str, hint: str) -> Iterator[Any]:
 
 def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     config = model.config
-    biases = "" if config.bias else "; trained without biases, which are zeros here"
+    biases = "" if config.bias else "; trained without biases (zeros in this folder)"
     return {
         "model": f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}{biases}",
         "context": f"{config.block_size:,} tokens",
@@ -209,7 +209,7 @@ def _data_rows(checkpoint: Checkpoint) -> dict[str, Any]:
             manifest = read_manifest(Path(path))
             if manifest.hash == digest:
                 train, val = manifest.tokens("train"), manifest.tokens("val")
-                text = f"{manifest.source}: {train:,} tokens to train on, {val:,} to validate"
+                text = f"{manifest.source}: {train:,} training tokens, {val:,} validation tokens"
         said |= {f"data{which}": f"{text}{share}", f"hash of the data{which}": f"`{digest}`"}
     return said
 

@@ -117,7 +117,7 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     config, definition = model.config, tokenizer_json(tokenizer)
     merges = definition["model"]["merges"] if definition["pre_tokenizer"].get("use_regex") else []
     if not merges:  # `bytes` has none, and llama.cpp insists on some
-        hint = "is no byte-level BPE like GPT-2's, and llama.cpp would encode text otherwise; leave --gguf away"
+        hint = "is not a byte-level BPE like GPT-2's, so llama.cpp would encode text differently; remove --gguf"
         raise UserError("tokenizer", tokenizer.name, hint)
     token_of_id = {rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()}
     token_of_id |= {token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]}

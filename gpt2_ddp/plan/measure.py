@@ -177,7 +177,7 @@ def measure(config: TrainingConfig, loaded: float) -> tuple[Rate | None, float]:
     values["eval"] |= {"patience": None}
     with TemporaryDirectory(prefix="plan-") as folder, redirect_stdout(sys.stderr):
         if is_main_process():
-            print(f"{STEPS} steps are trained for the time that they take", file=sys.stderr)
+            print(f"training {STEPS} steps to time them", file=sys.stderr)
         begun = time.perf_counter()
         own = TrainingConfig.model_validate(values | {"output_dir": folder, "run_name": "measured"})
         with Run(own, _Short) as run:

@@ -71,8 +71,8 @@ def find_target(config: PlanConfig, started: int) -> Target:
         name = config.gpu if config.gpu in GPUS else f"NVIDIA {config.gpu.removeprefix('NVIDIA ')}"
         if memory is None and name not in GPUS:
             near = ", ".join(difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3))
-            known = f"is not known here; the nearest are {near}" if near else "is not known here"
-            raise UserError("gpu", config.gpu, f"{known}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s")
+            known = f"is unknown; the nearest names are {near}" if near else "is unknown"
+            raise UserError("gpu", config.gpu, f"{known}; or set --gpu_memory and --tracking.peak_flops")
         memory = memory or GPUS[name].memory * 1e9
     peak = config.tracking.peak_flops or peak_flops(name)
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
@@ -316,13 +316,13 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
 def format_plan(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     machine, memory, disk = plan.machine, plan.memory, plan.disk
-    known = "" if plan.vocab_size_is_known else ", which is assumed, as the data are not there"
+    known = "" if plan.vocab_size_is_known else " (assumed: the data do not exist yet)"
     nodes = f", {machine.nodes} nodes" if machine.nodes > 1 else ""
-    total = f", {plan.flops:.3g} FLOP in all" if plan.flops else ""
+    total = f", {plan.flops:.3g} FLOP in total" if plan.flops else ""
     lines = [
         f"{plan.run_name} on {machine.processes} x {machine.device}{nodes}, precision {plan.precision}",
         f"  parameters   {plan.parameters:,}, vocabulary {plan.vocab_size:,}{known}",
-        f"  arithmetic   {plan.flops_per_token / 1e6:,.1f} MFLOP a token{total}",
+        f"  arithmetic   {plan.flops_per_token / 1e6:,.1f} MFLOP per token{total}",
         f"  training     {_training(plan)}",
     ]
     windows, step = plan.global_batch_windows, f"{machine.processes} x {plan.accumulation} x {plan.micro_batch}"
@@ -333,26 +333,26 @@ def format_plan(plan: Plan) -> list[str]:
         lines.append(f"    padding    {plan.padding} rows, {plan.padding / windows:.1%} of a step's time; {none}")
     splits = ", ".join(f"{n} x {times} x {batch}" for n, (batch, times) in list(plan.splits.items())[:16])
     lines.append(f"  divisible by {splits}")
-    lines.append(f"  memory       {_gb(memory.peak)} of {_gb(machine.memory)} GB a process, in {memory.moment}")
+    lines.append(f"  memory       {_gb(memory.peak)} of {_gb(machine.memory)} GB per process, in {memory.moment}")
     lines += [f"    {_gb(size):>8}   {part}" for part, size in memory.parts.items()]
     others = ", ".join(f"{name} {_gb(peak)}" for name, peak in memory.peaks.items() if name != memory.moment)
     host = f"; {memory.host / 1e9:.2f} on the host, for a checkpoint" if memory.host else ""
-    lines.append(f"    besides    {others}{host}")
+    lines.append(f"    elsewhere  {others}{host}")
     if plan.measured_memory:
         lines.append(f"    measured   {_gb(plan.measured_memory)}")
-    largest = f"the largest micro-batch that does is {plan.largest_micro_batch}"
+    largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
     if not plan.largest_micro_batch:
-        largest = "no micro-batch does; try activation_checkpointing, a smaller eval.batch_size"
+        largest = "no micro-batch fits; try activation_checkpointing, or a smaller eval.batch_size"
     lines.append(f"    {'fits' if plan.fits else 'DOES NOT FIT'}; {largest}")
-    kept = f"{_gb(disk.checkpoint)} GB a checkpoint, {_gb(disk.checkpoints)} GB for all that are kept at a time"
-    free = f"{'' if disk.checkpoints <= disk.free else 'DOES NOT FIT, '}{_gb(disk.free)} are free"
-    data = f"data {_gb(plan.data_bytes)} GB" if plan.data_bytes else "the data are not there yet"
+    kept = f"{_gb(disk.checkpoint)} GB per checkpoint, at most {_gb(disk.checkpoints)} GB for all kept ones"
+    free = f"{'' if disk.checkpoints <= disk.free else 'DOES NOT FIT, '}{_gb(disk.free)} GB free"
+    data = f"data {_gb(plan.data_bytes)} GB" if plan.data_bytes else "the data do not exist yet"
     return [*lines, f"  disk         {kept} ({free}); {data}", *_time(plan)]
 
 
 def _training(plan: Plan) -> str:
     if plan.steps is None:
-        return "steps depend on the data, which are not there"
+        return "the number of steps depends on the data, which do not exist yet"
     epochs = f", {plan.epochs:.2f} epochs of {plan.epoch_tokens:,}" if plan.epochs else ""
     done = f"; {plan.step:,} steps are done" if plan.step else ""
     return f"{plan.steps:,} steps, {plan.tokens:,} tokens{epochs}{done}"
@@ -360,8 +360,8 @@ def _training(plan: Plan) -> str:
 
 def _time(plan: Plan) -> list[str]:
     if plan.rate is None or plan.seconds is None:
-        return ["  time         not known: --measure measures it here, --tokens_per_second gives it"]
-    total, price = sum(plan.seconds.values()), f", {plan.price:,.2f} in all" if plan.price is not None else ""
+        return ["  time         unknown: measure it here with --measure, or set --tokens_per_second"]
+    total, price = sum(plan.seconds.values()), f", {plan.price:,.2f} in total" if plan.price is not None else ""
     return [
         f"  time         {_duration(total)} at {plan.rate.tokens_per_second:,.0f} tokens/s, {plan.rate.source}",
         "    " + ", ".join(f"{what} {_duration(time)}" for what, time in plan.seconds.items() if time >= 0.5),

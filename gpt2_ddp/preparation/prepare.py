@@ -213,7 +213,7 @@ def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
     if stats.end_of_text:
         times = f"{stats.end_of_text:,} time{'s' * (stats.end_of_text > 1)}"
         yield (
-            f"  note: {END_OF_TEXT} is in the text {times}, and is encoded as plain text; to split documents there, add "
+            f"  note: {END_OF_TEXT} is in the text {times}, encoded as plain text; to split documents there, add "
             f"--document_separator '{END_OF_TEXT}'"
         )
 

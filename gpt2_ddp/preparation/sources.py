@@ -254,7 +254,7 @@ class Source:
                 yield self._text(row, f"{name}, row {number}")
         except (OSError, ValueError, HTTPError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            hint = f"cannot be read from the Hub ({reason}); a local file or folder, or stdlib, needs no network"
+            hint = f"cannot be read from the Hub ({reason}); local files, or stdlib, need no network"
             raise UserError("source", config.source, hint) from error
 
     def _text(self, row: dict[str, Any], where: str) -> Blocks:

@@ -32,7 +32,7 @@ BEGINNING = 0.02
 """Part of the steps whose losses may stick out above the panel: they would press the rest of the curve flat."""
 NAME_LENGTH = 32
 NOT_FINITE = "not a finite number"
-EVENTS = {"rollback": ("rolled back to here", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
+EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
 """What is marked below the loss, and how; `not_finite`: of losses since the row before, which a mean leaves out."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
@@ -231,7 +231,7 @@ def _loss(panel: Axes, picture: Picture) -> None:
         key += picture.plot(panel, "loss_mean", "train", alpha=0.6)
     else:
         panel.set_title("Validation loss (bits per byte, log scale)")
-        remarks = ["without the training losses: they are per", "token, and the runs' tokenizers differ"]
+        remarks = ["training losses not drawn: they are per", "token, and the runs' tokenizers differ"]
         named = zip(runs, picture.names, strict=True)
         remarks += [f"not evaluated: {name}" for run, name in named if not len(run.series(metrics[0])[1])]
         key += [Line2D([], [], linewidth=0, label=remark) for remark in remarks]

@@ -26,7 +26,7 @@ NAMES = ("run_name", "output_dir")  # settings that differ between any two runs 
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
 """Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
 MATRIX = 20  # classes whose whole confusion matrix is shown, at most
-LISTED = 1000  # classes that are listed, at most: of more, those with the lowest share of right ones
+LISTED = 1000  # most classes in the table: those with the lowest accuracy
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
@@ -53,12 +53,12 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
 
 
 def choose_axis(runs: list[RunRecord], axis: str) -> str:
-    """The axis that `axis` means, as `ReportConfig` has it. Raises: UserError where a run does not have that one."""
+    """The axis that `ReportConfig.axis` selects. Raises: UserError if a run lacks it."""
     lacking = {each: [run.name for run in runs if run.along(each, np.zeros(1)) is None] for each in AXES}
     if axis == "auto":
         axis = "tokens" if not lacking["tokens"] and not share_batch(runs) else "steps"
     if lacking[axis]:
-        hint = f"the rows of {', '.join(lacking[axis])} do not say it; choose another, or leave that run out"
+        hint = f"the rows of {', '.join(lacking[axis])} lack it; choose another axis, or omit that run"
         raise UserError("axis", axis, hint)
     return axis
 
@@ -168,10 +168,10 @@ def _classes(run: RunRecord) -> list[str]:
     head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
     parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
     if len(names) > LISTED:
-        parts.append(f"<p>The {LISTED:,} with the lowest share of right ones, of {len(names):,}.</p>")
+        parts.append(f"<p>The {LISTED:,} with the lowest accuracy, of {len(names):,}.</p>")
     if run.wrong:
         source = f"data:image/png;base64,{base64.b64encode(run.wrong).decode()}"
-        parts.append(f'<img alt="test images that are taken wrongly" src="{source}">')
+        parts.append(f'<img alt="misclassified test images" src="{source}">')
     return parts
 
 

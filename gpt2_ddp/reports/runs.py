@@ -112,14 +112,14 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / "metrics.jsonl"):
         places = [place for place in (folder, folder.parent) if os.path.isdir(place)]
-        problem = "holds no metrics.jsonl" if folder in places else "there is no such folder"
+        problem = "has no metrics.jsonl" if folder in places else "no such folder"
         near = sorted(str(row.parent) for place in places for row in place.glob("*/metrics.jsonl"))
-        hint = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
+        hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else "")
         raise UserError("runs", folder, f"{problem}; {hint}")
     notes: list[str] = []
     rows, events = _read_rows(folder / "metrics.jsonl", notes)
     if not rows:
-        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or give another run")
+        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or name another run")
     rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
     unit = next(rates, "samples" if any("samples" in row for row in rows) else "tokens")
     for row in rows:  # JSON has no NaN: tracking writes null where a number was not finite
@@ -153,7 +153,7 @@ def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
     lines = [line for line in read_lines(file) if line.text.strip()]
     if unreadable := sum(line.row is None for line in lines):
-        notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} left out")
+        notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} omitted")
     rows = [line.row for line in lines if line.row and _is_number(line.row.get("step"))]
     return valid_rows(rows), [row for row in rows if is_event(row)]
 

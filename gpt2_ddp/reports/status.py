@@ -31,7 +31,7 @@ def show_status(config: StatusConfig) -> int:
     if not runs:
         folder = folders[0]
         near = sorted(str(file.parent) for place in (folder, folder.parent) for file in place.glob(f"*/{STATUS}"))
-        hint = "give a run folder" + (f", like {', '.join(near[:3])}" if near else "")
+        hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else "")
         raise UserError("runs", folder, f"has no {STATUS}; {hint}")
     width = max(len(str(folder)) for folder in folders)
     for folder in folders:

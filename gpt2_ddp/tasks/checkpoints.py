@@ -61,7 +61,7 @@ def open_splits(
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
             names = f"({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
-            hint = f"its tokens are of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
+            hint = f"has tokens of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
             raise UserError("data", folder, hint)
         check_tokenizer(tokenizer, manifest, Path(folder))
     there = [number for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1]
@@ -127,7 +127,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     for items in on_main(accelerator, load):
         if items.cut:
             note = f"{items.cut:,} of {len(items.requests):,} texts are longer than the model's {size} tokens"
-            accelerator.print(f"note: {items.name}: {note}, and lose their beginning", file=sys.stderr)
+            accelerator.print(f"note: {items.name}: {note}; their beginning is cut off", file=sys.stderr)
         result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
         facts = {"checkpoint": str(path), "step": checkpoint.state["step"], "precision": accelerator.mixed_precision}
         on_main(accelerator, partial(save, folder, items, result, facts))
@@ -160,7 +160,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     given |= {"data": None if own.get("path") else config.data, "tasks": ", ".join(config.tasks) or None}
     for field, value in given.items():
         if value is not None:
-            hint = f"is for others; this {checkpoint.kind} run is scored on all of its own test samples: leave it away"
+            hint = f"is for GPT-2 runs; this {checkpoint.kind} run is scored on all of its test samples: remove it"
             raise UserError(field, value, hint)
     if config.data:
         saved["data"] = {**own, "path": config.data}
@@ -169,7 +169,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     job = make_job(settings, accelerator, checkpoint.state)
     hashed = checkpoint.state.get("data_hash")  # of training and test samples
     if hashed and not config.data and not hashed.endswith(job.test.sha256()):
-        hint = "has other test samples than those that the run was started with; give them back"
+        hint = "has other test samples than the run was started with; restore them"
         raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
     on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
@@ -188,12 +188,12 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         return line
     found = values[:, plain:].T.long().numpy()
     counts = confusion(found, len(names))
-    if not config.data:  # or they would stand for those of the run
+    if not config.data:  # other samples than the run's own are not saved
         step, folder = checkpoint.state["step"], _evaluations(checkpoint)
         try:
             on_main(accelerator, lambda: save_classes(folder, step, found, counts, names, job.test))
             line += f"; {folder} has the classes"
-        except UserError as error:  # the run may be another's
+        except UserError as error:  # the run's folder may be read-only
             accelerator.print(f"note: {error}", file=sys.stderr)
     return "\n".join([line, *format_confusion(counts, names)])
 
@@ -207,7 +207,7 @@ def confusion(found: np.ndarray, classes: int) -> Counts:
 
 
 def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
-    """Lines on the classes that are taken wrongly most often, the worst first."""
+    """Lines on the classes with the highest error rates, worst first."""
     shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
     worst = sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])
     lines = []
@@ -217,7 +217,7 @@ def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
         taken = f"mostly taken for {names[other]} ({most:,})"
         lines.append(f"  {names[k]}: {right:,} of {total:,} right, {right / total:.2%}; {taken}")
     more = len(worst) - WORST
-    return lines + [f"  and {more:,} more classes that are not all right"] * (more > 0)
+    return lines + [f"  and {more:,} more classes with errors"] * (more > 0)
 
 
 def save_classes(
@@ -265,7 +265,7 @@ def predict(config: PredictConfig) -> int:
     settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(settings, ClassifierConfig), "a classifier's"
     if not settings.data.images:
-        raise UserError("run_and_images", run, "classifies points of clusters, and no images; name another run")
+        raise UserError("run_and_images", run, "is a run on points of clusters, not on images; name another run")
     if config.output:
         check_writable(config.output)
     print(note_best(run, checkpoint), end="", file=sys.stderr)
@@ -299,6 +299,6 @@ def _read_batch(files: Sequence[Path], image_size: int | None, shape: Sequence[i
     for file, image in zip(files, found, strict=True):
         if image.shape != (H, W, 3):
             size = f"is {image.shape[1]} x {image.shape[0]} pixels; the run was trained on {W} x {H}"
-            hint = f"{size}, without data.image_size to scale others to: scale it"
+            hint = f"{size}, without data.image_size: scale the image to that size"
             raise UserError("run_and_images", file, hint)
     return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)

@@ -68,7 +68,7 @@ def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping
     """Images of as many classes as there are by LeNet or ResNet-18, in [-1, 1]."""
     synced = config.model.sync_batchnorm
     if synced and accelerator.device.type != "cuda":
-        hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; leave it off"
+        hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; remove the flag"
         raise UserError("model.sync_batchnorm", "true", hint)
     from gpt2_ddp.tasks.images.load import load_images  # Pillow and pyarrow: not for those that read no images
 
@@ -89,8 +89,8 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
     """The model for the classes and the size in `facts`, freshly initialised. Raises: UserError for smaller images."""
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
     if config.model.name == "lenet" and min(H, W) < LeNet.least:
-        hint = f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}"
-        raise UserError("model.name", "lenet", f"{hint}; use resnet18, or data.image_size")
+        hint = f"needs images of at least {LeNet.least} x {LeNet.least} pixels, not {W} x {H}"
+        raise UserError("model.name", "lenet", f"{hint}; use resnet18, or set data.image_size")
     model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 

@@ -121,12 +121,12 @@ class Supervised:
         if config.launch.threads:
             torch.set_num_threads(config.launch.threads)
         if launched not in (None, processes):
-            hint = f"the launcher started {processes}; leave one of the two away"
+            hint = f"the launcher started {processes}; remove one of the two"
             raise UserError("launch.processes", launched, hint)
         scale = processes if config.scale_with_processes else 1
         self.batch_size, self.lr = config.train.global_batch_size * scale, config.optim.lr * scale
         if self.batch_size < processes:
-            hint = f"should be at least 1 for each of the {processes} processes that share it"
+            hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
         if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
             hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}"
@@ -134,7 +134,7 @@ class Supervised:
             raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
-        """Those of `train.epochs`."""
+        """The steps of `train.epochs`."""
         return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
 
     def load(self, watchdog: Watchdog) -> None:
@@ -152,16 +152,16 @@ class Supervised:
         for fact, here in self.job.facts.items():
             if (there := saved.get(fact, here)) != here:
                 hint = f"has the {fact} {truncate(here, 80)}; the run was started with {truncate(there, 80)}"
-                raise UserError("data", name, f"{hint}: give its data back")
+                raise UserError("data", name, f"{hint}: restore its data")
         if saved.get("data_hash", self.data_hash) != self.data_hash:
-            hint = "are not the data that the run was started with; give those back, or choose another run_name"
+            hint = "has other data than the run was started with; restore them, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
         order, batch = Order(config.seed, len(self.job.train)), GlobalBatch(self.batch_size, shares, by_epoch=True)
         self.feed = Feed(order, batch, self.job.train, accelerator, self.job.train.workers)
         if smallest_micro_batch(self.feed) < self.job.least_rows:
-            hint = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
-            raise UserError("train.global_batch_size", self.batch_size, hint + "try another, or larger data.image_size")
+            hint = "leaves a micro-batch of 1 sample, which BatchNorm cannot normalise in this model; "
+            raise UserError("train.global_batch_size", self.batch_size, hint + "change it, or raise data.image_size")
         self.model = self.job.model
         self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
 
