@@ -299,7 +299,9 @@ def test_weights_that_are_removed_before_they_are_loaded(tmp_path):
     model, _ = trained_model()
     checkpoint = verify(save(tmp_path, 1))
     save(tmp_path, 2, keep_last=1)
-    with pytest.raises(UserError, match=r"step-00000001: was deleted, since a running training deletes old checkpoints"):
+    with pytest.raises(
+        UserError, match=r"step-00000001: was deleted, since a running training deletes old checkpoints"
+    ):
         load_weights(checkpoint, model)
 
 

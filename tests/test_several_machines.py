@@ -225,7 +225,9 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
             machine.start("python scripts/check_cluster.py --device cpu --timeout_seconds 30", RANK=str(rank), **env)
         assert codes(machines) == [2, 2]
     assert [len(machine.errors) for machine in machines] == [1, 1]
-    assert machines[0].errors[0].startswith("error: rank = 1: did not connect within 30 s (connected: node-a on rank 0)")
+    assert (
+        machines[0].errors[0].startswith("error: rank = 1: did not connect within 30 s (connected: node-a on rank 0)")
+    )
     assert machines[1].errors[0].startswith("error: MASTER_ADDR = 10.0.0.1:29500: rank 1 on node-b got no answer from")
 
 

@@ -300,7 +300,10 @@ def test_checkpoints_without_moments(tmp_path, capsys):
     moments = load_file(newest_checkpoint(bare / "run") / OPTIMIZER)
     assert (newest_checkpoint(bare / "run").name, moments["step.0.weight"].item()) == ("step-00000015", 5)
     assert verify_run(VerifyConfig(run=str(bare / "run"), replay="10:15")) == 0
-    assert "note    replay from step 10 to 15: not possible, its checkpoint has no optimizer state" in capsys.readouterr().out
+    assert (
+        "note    replay from step 10 to 15: not possible, its checkpoint has no optimizer state"
+        in capsys.readouterr().out
+    )
 
 
 def test_moments_begin_at_zero_again_in_place():
