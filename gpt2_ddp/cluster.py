@@ -1,4 +1,4 @@
-"""The check of new machines: all ranks arrive, agree in versions and all-reduce correctly; and how fast.
+"""The check of new machines: connections, equal versions, correctness and speed of the all-reduce.
 
 Ranks find each other in the key-value store at MASTER_ADDR and MASTER_PORT, before there is a process group, which
 could hang. Every wait is bounded, and its error names the ranks that are missing. torch's own store retries for twice
@@ -42,20 +42,20 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import text_table
 
-AFTERMATH = 5.0  # seconds that other ranks wait longer than rank 0, for what it found
+AFTERMATH = 5.0  # seconds that other ranks wait longer than rank 0, for its result
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
 """Facts that must not differ between ranks."""
 
-Facts = dict[str, Any]  # what a rank tells of itself and its machine (`gather_facts`)
+Facts = dict[str, Any]  # facts about a rank and its machine (`gather_facts`)
 WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connections
 BACKWARD = 2 / 3  # share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass
-SLOW = 4  # times slower than its interface, a network gets a note; the protocol, other traffic and ranks take some
+SLOW = 4  # a network this many times slower than its interface gets a note; protocol and other traffic take a part
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
     """Checks this process's world; rank 0 prints and saves the results. Raises UserError for ranks that do not
-    arrive, differ in versions, or sum wrongly; on rank 0, for an `output` that cannot be written. A rank that dies or
-    hangs later ends all processes with an `error:` line and exit code 2."""
+    connect, differ in versions, or sum wrongly; on rank 0, for an `output` that cannot be written. If a rank dies or
+    hangs later, all processes end with an `error:` line and exit code 2."""
     if config.output and is_main_process():
         check_writable(config.output)
     training = load(TrainingConfig, ["--config", config.training]) if config.training else None
@@ -119,7 +119,7 @@ def connect(place: RankEnv, timeout: float) -> Store:
     share = {"wait_for_workers": False, "multi_tenant": True}  # the process group's rendezvous will share the server
     store = TCPStore(address, place.port, is_master=serves, timeout=timedelta(seconds=timeout), **share)
     if serves:
-        _await_answer(place, timeout)  # the others come by this address, and so will the process group
+        _await_answer(place, timeout)  # the other ranks connect to this address, and so will the process group
     return PrefixStore(f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -134,7 +134,7 @@ def _await_answer(place: RankEnv, timeout: float) -> None:
             if left <= 0.1:
                 where = f"{place.address}:{place.port}"
                 raise UserError("MASTER_ADDR", where, _reason(place, timeout, error)) from error
-        time.sleep(0.1)  # a name may be known, and rank 0 be started, in a moment
+        time.sleep(0.1)  # the name may be resolvable, or rank 0 start, a moment later
 
 
 def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
@@ -200,7 +200,7 @@ def _route(address: str, port: int) -> tuple[str, str, float]:
 
 
 def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
-    """Waits until all ranks have arrived; returns their facts in order of rank. Rank 0 waits `timeout` seconds for the
+    """Waits until all ranks have connected; returns their facts by rank. Rank 0 waits `timeout` seconds for the
     others. They wait as long for rank 0, and then for its result.
 
     Raises UserError if ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE; SystemExit with 2
@@ -232,7 +232,7 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
 
 
 def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
-    """Raises: UserError for missing ranks, or naming every fact in which ranks differ and must not."""
+    """Raises: UserError for missing ranks, or for differing facts, and names all of them."""
     keys = [f"facts/{rank}" for rank in range(world_size)]
     if not wait_until(lambda: store.check(keys), timeout):
         here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
@@ -308,7 +308,7 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
 
 
 def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
-    """The hint for ranks that live but do not finish a collective, without their stacks."""
+    """The hint for live ranks that do not finish a collective, without their stacks."""
     lines = [line for line in verdict.reason.splitlines() if line[:1] != " "]
     if not verdict.living:
         return "\n".join(lines)
@@ -388,7 +388,7 @@ def share_of_a_step(communication: float, computation: float) -> tuple[float, fl
 def network_notes(
     config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
 ) -> Iterator[str]:
-    """What the measured speed means for `training`, and beside the speed of the network's interface."""
+    """Lines on the measured speed: its effect on `training`, and compared with the network's interface."""
     largest = max(rows, key=lambda row: row["bytes"])
     if training:
         size = gradient_bytes(training)

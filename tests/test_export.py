@@ -266,7 +266,7 @@ def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
     expect_error(r"name one of a gpt2 run", exported, GOLDEN / "regression_run", tmp_path / "made")
     (tmp_path / "file").write_text("mine")
-    expect_error(r"file: is there already", exported, checkpoint, tmp_path / "file")
+    expect_error(r"file: exists, and nothing is overwritten", exported, checkpoint, tmp_path / "file")
     with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):  # tests are offline
         export_hf(load(ExportConfig, [str(checkpoint), "--push_to_hub", "me/mine"]))
     expect_error(r"push_to_hub = mine", load, ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
@@ -362,7 +362,7 @@ def test_two_at_once(tmp_path):
         with pytest.raises(UserError, match="another process is writing it"):
             make(tmp_path / "made")
     assert content(tmp_path / "made") == {"a": "first"}
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists, and nothing is overwritten"):
         make(tmp_path / "made")
 
 

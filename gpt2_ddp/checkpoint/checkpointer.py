@@ -93,9 +93,8 @@ class Background:
 
 
 class Checkpointer:
-    """The checkpoints of one run in RUN/checkpoints; on its main process. With `lock`, it has locked the run, so that a
-    damaged folder may be repaired. `record` is called with each event row: a written checkpoint, or deletions that make
-    room for one."""
+    """The checkpoints of one run in RUN/checkpoints, on the main process. `lock`: the run is locked, so damaged folders
+    may be repaired. `record`: called with each event row, of a saved checkpoint or of deletions on a full disk."""
 
     first_step = 0  # the step before the run's first; its checkpoint is only for rollbacks
     wish: bool | str = False  # `checkpoint.background`

@@ -116,9 +116,8 @@ def resolve(
     default: Default = None,
     mistakes: Sequence[str] = (),
 ) -> C:
-    """The validated configuration of YAML files and `changes`, by dotted names: later files override earlier ones, and
-    changes all files. `mistakes` are user errors of the command line, reported with those found here. Raises: UserError
-    as `load` does."""
+    """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
+    `mistakes`: user errors of the command line, to report with those found here. Raises: UserError, as `load`."""
     note = ""
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)

@@ -188,8 +188,8 @@ def past(mixture: Identity, position: int, sources: int) -> list[tuple[int, list
 
 
 def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identity) -> None:
-    """Checks the data of a resumed run: the saved sources, which new ones may follow, with the saved weights for all
-    positions that the run has reached. Raises: UserError where they differ."""
+    """Checks the data of a resumed run. The saved sources must come first; new ones may follow. Weights must be equal
+    for all positions that the run has reached. Raises: UserError if they differ."""
     before = recorded(state)
     if before is None:
         return

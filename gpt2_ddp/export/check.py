@@ -1,4 +1,4 @@
-"""Whether transformers makes of an exported folder what was trained, which the checkpoint's own model tells."""
+"""Checks that transformers, loading an exported folder, gives the same results as the checkpoint's own model."""
 
 import math
 from itertools import zip_longest
@@ -14,34 +14,34 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
-TEXT_CHARACTERS = 1_000_000  # of Python's own modules, to compare token ids on
+TEXT_CHARACTERS = 1_000_000  # of Python's modules, to compare token ids on
 SCRIPTS = (
     f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
     "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
     "\u200b\u2028\u3000\ufeff\x00\x7f end   "
 )
-"""What seldom stands in a module: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
+"""Text that is rare in modules: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
 WINDOWS = 2
-"""Of the model's whole context, to compare logits on."""
+"""Windows of the model's whole context, to compare logits on."""
 GREEDY_TOKENS = 200
 TOLERANCE, RELATIVE = 1e-4, 1e-5
-"""Of logits: how far rounding may take two fp32 programs apart, absolutely or relative to the largest logit."""
+"""Largest difference of logits by rounding in fp32, absolute or relative to the largest logit."""
 
 
 class ExportMismatch(Exception):
-    """An export that differs from the checkpoint; the text says in what, and `left` is the folder that keeps it."""
+    """An export that differs from the checkpoint. The message names the difference; `left` is its folder."""
 
     left: Path
 
 
 class Findings(NamedTuple):
-    """What was compared and found equal."""
+    """Numbers of equal tensors, logits and tokens."""
 
     tensors: int  # equal bit for bit
     logits: int  # of a size up to `largest`, which differ by `difference` at most
     difference: float
     largest: float
-    greedy: int  # tokens that both find likeliest, of `generated`; between the others, rounding decides
+    greedy: int  # tokens that are likeliest for both, of `generated`; the others differ by rounding
     generated: int
     ids: int  # equal token ids, of `characters` characters of text
     characters: int
@@ -79,7 +79,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
         theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever it raises for a folder that it cannot read
+    except Exception as error:  # any exception for an unreadable folder
         raise ExportMismatch(f"transformers cannot load it: {type(error).__name__}: {error}") from error
     finally:
         logging.enable_progress_bar()
@@ -114,8 +114,7 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
 
 
 def _text(tokenizer: Tokenizer) -> str:
-    """Some of all scripts and TEXT_CHARACTERS of Python's modules; where ids are characters, all of those and what the
-    text has of them."""
+    """A sample of all scripts and of Python's modules; if ids are characters, all of them and text of them only."""
     parts, length = [SCRIPTS], 0
     for file in library_files():
         parts.append(file.read_bytes().decode(errors="replace"))
@@ -148,7 +147,7 @@ def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float
 
 def _compare_greedy(theirs: Any, model: GPT, tokens: Tensor, eot: int) -> tuple[int, int]:
     """How many of the tokens that transformers generates, each the likeliest, are our likeliest too, of how many. The
-    others are our likeliest within rounding. End-of-text is left out: one document goes on."""
+    others are our likeliest within rounding. End-of-text is excluded: one document continues."""
     size = model.config.block_size
     given = max(min(8, size // 2), 1)
     new = max(min(GREEDY_TOKENS, size - given), 1)

@@ -1,7 +1,7 @@
-"""Text to token shards. The same source and settings give the same bytes with any number of workers, and a folder is
-usable only when it is whole: its manifest.json is written last, and a preparation that was killed starts over.
+"""Text to token shards. The same source and settings give the same bytes with any number of workers. manifest.json is
+written last and makes the folder usable; after a kill, a preparation starts over.
 
-Shards made by others (llm.c, modded-nanogpt) become usable in place: all are read, then a manifest is written.
+Shards of other programs (llm.c, modded-nanogpt) are indexed in place: all are read, then a manifest is written.
 """
 
 import errno
@@ -45,19 +45,19 @@ from gpt2_ddp.preparation.encode import write_manifest, write_splits
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, record_source
 from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
 
-ACCOUNT = "account"  # what became of the source, in the manifest's recipe, which is no part of the data's identity
-MARK = ".prepare.lock"  # an empty file that marks the files of a folder as ours. Older releases locked it
+ACCOUNT = "account"  # statistics of the source, in the manifest's recipe, which is not part of the data's identity
+MARK = ".prepare.lock"  # an empty file that marks a folder as written by prepare_data.py. Older releases locked it
 LEFT = ("train_*.bin", "val_*.bin", ".train*.tmp", ".val*.tmp", ".*.json*.tmp", TOKENIZER_FILE, RECORD)
-"""What a killed preparation may leave in its folder."""
-BLOCK_BYTES = 2**24  # bytes of another's shard that are read at a time
-BPE_CHARACTERS = 10**9  # a BPE is trained on the first so many characters of the source; more would hardly change it
-SAY_SECONDS = 30  # between lines about the progress, where there is no terminal to draw a bar on
+"""Files that a killed preparation may leave in its folder."""
+BLOCK_BYTES = 2**24  # bytes of an indexed shard to read at a time
+BPE_CHARACTERS = 10**9  # characters of the source to train a BPE on; more would hardly change it
+SAY_SECONDS = 30  # seconds between progress lines, without a terminal
 
 
 def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
-    """Makes a folder of token shards, of which it returns the manifest; one that is ready already is left as it is.
-    `fast`: with gigatoken, where it is installed; the result is the same.
-    Raises: UserError if the source, the tokenizer or the output folder cannot be used, or it holds something else."""
+    """Creates a folder of token shards, and returns its manifest. Keeps a folder that is prepared already. `fast`: use
+    gigatoken if it is installed; the result is the same. Raises: UserError if source, tokenizer or output folder are
+    unusable, or the folder has other content."""
     if config.source.startswith("bin:"):
         return index_shards(config)
     folder = Path(config.folder)
@@ -86,12 +86,12 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
 
 
 def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
-    """The manifest of a folder that was prepared in the same way; UserError if in another; None if it is not ready."""
+    """The manifest of a folder with this recipe; None if it is not prepared. Raises: UserError for another recipe."""
     if not os.path.exists(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
     recipe, defaults = _recipe(config), PrepareConfig().model_dump(mode="json", exclude={"source"})
-    made_with = defaults | manifest.recipe  # a field that has come since has its default there
+    made_with = defaults | manifest.recipe  # newer fields have their defaults there
     if recipe.get("vocab_size", 0) is None:  # any will do
         del recipe["vocab_size"]
     differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
@@ -104,13 +104,13 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
 
 
 def _recipe(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that decide the tokens."""
+    """The settings that determine the tokens."""
     unused = set() if config.tokenizer == "bpe" else {"vocab_size"}
     return config.model_dump(mode="json", exclude={"output", "workers", *unused})
 
 
 def _clear(folder: Path) -> None:
-    """Removes what a killed preparation left in the folder. Raises: UserError for files of others."""
+    """Removes the files of a killed preparation. Raises: UserError for other files."""
     if (folder / MARK).exists():
         for file in (file for pattern in LEFT for file in folder.glob(pattern)):
             file.unlink()
@@ -144,7 +144,7 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     except (OSError, UserError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError("output", folder, f"{error.strerror}; free disk space, or choose another folder") from error
-        check_unchanged(aside, config, fingerprint)  # that is why, perhaps
+        check_unchanged(aside, config, fingerprint)  # this may be the cause
         raise
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
     _print_account(manifest)
@@ -188,7 +188,7 @@ def _summary(manifest: Manifest, with_tokenizer: bool = True) -> str:
 
 
 def _print_account(manifest: Manifest) -> None:
-    """Prints what became of the source, if the manifest has it."""
+    """Prints the statistics of the source, if the manifest has them."""
     if ACCOUNT in manifest.recipe:
         stats = TypeAdapter(CorpusStats).validate_python(manifest.recipe[ACCOUNT])
         tokens = {split: manifest.tokens(split) for split in manifest.splits}
@@ -196,7 +196,7 @@ def _print_account(manifest: Manifest) -> None:
 
 
 def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
-    """What was read, what was left out and what was replaced, in words; with the tokens of each split."""
+    """Lines of text: counts of read, omitted and replaced input, and the tokens of each split."""
     if stats.encodings:
         kinds = ", ".join(f"{count:,} {name}" for name, count in stats.encodings.items())
         yield f"  files         {sum(stats.encodings.values()):,} ({kinds})"
@@ -280,10 +280,10 @@ def _index(path: Path, tokenizer: Tokenizer) -> Shard:
 
 
 def make_tokenizer(source: Source, vocab_size: int, path: Path) -> None:
-    """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`."""
+    """Trains the source's own tokenizer, `bpe` or `chars`, and writes it to `path`."""
     if source.config.tokenizer == "bpe":
         print(f"training a BPE of {vocab_size:,} tokens", flush=True)
-        run_in_worker(_train_bpe, source, vocab_size, path)  # where it merges, no signal would come through
+        run_in_worker(_train_bpe, source, vocab_size, path)  # merging blocks signals
     else:
         print("collecting the characters", flush=True)
         write_characters(_texts(source), path)

@@ -1,6 +1,6 @@
 """Text of a source as documents: local files, the standard library's source, a dataset on the Hub.
 
-A document is text in blocks, so that one of any length passes through little memory; it ends before the next begins.
+A document is text in blocks, so documents of any length need little memory. A document ends before the next begins.
 """
 
 import json
@@ -29,10 +29,10 @@ from gpt2_ddp.preparation.source_files import (
     open_text,
 )
 
-MANY = 1000  # if none of the first so many rows has the column, none will
+MANY = 1000  # the column is missing if none of the first so many rows has it
 PIECE = 2**20
-"""Characters after which a long document is cut, at the next place where no token of GPT-2's can straddle the cut."""
-LONGEST_PIECE = 4 * PIECE  # where it is cut if there is no such place: the text is not made of words
+"""Characters after which a long document is cut, at the next place that no token of GPT-2 can cross."""
+LONGEST_PIECE = 4 * PIECE  # latest cut if there is no such place, in text without words
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 USUAL = {"utf-8", "parquet"}
@@ -43,19 +43,19 @@ Blocks = Iterable[str]  # the text of a document, in parts of any size
 
 @dataclass
 class Tally:
-    """How many of a kind there were, and where the first few."""
+    """A count, and the places of the first few items."""
 
     count: int = 0
     where: list[str] = field(default_factory=list)
 
     def add(self, where: object, count: int = 1) -> None:
-        """Counts so many more; the first few places are kept."""
+        """Adds to the count; keeps the first few places."""
         self.count += count
         if len(self.where) < EXAMPLES:
             self.where.append(truncate(where))
 
     def of(self, unit: str) -> str:
-        """In words: `2 files (a; b)`."""
+        """Text like `2 files (a; b)`."""
         more = ["..."] * (self.count > len(self.where) >= EXAMPLES)
         places = f" ({'; '.join([*self.where, *more])})" * bool(self.where)
         return f"{self.count:,} {unit[: -1 if self.count == 1 else None]}{places}"
@@ -80,7 +80,7 @@ class CorpusStats:
     idle_separator: str | None = None
 
     def add(self, other: "CorpusStats") -> None:
-        """Counts what was read after this, by another process."""
+        """Adds the counts of text that another process read after this."""
         for name in ("documents", "characters", "bytes", "rows", "without_column", "end_of_text"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.without_text.count += other.without_text.count
@@ -90,7 +90,7 @@ class CorpusStats:
 
 
 class InputSplit(NamedTuple):
-    """Some of the source's documents, which are one stretch of a file."""
+    """A contiguous part of a file, with some of the source's documents."""
 
     path: Path
     encoding: str
@@ -128,7 +128,7 @@ class Source:
                 yield DocumentChunk(text, first=number == 0)
 
     def forget_text(self) -> None:
-        """Sets the counts of the text back, since a source is read several times."""
+        """Resets the counts of the text, since a source is read several times."""
         files = self.stats.encodings, self.stats.undecodable, self.stats.left_out
         self.stats = CorpusStats(*files, idle_separator=self.config.document_separator)
 
@@ -138,7 +138,7 @@ class Source:
         return sum(1 for _ in islice(self._documents(), number)) == number
 
     def splits(self) -> Iterator[InputSplit]:
-        """The parts that all files of the source are made of, in their order."""
+        """The parts of all files of the source, in order."""
         for path in find_files(self.config.source, self.config.output):
             encoding, suffix = self.unusual.get(str(path), "utf-8"), _suffix(path)
             if encoding is None:
@@ -276,8 +276,8 @@ class Source:
 
 
 def scan(config: PrepareConfig) -> Source:
-    """Looks at all files of the source, from their first byte to their last, before any long work. Raises: UserError if
-    there is no text, there is text in an unknown encoding, or a bad file is to stop the work."""
+    """Reads all files of the source completely, before any long work. Raises: UserError if there is no text, text in an
+    unknown encoding, or a bad file with `on_bad_file: stop`."""
     found, garbled, bad = Source(config), Tally(), None
     stats = found.stats
     files = () if config.source.startswith("hub:") else find_files(config.source, config.output)
@@ -414,6 +414,6 @@ def _columns(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _suffix(path: Path) -> str:
-    """What kind of file it is, whether compressed or not."""
+    """The kind of a file, without the suffix of its compression."""
     suffixes = (suffix.lower() for suffix in reversed(path.suffixes))
     return next((suffix for suffix in suffixes if suffix not in COMPRESSED), "")

@@ -1,7 +1,7 @@
-"""A part of a run, trained again from one of its checkpoints, and compared with what the run recorded.
+"""Replay: trains a part of a run again from one of its checkpoints, and compares it with the run's records.
 
-It trains in a temporary folder, which links to the checkpoint's files; the run folder is only read. The same number of
-processes gives the same bits, another one sums in another order.
+It trains in a temporary folder with links to the checkpoint's files; the run folder is only read. The same number of
+processes gives the same bits; another number changes the order of sums.
 """
 
 import math
@@ -39,21 +39,21 @@ from gpt2_ddp.training.task import Due, Task
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")  # sums over ranks, in some order
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
-NEARLY = 5e-6  # relative difference of sums that another order explains
+NEARLY = 5e-6  # relative difference of sums that a different order may cause
 Rows = dict[int, dict[str, Any]]  # rows of metrics.jsonl by step
 
 
 class Span(NamedTuple):
-    """Steps to train again, and the rows that the run has of them."""
+    """Steps to train again, and the run's rows of these steps."""
 
-    start: int  # a checkpoint's, whose step is not trained again
+    start: int  # step of a checkpoint; training begins after it
     stop: int
     rows: Rows
     passed: Any = None  # positions [start, stop] that a rollback to `start` skipped: its checkpoint lacks them
 
 
 def plan(run: Path, steps: str) -> Span:
-    """The span of `--replay 1000:1100`, by small files alone. Raises: UserError, naming the checkpoints."""
+    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the checkpoints."""
     start, stop = map(int, steps.split(":"))
     rows = {row["step"]: row for row in valid_rows(_rows(run))}
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
@@ -144,15 +144,15 @@ def _are_skippable(passed: Any, state: dict[str, Any]) -> bool:
 
 
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
-    """What differs between a run's rows and those that were trained again: bit for bit or, if not `exact`, sums over
-    ranks by more than NEARLY."""
+    """Differences between a run's rows and the replayed ones: all bits or, if not `exact`, sums over ranks that differ
+    by more than NEARLY."""
     defects = []
     for step, row in sorted(rows.items()):
         other = again.get(step, {})
         of_sources = (name for name in row if name.startswith(("val_loss/", "tokens/")))
         for name in (*COMPARED, *of_sources):
             old, new = row.get(name), other.get(name)
-            kind, of_source, _ = name.partition("/")  # whose folder may have another name here
+            kind, of_source, _ = name.partition("/")  # the folder may have another name here
             optional = of_source or kind in ("loss_mean", "train_loss", "val_loss")
             if optional and not (name in row and name in other):
                 continue
@@ -163,7 +163,7 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
 
 
 class ReplayTask:
-    """A task whose run ends with the span, and which logs and evaluates where the run did."""
+    """A task whose run ends with the span, and which logs and evaluates at the run's steps."""
 
     def __init__(self, task: Task, span: Span, save: bool):
         self._task, self._span, self._save = task, span, save
@@ -175,7 +175,7 @@ class ReplayTask:
         return self._span.stop
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The task's own; its feed then passes over what the run passed over here."""
+        """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
         self._task.load_state_dict(state)
         if self._span.passed and tuple(self._span.passed) not in self._task.feed.skipped_ranges:
             self._task.feed.skip_range(*self._span.passed)
@@ -189,7 +189,7 @@ def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None)
     make: Any = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
-        torch.set_num_threads(threads or torch.get_num_threads())  # sums are in an order of their own for each number
+        torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums
         return ReplayTask(make(config, accelerator, saved), span, save)
 
     return train(config, make_task).outcome
@@ -200,7 +200,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 
 
 def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -> list[str]:
-    """Which settings, those of `file`, do not continue the training of a checkpoint."""
+    """The settings of `file` that do not match the training of a checkpoint."""
     try:
         read_config(saved.kind, settings, file).check_resumable(saved.kind, saved.config, saved.state.get("step", 0))
     except UserError as error:

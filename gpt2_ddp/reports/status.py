@@ -1,4 +1,4 @@
-"""How runs are doing: running, stalled, dead, or how they ended."""
+"""The state of runs: running, stalled, dead, or their outcome."""
 
 import json
 import time
@@ -12,16 +12,16 @@ from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError
 
 SILENT = 90.0
-"""Seconds without a heartbeat after which a run on another machine counts as dead; there is one every five."""
+"""Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come every 5 s."""
 
 
 class Health(NamedTuple):
-    """How a run is doing, by its status.json."""
+    """State of a run, by its status.json."""
 
-    state: str  # starting, running, stalled, dead, unknown; or how the run has ended
+    state: str  # starting, running, stalled, dead, unknown; or the outcome
     step: int
     age: float  # seconds since its last progress, or since it ended
-    detail: str  # where it is, or why it ended
+    detail: str  # stage and process, or reason of the end
 
 
 def show_status(config: StatusConfig) -> int:

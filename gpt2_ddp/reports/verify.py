@@ -1,6 +1,6 @@
 """Consistency of a run's records with each other and with its data.
 
-docs/verify.md says what each check finds, and what none can.
+docs/verify.md lists what each check finds, and the limits of all.
 """
 
 import json
@@ -33,18 +33,18 @@ from gpt2_ddp.reports.replay import plan, replay, setting_defects
 from gpt2_ddp.reports.verify_rows import Record, Records, Schedule, in_parts, read_metrics, replay_order
 
 SHOWN = 5
-"""Defects of one kind that are printed; more of them are counted."""
+"""Most defects of one kind to print; the others are counted."""
 SAMPLED = 8
-"""Shards that are hashed where not all are."""
+"""Number of shards that `sampled` hashes."""
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
-"""Facts in starts and states that never change in a run."""
+"""Fields of starts and states that never change in a run."""
 OF_SESSION = ("processes", "device", "versions")
-"""Facts in a start, and in the states of the checkpoints that its process saved."""
+"""Fields of a start, equal in the states of the checkpoints that its process saved."""
 OF_STEP = ("skipped", "val_loss")
 """Fields of a row and of the state of the same step, besides those of the order of the data."""
 
-Finding = tuple[str, list[str] | None]  # what was checked, and its defects; or what could not be, and None
+Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Recorded:
 
     @property
     def end(self) -> int:
-        """The last step of which anything was recorded."""
+        """The last recorded step."""
         return max((record["step"] for record in (self.rows | self.states).values()), default=0)
 
     def events(self, *names: str) -> list[Record]:
@@ -73,7 +73,7 @@ class Recorded:
 def verify_run(command: VerifyConfig) -> int:
     """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
     a `note` for what could not be checked. With `--replay`, trains a part of the run again.
-    Raises: UserError if there is no such run, no such steps to replay, or `--data` is not what it was trained on."""
+    Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
     n_defects = 0
     for what, defects in _check(Path(command.run), command):
         if not defects:
@@ -346,7 +346,7 @@ def _check_data(
 
 
 def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list[str]]:
-    """Hashes all shards (`full`) or a few, drawn anew each time (`sampled`)."""
+    """Hashes all shards (`full`) or a few random ones (`sampled`)."""
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     chosen = shards if how == "full" else random.sample(shards, min(SAMPLED, len(shards)))
     defects = []
@@ -362,7 +362,7 @@ def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list
 
 
 def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Finding]:
-    """The order of the data in rows and states; what was recorded when; and the learning rates."""
+    """Checks the order of the data in rows and states, the steps of all records, and the learning rates."""
     config, rows, states = found.config, found.rows, found.states
     history = replay_order(config, manifests, rows, states)
     if history is None:

@@ -1,8 +1,8 @@
-"""The rows of metrics.jsonl: their chain of hashes, the order of their data, and what was due at which step.
+"""Checks the rows of metrics.jsonl: the chain of hashes, the order of the data, and the records due at each step.
 
-The items of each step follow from the seed, the step's size and their number. A feed that reads nothing takes them
-again, and its digest is compared with rows and checkpoints. What is due follows from the newest start row: each process
-of a run begins with one, which holds its configuration.
+The items of each step follow from seed, step size and number of items. A feed that reads no data repeats the steps, and
+its digest is compared with rows and checkpoints. The newest start row determines the due records: each process of a
+run writes one, with its configuration.
 """
 
 import json
@@ -28,16 +28,15 @@ from gpt2_ddp.training.task import Due
 
 Record = dict[str, Any]
 Records = dict[str, Record]
-"""Rows of metrics.jsonl, events among them, or states of checkpoints, by the place where they stand."""
+"""Rows of metrics.jsonl, including events, or states of checkpoints, by their place in the run folder."""
 
 SHAPES: dict[str, Any] = {"lr": int | float, "config": dict, "steps": int, "kept": list, "checkpoint": dict}
 SHAPES["chain"] = str
-"""What a row's fields are, where they are there and not null."""
+"""Types of a row's fields, unless missing or null."""
 
 
 def read_metrics(file: Path) -> tuple[Records, list[str]]:
-    """The rows of metrics.jsonl, and defects of their steps and their chain. A torn last line, which a kill leaves, is
-    none."""
+    """The rows of metrics.jsonl, and defects of their steps and chain; a torn last line after a kill is allowed."""
     rows: Records = {}
     defects, before, chain = [], -1, FIRST_CHAIN
     for line in read_lines(file):
@@ -74,17 +73,16 @@ class DataState(NamedTuple):
 
 
 class OrderReplay:
-    """The state of the data after each step, as `feed` replays it. Rows count `unit`, of which an item has
-    `per_item`."""
+    """The state of the data after each step, replayed by `feed`. Rows count in `unit`; an item has `per_item` units."""
 
     def __init__(self, feed: Feed, unit: str, per_item: int):
         self.feed, self.unit, self.per_item = feed, unit, per_item
-        self.inherited: list[tuple[int, int]] = []  # positions that the run which this one branched off passed over
+        self.inherited: list[tuple[int, int]] = []  # positions that the parent run skipped
         self.stood = [self._now()]
-        self._left: dict[int, DataState] = {}  # after a step that was gone back to since, as its checkpoint may have it
+        self._left: dict[int, DataState] = {}  # after a step that a later rollback returned to, as in its checkpoint
 
     def check(self, record: Record) -> Iterator[str]:
-        """Defects of the next row or state. After a rollback, other data are right."""
+        """Defects of the next row or state. After a rollback, other data are expected."""
         if is_rollback(record):
             yield from self._go_back(record)
         elif record.get("event") == "branch":
@@ -133,7 +131,7 @@ class OrderReplay:
         feed, step, digest = self.feed, record["step"], record.get("order_digest")
         begun, passed = record.get("from"), record.get("passed", [])
         sound = are_ranges([passed])
-        # so that nonsense does not have us count to it
+        # a wrong step may be huge
         if not isinstance(begun, int) or not 0 <= step < begun or not sound or consumed_after(feed, begun) > passed[1]:
             yield f"from step {begun} to {step} does not match the skipped positions {passed}"
             return
@@ -172,7 +170,7 @@ class OrderReplay:
 
 
 def are_ranges(value: Any) -> bool:
-    """Whether it is a list of positions [start, stop], as rollbacks and branches record them."""
+    """Whether the value is a list of positions [start, stop], as rollbacks and branches record them."""
     return isinstance(value, list) and all(
         isinstance(one, list) and [*map(type, one)] == [int, int] and 0 <= one[0] < one[1] < 2**62 for one in value
     )
@@ -195,8 +193,8 @@ def replay_order(
 
 
 def in_parts(rows: Records, states: Records) -> tuple[list[tuple[str, Record]], list[str]]:
-    """Rows and states by their part of the run, of which each rollback begins one, states after the rows; and defects
-    of the states of no part."""
+    """Rows and states by part of the run, states after the rows; each rollback begins a part. And defects of states
+    that belong to no part."""
     parts: list[Records] = [{}]
     for place, row in rows.items():
         if is_rollback(row):

@@ -1,4 +1,4 @@
-"""What is done with a checkpoint once it is there: evaluate.py scores it, predict.py classifies images with it."""
+"""Uses of a checkpoint: evaluate.py scores it, predict.py classifies images with it."""
 
 import io
 import json
@@ -34,10 +34,10 @@ from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best
 
 Counts = list[dict[int, int]]
-"""Of each class, how many of it are taken for which: no more numbers than samples, however many classes there are."""
+"""Confusion matrix by class and prediction, without zeros: never more numbers than samples."""
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
-WORST = 10  # classes that are told
-PICTURES, COLUMNS = 24, 6  # wrongly classified images that are drawn, and how many in a row
+WORST = 10  # most classes to print
+PICTURES, COLUMNS = 24, 6  # most wrongly classified images to draw, and images per row
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
@@ -72,7 +72,7 @@ def open_splits(
 
 
 def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, Sequence[str]]:
-    """Of a GPT's checkpoint, and the folders of data that are to be scored: others, or its own."""
+    """The loss of a GPT's checkpoint over a split of other data, or of its own."""
     settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(settings, TrainingConfig), "a GPT's"
     return settings, [config.data] if config.data else settings.data.paths
@@ -108,7 +108,7 @@ def _told(config: EvaluateConfig, result: Evaluation) -> str:
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of `config.tasks` in a table; items and scores are saved as soon as a task is done."""
+    """The scores of `config.tasks` as a table. Saves items and scores after each task."""
     model, tokenizer = on_every_rank(accelerator, lambda: load_model(checkpoint))
     size, path = model.config.block_size, checkpoint.path
     folder = Path(config.output or _evaluations(checkpoint))
@@ -146,14 +146,14 @@ def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
 
 
 def _evaluations(checkpoint: Checkpoint) -> Path:
-    """The folder for what is found out about a checkpoint."""
+    """The folder for evaluations of a checkpoint."""
     path = checkpoint.path
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return run / "evaluations" / path.name
 
 
 def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """A small job is scored on its own test samples; `data` may name another folder of images."""
+    """The scores of a small job on its own test samples; `data` may name another folder of images."""
     saved = dict(checkpoint.config)
     own = saved.get("data", {})
     given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None}
@@ -199,7 +199,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
 
 
 def confusion(found: np.ndarray, classes: int) -> Counts:
-    """How many of class i are taken for class j. `found`: int64 [2, N], classes and predictions of the samples."""
+    """Number of samples of class i predicted as class j. `found`: int64 [2, N], classes and predictions."""
     counts: Counts = [{} for _ in range(classes)]
     for (one, other), count in sorted(Counter(zip(*found.tolist(), strict=True)).items()):
         counts[one][other] = count
@@ -223,7 +223,7 @@ def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
 def save_classes(
     folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet
 ) -> None:
-    """Writes classes.json and, where there are some, the wrong ones as wrong.png; report.py shows both."""
+    """Writes classes.json and, if there are errors, wrong.png with some of them; report.py shows both."""
     wrong = np.flatnonzero(found[0] != found[1])[:PICTURES]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ def save_classes(
 
 
 def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
-    """A PNG of images, each with its class and the one that it is taken for."""
+    """A PNG of images, each with its class and the predicted class."""
     from matplotlib.figure import Figure
 
     rows = -(-len(items) // COLUMNS)
@@ -257,7 +257,7 @@ def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: Samp
 def predict(config: PredictConfig) -> int:
     """predict.py: prints a line for each image; returns the exit code.
     Raises: UserError if the run is no classifier of images, or an image cannot be read or is of another size."""
-    from gpt2_ddp.tasks.images.sources import image_files  # Pillow: not for those that score a GPT
+    from gpt2_ddp.tasks.images.sources import image_files  # imports Pillow, which scoring a GPT does not need
 
     run, *named = config.run_and_images
     device = pick_device(config.device)
@@ -291,7 +291,7 @@ def predict(config: PredictConfig) -> int:
 
 
 def _read_batch(files: Sequence[Path], image_size: int | None, shape: Sequence[int]) -> Tensor:
-    """uint8 [b, 3, H, W] as the run took its images."""
+    """Pixels uint8 [b, 3, H, W], prepared like the run's images."""
     from gpt2_ddp.tasks.images.load import decode_image
 
     found = [decode_image(file, str(file), image_size, field="run_and_images") for file in files]

@@ -107,7 +107,7 @@ def open_corpus(config: TrainingConfig) -> Corpus:
 
 
 def check_same_data(config: TrainingConfig, corpus: Corpus, state: Mapping[str, Any]) -> None:
-    """Compares the data with those of the saved run. Raises: UserError where they differ."""
+    """Compares the data with those of the saved run. Raises: UserError if they differ."""
     now, saved = corpus.manifests[0].hash, state.get("data_manifest")
     if corpus.mixture or state.get("mixture") or saved not in (None, now):
         from gpt2_ddp.data.mixture import Identity, check_goes_on
@@ -189,7 +189,7 @@ class Pretraining:
             run_script("prepare_data", "--config", recipe)
 
     def load_tasks(self) -> None:
-        """Reads the items of `eval.tasks`, on the main process, and notes what they are. Raises: UserError."""
+        """Reads the items of `eval.tasks` on the main process, and prints a note on them. Raises: UserError."""
         self.item_sets: list[ItemSet] = on_main(self.accelerator, self._read_tasks) if self.config.eval.tasks else []
         saved = self._state.get("tasks", {})
         for items in self.item_sets:
@@ -213,7 +213,7 @@ class Pretraining:
             raise UserError.join([f"eval.{mistake}" for mistake in error.mistakes]) from error
 
     def build_model(self) -> None:
-        """Makes the model with its initial weights. Raises: UserError where `train.init_from` does not fit."""
+        """Makes the model with its initial weights. Raises: UserError if `train.init_from` does not fit."""
         config, accelerator = self.config, self.accelerator
         torch.manual_seed(config.seed)
         receives = bool(self._saved) or not accelerator.is_main_process  # from the checkpoint, or the main process
@@ -229,7 +229,7 @@ class Pretraining:
             on_every_rank(accelerator, load if accelerator.is_main_process else lambda: None, patience=PREPARATION)
 
     def check_hashes(self, record: bool = True) -> None:
-        """Hashes the shards, as `data.verify_hashes` asks (`verify_shards`). Raises: UserError."""
+        """Hashes the shards that `data.verify_hashes` selects (`verify_shards`). Raises: UserError."""
         data, accelerator = self.config.data, self.accelerator
         if data.verify_hashes == "never":
             return

@@ -1,4 +1,4 @@
-"""Supervised training on samples: what all small jobs have in common (see `training.task.Task`)."""
+"""Supervised training on samples: the common part of all small jobs (a `training.task.Task`)."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ from gpt2_ddp.training.task import Due, Poll
 
 
 class SampleSet(Dataset):
-    """Samples that a job trains on, or is scored on; a `data.feed.Source`."""
+    """Training or test samples of a job; a `data.feed.Source`."""
 
     targets: Tensor  # one row per sample
     workers: int = 0  # loader processes that read the samples; 0: the training reads them itself
@@ -43,7 +43,7 @@ class SampleSet(Dataset):
         raise NotImplementedError
 
     def sha256(self) -> str:
-        """Hash of everything in it."""
+        """Hash of all samples."""
         raise NotImplementedError
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,7 +138,7 @@ class Supervised:
         return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
 
     def load(self, watchdog: Watchdog) -> None:
-        """Makes the job, and compares its data with the run's."""
+        """Creates the job, and compares its data with the run's."""
         config, accelerator = self.config, self.accelerator
         watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
         torch.manual_seed(config.seed)
@@ -188,18 +188,18 @@ class Supervised:
         return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))
 
     def sample(self, poll: Poll) -> None:
-        """Nothing: a job writes no text."""
+        """None: jobs have no samples of text."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The batch and rate of all processes, and what the data are."""
+        """Batch and learning rate of all processes, and identity of the data."""
         return {"global_batch_size": self.batch_size, "lr": self.lr, "data_hash": self.data_hash, **self.job.facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: batch, rate and data have been compared."""
+        """Does nothing: batch, learning rate and data were compared already."""
 
 
 def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int) -> Due:
-    """What follows a step; jobs evaluate and save by the epoch, of which so many are over."""
+    """The work that follows a step. Jobs evaluate and save by the epoch; `epochs` of them are complete."""
     return Due(
         log=last or ended_epoch or step % config.tracking.log_every == 0,
         evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
@@ -257,7 +257,7 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> 
     parameters = list(model.parameters())
     if config.name == "sgd":
         optimizer = without_dynamo(SGD)(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
-        if config.momentum:  # there from the start: a first step that is skipped would leave it uninitialised
+        if config.momentum:  # created now: a skipped first step would leave it uninitialised
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer

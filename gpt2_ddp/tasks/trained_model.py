@@ -65,7 +65,7 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def note_best(named: str, checkpoint: Checkpoint) -> str:
-    """A line, where a run is named and its newest checkpoint is not the one with the lowest val_loss."""
+    """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
     best = Best(*(checkpoint.state.get("best_evaluation") or ()))
     place = checkpoint.path.with_name(f"step-{best.step:08d}")
     if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
@@ -110,7 +110,7 @@ def generate_text(config: GenerateConfig) -> int:
 
 
 def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
-    """Prints the samples, a single one while it is written; after a stop, of each what there is."""
+    """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
     rows = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts for _ in range(config.num_samples)]
     written: list[list[int]] = [[] for _ in rows]
     stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None

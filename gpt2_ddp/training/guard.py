@@ -50,9 +50,8 @@ class Guard:
         return max(self._first_step, self.judged if self.first_bad is None else self.first_bad - 1)
 
     def judge(self, step: int, loss: Tensor, bad: Tensor) -> Verdict:
-        """The verdict on step `step - LATE`, `step` being the last one taken. Collective, once a step; does not wait
-        for the device. `loss` is this rank's part of the step's mean loss, scalar; `bad` is 1 if its gradient was bad,
-        fp32 scalar."""
+        """The verdict on step `step - LATE`, after step `step`. Collective, once a step; does not wait for the device.
+        `loss`: this rank's part of the step's mean loss, scalar; `bad`: 1 if its gradient was bad, fp32 scalar."""
         self._numbers.append(_Numbers(torch.stack([loss, bad])))
         count, loss_sum, not_finite, bad_gradient = self._sums.exchange(self._numbers[0].integers())
         if not count:  # before the first step

@@ -149,8 +149,7 @@ def finish_pending(run: Run) -> None:
 
 
 def is_ruined(run: Run) -> bool:
-    """Whether the weights or the newest validation loss are not finite, or no step has changed anything. Collective;
-    sets `run.reason`."""
+    """Whether weights or validation loss are not finite, or no step changed anything. Collective; sets `run.reason`."""
     finite_weights = torch.stack([parameter.isfinite().all() for parameter in run.parameters]).all().item()
     nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
     loss = run.scores.get("val_loss")

@@ -1,4 +1,4 @@
-"""Images as samples: decoded to pixels, kept where they fit into memory, otherwise decoded whenever they are read."""
+"""Images as samples: decoded to pixels; kept if they fit into memory, otherwise decoded at each read."""
 
 import hashlib
 import io
