@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
 def prepare(
     source: str | os.PathLike[str] = "stdlib", output: str | os.PathLike[str] | None = None, **settings: Any
 ) -> Manifest:
-    """Makes a folder of token shards, as prepare_data.py does; one that is ready already is left as it is.
+    """Creates a folder of token shards, as prepare_data.py does. A folder that is prepared already is kept.
 
     Args:
         source: `stdlib`, text, jsonl or parquet files, `hub:OWNER/NAME`, or `bin:GLOB`.

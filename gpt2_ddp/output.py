@@ -40,7 +40,7 @@ def make_output_folder(output: str | Path) -> Path:
 
 @contextmanager
 def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
-    """Locks `output`, and yields an empty hidden folder beside it, for `publish`. Removes what is left of both.
+    """Locks `output`, and yields an empty hidden folder next to it, for `publish`. Removes lock and folder at the end.
 
     The hidden folder is inside `output` if that is a disk's root, or its parent is not writable. If another process has
     the lock, prints `waiting` and waits. Raises UserError if `waiting` is empty then, or if writing fails.

@@ -262,7 +262,7 @@ def encode_pair(context: str, continuation: str, tokenizer: Tokenizer, place: st
     """Tokens of a context and of its continuation, by lm-eval's rules (`TemplateLM._encode_pair` of lm_eval 0.4).
 
     Blanks at the context's end move to the continuation, which is what the two together have behind the context's own
-    tokens. The end-of-text token stands for an empty context, and is never before another one."""
+    tokens. The end-of-text token replaces an empty context, and precedes no other."""
     kept = context.rstrip()
     before, both = (tokenizer.encode(text, place).tolist() for text in (kept, context + continuation))
     return (before, both[len(before) :]) if kept else ([tokenizer.eot], both)

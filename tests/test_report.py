@@ -195,7 +195,7 @@ def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
     (run / "samples.jsonl").unlink()
     page = Page(write_report([run], run))
     assert page.tables[0].items() >= {"steps": ["30"], "state": ["–"], "seed": ["–"]}.items()
-    for note in ("metrics.jsonl: 1 unreadable line left out", "config.yaml: unreadable", "status.json: missing"):
+    for note in ("metrics.jsonl: 1 unreadable line omitted", "config.yaml: unreadable", "status.json: missing"):
         assert f"run: {note}" in page.text
 
 

@@ -133,7 +133,7 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
     edit(Path(damaged, "model.safetensors"), 3000, b"\x01\x02\x03")
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
     cases: dict[str, Case] = {
-        "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "not the ones"]),
+        "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "its tokens differ"]),
         "evaluate": ("evaluate", ["--checkpoint", new], ["no intact checkpoint"]),
         "no split": ("evaluate", ["--checkpoint", run, "--split", "test"], ["split = test"]),
         "no data": ("evaluate", ["--checkpoint", run, "--data", "/no/such/place"], ["data = "]),

@@ -36,7 +36,7 @@ SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in tim
 
 
 def should_save_async(wish: bool | str, size: int, spare_core: bool) -> bool:
-    """Whether a checkpoint is saved in the background: as `checkpoint.background` says; auto needs a spare core, and
+    """Whether a checkpoint is saved in the background, by `checkpoint.background`; auto needs a spare core, and
     memory for a copy of `size` bytes."""
     return wish if isinstance(wish, bool) else spare_core and psutil.virtual_memory().available > 1.25 * size
 

@@ -247,7 +247,7 @@ def _with_path(job: Job, path: str) -> Job:
 
 
 def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -> tuple[str, Job]:
-    """The name and configuration of a job given as KIND or KIND:FILE, with what a comparison wants otherwise. Raises
+    """The name and configuration of a job given as KIND or KIND:FILE, changed for a comparison. Raises
     UserError: there is no such job, its file is wrong, or its batch cannot be shared out."""
     kind, _, file = word.partition(":")
     if kind not in KINDS:

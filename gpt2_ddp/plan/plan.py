@@ -116,7 +116,7 @@ def _vocabulary(config: TrainingConfig) -> tuple[int, bool]:
 
 
 def count(config: TrainingConfig, step: int, steps: int, validates: bool) -> dict[str, int]:
-    """Numbers of steps, evaluations, saves and samples from `step` to `steps`. The first and last step are evaluated."""
+    """Numbers of steps, evaluations, saves and samples from `step` to `steps`. First and last step are evaluated."""
 
     def times(every: int) -> int:
         return steps // every - step // every + (steps % every > 0) if every and steps > step else 0

@@ -221,9 +221,9 @@ class EncodersDiffer(Exception):
 
 
 class FastEncoder:
-    """What `Tokenizer.encode` does, for text without lone surrogates, of a byte-level BPE with GPT-2's pattern, whose
-    ids but for the special tokens' are without a gap. `encoder`: gigatoken's. It knows no special tokens, or they would
-    be found in the text; and ids from 0 on."""
+    """Encodes like `Tokenizer.encode`, for text without lone surrogates and a byte-level BPE with GPT-2's pattern. Ids,
+    except those of special tokens, have no gap. `encoder`: gigatoken's, with ids from 0 on. It has no special tokens,
+    since it would find them in the text."""
 
     def __init__(self, tokenizer: Tokenizer, encoder: Any):
         self.tokenizer, self.encoder = tokenizer, encoder

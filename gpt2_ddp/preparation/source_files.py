@@ -65,7 +65,7 @@ def find_files(source: str, without: str | None = None) -> Iterator[Path]:
 
 
 def library_files() -> list[Path]:
-    """Python's own modules, without tests, tables, and what was installed beside them."""
+    """Python's own modules, without tests, tables and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts))
     return sorted(path for path in found if not any(path.match(str(root / table)) for table in TABLES))
@@ -138,7 +138,7 @@ class DetectedEncoding(NamedTuple):
 def detect_encoding(path: Path, named: str) -> DetectedEncoding:
     """The encoding of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
     UTF-8 nor marked as UTF-16 or UTF-32; `auto`: there are none.
-    Raises: OSError or ValueError if the file cannot be read, or is not what its suffix says."""
+    Raises: OSError or ValueError if the file cannot be read, or its content and suffix differ."""
     with open_bytes(path) as file:
         head = file.read(BLOCK)
         if head.startswith(b"%PDF-"):  # which may be of ASCII characters alone
@@ -154,7 +154,7 @@ def detect_encoding(path: Path, named: str) -> DetectedEncoding:
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
-    """A file's bytes, decompressed if its suffix says so."""
+    """A file's bytes, decompressed if its suffix is that of a compressed file."""
     compression = COMPRESSED.get(path.suffix.lower())
     if compression is None:
         return open(path, "rb")

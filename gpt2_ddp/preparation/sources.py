@@ -284,7 +284,7 @@ def scan(config: PrepareConfig) -> Source:
     for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
         try:
             seen, reason = _look(regular(path), config.encoding), "is not text"
-        except (OSError, ValueError) as error:  # ValueError: not what its suffix says
+        except (OSError, ValueError) as error:  # ValueError: content and suffix differ
             seen, reason = DetectedEncoding(None, 0), f"cannot be read ({error})"
         if seen.encoding not in USUAL:
             found.unusual[str(path)] = seen.encoding

@@ -95,7 +95,7 @@ class TextStream:
 
 
 def generate_text(config: GenerateConfig) -> int:
-    """generate.py: prints the samples that `config` asks for, and the speed on stderr; returns the exit code.
+    """generate.py: prints the samples of `config`, and the speed on stderr; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
     typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
     batches = _typed_prompts() if typed else [_read_prompts(config)]

@@ -216,7 +216,7 @@ def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk, background):
     room, the same command ends."""
     config = training_config(corpus, small_disk, WIDE | {"checkpoint.background": background})
     arguments, run = write_config(tmp_path, config), small_disk / "run"
-    expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "make room")
+    expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "free space")
     assert steps(run) == [0, 5]
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)

@@ -267,7 +267,7 @@ def test_only_the_first_bad_step_is_warned_of():
     for step in range(1, 20):
         warn_of_bad_step(run, guard.judge(step, torch.tensor(1.0), torch.tensor(float(step in (4, 9)))))
     assert len(lines) == 1
-    assert lines[0].startswith("warning: step 4 is bad: its gradient norm is not finite, or")
+    assert lines[0].startswith("warning: step 4 is bad: its gradient norm is not finite or")
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():

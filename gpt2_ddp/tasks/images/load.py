@@ -291,6 +291,6 @@ def _upright_rgb(image: Image.Image, where: str, size: int | None, field: str) -
     if size is not None and image.size != (size, size):
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
-        # cropped first: `ImageOps.fit` would mix in what is beside the square
+        # cropped first: `ImageOps.fit` would mix in pixels outside the square
         image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
     return image
