@@ -1,5 +1,5 @@
 # What trains, and nothing that only builds it: docs/cloud.md says how it is built, run and checked.
-# torch's wheels bring CUDA, cuDNN and NCCL; the driver comes from the host. Python 3.11 is what the lock was made for.
+# torch's wheels contain CUDA, cuDNN and NCCL; the driver comes from the host. The lock file is for Python 3.11.
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS system
@@ -10,8 +10,8 @@ RUN apt-get update \
 
 FROM system AS build
 RUN python3 -m venv /opt/venv
-# The dependencies change seldom: a layer of their own, without the project itself. pip's settings, where a machine has
-# some, are there while it runs and in no layer.
+# Dependencies have their own layer, since they change less often than the project. pip's settings of the build machine are
+# mounted during the installation and stored in no layer.
 COPY requirements.txt docker/requirements.lock /tmp/
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     grep -v '^-e' /tmp/requirements.txt > /tmp/dependencies.txt \
@@ -19,8 +19,8 @@ RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
         --requirement /tmp/dependencies.txt --constraint /tmp/requirements.lock
 
 FROM system
-# HOME and compiled kernels are on /tmp, which may be the only place to write besides the volumes; what comes from the
-# Hub is too large for that. Any uid will do, with `--user`, too: nothing asks for its name.
+# HOME and compiled kernels are in /tmp, which may be the only writable folder besides the volumes. Downloads from the Hub
+# are too large for it. Any uid works, also with `--user`: no program needs its name.
 ENV PATH=/opt/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp TORCHINDUCTOR_CACHE_DIR=/tmp/torchinductor HF_HOME=/app/data/huggingface
 RUN useradd --no-create-home --home-dir /tmp --uid 1001 trainer \
@@ -44,7 +44,7 @@ LABEL org.opencontainers.image.title="gpt2_ddp" \
 USER 1001:1001
 VOLUME ["/app/data", "/app/runs"]
 
-# Looks, and trains nothing: a training that makes no progress is unhealthy; what has ended, or never began, is not.
+# Reads the state only. A training without progress is unhealthy; an ended run, or none, is healthy.
 HEALTHCHECK --interval=2m --timeout=30s --start-period=5m \
     CMD ! python scripts/status.py runs/* 2>/dev/null | grep ' stalled '
 ENTRYPOINT ["docker/entrypoint.sh"]

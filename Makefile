@@ -35,48 +35,48 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 train: $(VENV)/.installed  ## train the default model on the built-in corpus; ARGS="--train.steps 500" adds flags
 	@$(BIN)/python scripts/train_gpt2.py $(ARGS)
 
-speedrun: $(VENV)/.installed  ## a model of 280 s on two cores, scored and verified; docs/speedrun.md has the rule
+speedrun: $(VENV)/.installed  ## train the speedrun's model (280 s on two cores), score and verify it; docs/speedrun.md has the rules
 	TORCHINDUCTOR_CACHE_DIR=$$(mktemp -d) $(BIN)/python scripts/train_gpt2.py --config configs/speedrun.yaml $(ARGS)
 	$(BIN)/python scripts/evaluate.py runs/speedrun
 	$(BIN)/python scripts/verify_run.py runs/speedrun
 
-test: $(VENV)/.installed-dev  ## the tests that a newcomer runs (three minutes on 2 cores)
+test: $(VENV)/.installed-dev  ## run the fast tests (about three minutes on 2 cores)
 	$(BIN)/pytest $(WORKERS) $(ARGS)
 
-test-slow: $(VENV)/.installed-dev  ## launches of real processes and timings (ten minutes more)
+test-slow: $(VENV)/.installed-dev  ## run the tests with real launches and timings (about ten minutes more)
 	$(BIN)/pytest $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
-	$(BIN)/pytest -m timed --reruns 4 $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS chose none of them
+	$(BIN)/pytest -m timed --reruns 4 $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS selected no test
 
-test-cluster: $(VENV)/.installed-dev  ## a real Slurm, and machines made of network namespaces; some minutes; as root
+test-cluster: $(VENV)/.installed-dev  ## run the tests on a real Slurm and on network namespaces (some minutes; needs root)
 	$(BIN)/pytest -m cluster $(ARGS)
 
-faults: $(VENV)/.installed-dev  ## every fault of docs/reliability.md at every place, with real processes (an hour or more)
+faults: $(VENV)/.installed-dev  ## run every fault of docs/reliability.md at every place, with real processes (an hour or more)
 	$(BIN)/pytest -m soak --deselect tests/faults/test_soak.py $(ARGS)
 
-soak: $(VENV)/.installed-dev  ## half an hour of random faults on one run; SOAK_SECONDS=60 SOAK_SEED=1 make soak for less
+soak: $(VENV)/.installed-dev  ## run half an hour of random faults on one run; shorter: SOAK_SECONDS=60 SOAK_SEED=1 make soak
 	$(BIN)/pytest -s -m soak tests/faults/test_soak.py $(ARGS)
 
-mutants: $(VENV)/.installed-dev  ## changes the core in 200 places, and reports what no test notices (half an hour or more)
+mutants: $(VENV)/.installed-dev  ## change the core in 200 places and list the changes that no test detects (half an hour or more)
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 DEVICE ?= cuda
-gpu: $(VENV)/.installed-dev  ## what to run first on a GPU; again, what failed or had no time. DEVICE=cpu tries it, tiny
+gpu: $(VENV)/.installed-dev  ## run the GPU checks; the next call repeats failed and missing ones. DEVICE=cpu: a tiny trial
 	GPU_DEVICE=$(DEVICE) $(BIN)/pytest -vv -m gpu -rN --tb=no --last-failed -o cache_dir=runs/gpu/pytest \
 	    -o faulthandler_timeout=0 tests/test_gpu.py $(ARGS)
 
-image:  ## build the container image, by docker or buildah; docs/cloud.md
+image:  ## build the container image with docker or buildah; docs/cloud.md
 	docker/build.sh $(ARGS)
 
-test-image: $(VENV)/.installed-dev  ## what the built image does; RUN="podman --runtime runc run" runs it otherwise
+test-image: $(VENV)/.installed-dev  ## test the built image; RUN="podman --runtime runc run" selects another runtime
 	$(BIN)/pytest -m image tests/test_container.py $(ARGS)
 
-lock: $(VENV)/.installed  ## pin what the image has, for x86_64 and its Python; ARGS=--upgrade takes newer releases
+lock: $(VENV)/.installed  ## pin the image's packages, for x86_64 and its Python; ARGS=--upgrade: newer releases
 	$(BIN)/pip install --quiet uv
 	grep -v '^-e' requirements.txt | $(BIN)/uv pip compile - --quiet --python-version 3.11 \
 	    --python-platform x86_64-manylinux_2_28 --no-emit-index-url --no-annotate \
 	    --custom-compile-command "make lock" --output-file docker/requirements.lock $(ARGS)
 
-check: $(VENV)/.installed-dev  ## formatting, lint, types, and the core's size; edits nothing
+check: $(VENV)/.installed-dev  ## check formatting, lint, types and the core's size; edits nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright

@@ -1,4 +1,4 @@
-"""Saving and resuming: our checkpoints, hashed and verified, beside `torch.save` and Accelerate's `save_state`.
+"""Saving and resuming: our checkpoints, hashed and verified, next to `torch.save` and Accelerate's `save_state`.
 
 All contenders save the same run, which trains on after the save, in steps of 64 tokens.
 """
@@ -90,7 +90,7 @@ def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Ca
 
 
 def turn(run: Run, folder: Path, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
-    """Saves while the training goes on, and resumes; returns the seconds of `FIGURES`. The time lost is that of the
+    """Saves while the training continues, and resumes; returns the seconds of `FIGURES`. The time lost is that of the
     save, and the excess of the steps until the checkpoint is on disk over the median of the steps before."""
     assert run.checkpoints
     shutil.rmtree(folder, ignore_errors=True)

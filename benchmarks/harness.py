@@ -48,8 +48,7 @@ class StepTiming(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One measured quantity: `figures` of each contender, one per turn; more is better for rates, less for seconds and
-    bytes."""
+    """One measured quantity: `figures` of each contender, one per turn; more is better for rates only."""
 
     what: str
     unit: str

@@ -1,4 +1,4 @@
-"""Text to tokens: prepare_data.py with gigatoken and with tiktoken, beside loops as other trainers write them."""
+"""Text to tokens: prepare_data.py with gigatoken and with tiktoken, next to other trainers' loops."""
 
 import io
 import json
@@ -34,7 +34,7 @@ TEXT_BYTES = 40_000_000
 def check(config: BenchmarkConfig) -> None:
     """Raises: UserError where the text is no file."""
     if config.text and not os.path.isfile(config.text):
-        raise UserError("text", config.text, "is no file; name a jsonl file with a column `text`")
+        raise UserError("text", config.text, "is not a file; name a jsonl file with a column `text`")
 
 
 def measure(config: BenchmarkConfig) -> Table:

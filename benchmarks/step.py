@@ -1,4 +1,4 @@
-"""A training step through the whole loop, beside the same model in a bare loop and beside other trainers' steps."""
+"""A training step through the whole loop, next to the same model in a bare loop and to other trainers' steps."""
 
 import io
 import sys
@@ -223,7 +223,7 @@ def random_tokens(folder: Path, tokenizer: str = "gpt2", count: int = 1_000_000)
     if (folder / MANIFEST).exists():
         return
     known = load_tokenizer(tokenizer)
-    with locked_output(folder, waiting=f"waiting for another process that makes {folder}") as aside:
+    with locked_output(folder, waiting=f"waiting for another process that writes {folder}") as aside:
         writer = ShardWriter(aside, "train", count, known.vocab_size)
         writer.add(np.random.default_rng(0).integers(0, known.vocab_size, count))
         shards = {"train": writer.close()}

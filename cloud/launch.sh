@@ -1,10 +1,10 @@
 #!/bin/bash
-# cloud/launch.sh RUN COMMAND...: runs a launcher and ends with what its run came to, which launchers' codes do not say:
-#   0 the run is complete, 75 it was stopped: start it again, 3 it has diverged: do not, else the launcher's own.
-# With `-` for the run it ends as the command does: 0 after a stop under a launcher, 75 without one.
+# cloud/launch.sh RUN COMMAND...: runs a launcher and exits with a code for the run's outcome:
+#   0 completed; 75 stopped: start it again; 3 diverged: do not start it again; other codes are the launcher's.
+# With `-` for RUN, exits with the command's code: after a stop 0 with a launcher, 75 without one.
 #
-# SIGTERM (`docker stop`, a preempted machine, a deleted pod) goes to the ranks alone of accelerate and torchrun. All save
-# and end by themselves, and so does the launcher; signalled itself, it kills its ranks 30 s later, saved or not.
+# With accelerate and torchrun, SIGTERM (`docker stop`, a preempted machine, a deleted pod) is sent only to the ranks. They
+# save and end, then the launcher ends. A signalled launcher would kill its ranks 30 s later, saved or not.
 run=$1 stopped=
 stop() {
     stopped+=1
@@ -14,12 +14,12 @@ stop() {
         ranks=$(cat "/proc/$command/task/"*/children)
         ;;
     esac
-    # unquoted: several of them. A launcher that has none yet has nothing to lose
+    # unquoted: several process ids. Without ranks yet, the launcher gets the signal
     kill -TERM ${ranks:-$command}
-    # an elastic launcher would wait for those of the other machines, which go on
+    # an elastic launcher would wait for the other machines' ranks, which continue
     [[ $ranks ]] && (for rank in $ranks; do tail --pid="$rank" -f /dev/null; done; sleep 5; kill -TERM "$command") &
 } 2>/dev/null
-trap 'stop "${@:2}"' TERM INT  # before there is anything to stop
+trap 'stop "${@:2}"' TERM INT  # before the command starts
 "${@:2}" &
 command=$!
 [[ $stopped ]] && stop "${@:2}"
@@ -27,7 +27,7 @@ until
     before=$stopped
     wait "$command"
     code=$?
-    [[ $before == "$stopped" ]]  # or a signal may have made it return; again it says how the command has ended
+    [[ $before == "$stopped" ]]  # a signal may interrupt `wait`; the next call returns the command's code
 do :; done
 [[ $run == - ]] && exit "$code"
 
@@ -35,7 +35,7 @@ is() { grep -qs "\"state\": \"$1\"" "$run/status.json"; }
 if [[ $code == 0 ]]; then
     is completed && exit 0
     [[ -f $run/status.json ]] && exit 75
-    echo "error: $run: holds no status.json; name the folder of the run that was started" >&2
+    echo "error: $run: has no status.json; name the run folder of the command" >&2
     exit 2
 fi
 [[ $stopped ]] && exit 75

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A Debian base from Debian's package mirror alone, where no image registry answers: as root, with mmdebstrap.
+# Builds a Debian base from Debian's package mirror, for machines without an image registry. Needs root and mmdebstrap.
 #     docker/base.sh && BASE=localhost/debian:bookworm-slim make image
 set -euo pipefail
 container=$(buildah from scratch)

@@ -1,15 +1,14 @@
 #!/bin/bash
-# `make image`: by docker, or by buildah where no docker answers. What follows are flags of theirs.
+# `make image`: builds with docker, or with buildah if docker is not available. Arguments are passed to it.
 #
 #     IMAGE=gpt2_ddp       the image's name
-#     BASE=localhost/debian:bookworm-slim    another base; docker/base.sh makes this one where no registry answers
+#     BASE=localhost/debian:bookworm-slim    another base; docker/base.sh builds this one without an image registry
 set -euo pipefail
 cd "$(dirname "$0")/.."
 secrets=$(mktemp -d)
 trap 'rm -rf "$secrets"' EXIT
 
-# pip's settings on this machine (the index, where wheels are, whom to trust), as one file. What the environment says
-# stands first in the list, and wins.
+# pip's settings on this machine (index, wheels, trusted hosts), as one file. The environment's come first and win.
 {
     echo "[global]"
     "${PYTHON:-python3}" -m pip config list | sed -nE "s/^(:env:|global|install)\.([a-z-]+)='(.*)'$/\2 = \3/p" |
@@ -21,7 +20,7 @@ cat ${ca:+"$ca"} </dev/null >"$secrets/ca"
 if docker info >/dev/null 2>&1; then
     build=(docker build)
 else
-    build=(buildah bud --layers --format docker)  # docker's format, as the other one has no HEALTHCHECK
+    build=(buildah bud --layers --format docker)  # docker's format: the default one has no HEALTHCHECK
 fi
 "${build[@]}" --tag "${IMAGE:-gpt2_ddp}" ${BASE:+--build-arg "BASE=$BASE"} \
     --build-arg "REVISION=$(git describe --always --dirty 2>/dev/null || echo unknown)" \

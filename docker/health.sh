@@ -1,5 +1,5 @@
 #!/bin/bash
-# Does this image train here? Two compiled steps of a tiny GPT on every GPU, or on the CPU; leaves nothing behind.
+# Checks that this image trains here: two compiled steps of a tiny GPT on every GPU, or on the CPU. Leaves no files.
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

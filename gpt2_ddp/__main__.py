@@ -1,4 +1,4 @@
-"""The scripts by their names, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`.
+"""Runs the scripts by name, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`.
 
 gpt2-ddp train_gpt2 --data.path data/mine
 accelerate launch -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
@@ -21,21 +21,21 @@ GROUPS = {
     "plan": ("plan", "check_cluster", "compare_parallel", "benchmark"),
     "learn": ("hello_ddp", "hello_torch_ddp", "ddp_lab"),
 }
-"""The scripts by what they are for."""
+"""The scripts, grouped by purpose."""
 
 
 def main() -> None:
-    """Runs the script that the first word of the command line names, on the other words."""
+    """Runs the script named by the first word of the command line. The other words are its arguments."""
     scripts = {file.stem: file for file in sorted((PROJECT / "scripts").glob("*.py"))}
     name, *flags = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         print("usage: gpt2-ddp SCRIPT [--help] ...")
         for group, members in GROUPS.items():
             print(f"\n{group}:", *(f"{name:20}{_summary(scripts[name])}" for name in members), sep="\n  ")
-        print(f"\n--config takes the name of a file in {PROJECT / 'configs'}, from any folder")
+        print(f"\n--config also accepts the name of a file in {PROJECT / 'configs'}")
         return
     if name not in scripts:
-        print(f"error: {UserError('script', name, f'there is none{nearest(name, list(scripts))}')}", file=sys.stderr)
+        print(f"error: {UserError('script', name, f'unknown script{nearest(name, list(scripts))}')}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [str(scripts[name]), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")

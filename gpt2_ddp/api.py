@@ -66,7 +66,7 @@ def _plain(value: Any) -> Any:
 def prepare(
     source: str | os.PathLike[str] = "stdlib", output: str | os.PathLike[str] | None = None, **settings: Any
 ) -> Manifest:
-    """Makes a folder of token shards, as prepare_data.py does; one that is ready already is left as it is.
+    """Creates a folder of token shards, as prepare_data.py does. A folder that is prepared already is kept.
 
     Args:
         source: `stdlib`, text, jsonl or parquet files, `hub:OWNER/NAME`, or `bin:GLOB`.
@@ -82,19 +82,19 @@ def prepare(
 
 
 def train(config: TrainingConfig, processes: int | None = None) -> "Result":
-    """Trains until the last step, from wherever the run folder's newest checkpoint stands, as train_gpt2.py does.
+    """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does.
 
-    A signal (Ctrl-C, or a notebook's stop button) saves a checkpoint after the step; the result is `stopped`. Another
-    one, a second or more later, raises KeyboardInterrupt at once. Outside of the main thread, Python has no signals:
-    the run goes on to its end or to `train.max_minutes`.
+    After a signal (Ctrl-C, a notebook's stop button) the run saves a checkpoint; its outcome is `stopped`. Another
+    Ctrl-C, a second or more later, raises KeyboardInterrupt at once. Python delivers signals to the main thread only;
+    in other threads, a run ends at its last step or at `train.max_minutes`.
 
     Args:
-        processes: None trains in this process, or under a launcher as one of its ranks. A number starts so many fresh
-            ones on this machine, a GPU each where there are any; a script then needs `if __name__ == "__main__":`.
+        processes: None: train in this process, which may be a launcher's rank. A number: start so many new processes on
+            this machine, one per GPU if there are GPUs; a script then needs `if __name__ == "__main__":`.
 
     Returns:
         `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder),
-        `best` and `checkpoint` (the lowest val_loss where it is not the newest checkpoint, and that).
+        `checkpoint` (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
 
     Raises:
         ChildProcessError: one of `processes` crashed; its traceback is on stderr.
@@ -119,10 +119,10 @@ def _train(config: TrainingConfig) -> "Result":
     from gpt2_ddp.training.loop import train
 
     if PartialState._shared_state:
-        hint = "by another training or a program's own Accelerator, which has one state per process; use processes=1"
+        hint = "by another training or your own Accelerator, and a process has one Accelerate state; use processes=1"
         raise UserError("train", "Accelerate is in use in this process", hint)
     if world_size() > 1 and _trained:
-        hint = "what connected them is gone; launch once for each training"
+        hint = "their process group has ended; start the launcher once per training"
         raise UserError("train", "the ranks have trained already", hint)
     _trained.append(config.run_name)
     try:
@@ -139,11 +139,11 @@ def load_model(
 
     Args:
         run: a run folder, or one checkpoint in it.
-        checkpoint: of a run folder: its newest intact one, the one with the lowest val_loss, or that of a step.
+        checkpoint: in a run folder: the newest intact one, the best (lowest val_loss), or the number of a step.
 
     Returns:
-        The model (fp32): `model(ids)` gives logits [B, T, V] for ids int64 [B, T] and the V tokens of the vocabulary.
-        The tokenizer: `encode(text)` gives ids [n], `decode(ids)` text, `eot` is the end of a text.
+        The model (fp32): `model(ids)` returns logits [B, T, V] for ids int64 [B, T] and a vocabulary of V tokens.
+        The tokenizer: `encode(text)` returns ids [n], `decode(ids)` the text; `eot` is the end-of-text id.
 
     """
     from gpt2_ddp.distributed.launch import pick_device
@@ -166,7 +166,7 @@ def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
 
 
 def _best_step(run: Path) -> int:
-    """Of the checkpoints that are there, the one with the lowest val_loss."""
+    """The step of the checkpoint with the lowest val_loss."""
     from gpt2_ddp.checkpoint.checkpoint import find_checkpoint, list_checkpoints
     from gpt2_ddp.training.progress import Best
 
@@ -177,7 +177,7 @@ def _best_step(run: Path) -> int:
             if (loss := state.get("val_loss")) is not None:
                 best = best.after(state["step"], {**(state.get("metrics") or {}), "val_loss": loss})
     if best.tokens is None:
-        raise UserError("checkpoint", "best", f"{run} has no checkpoint with a val_loss; name its newest, or a step")
+        raise UserError("checkpoint", "best", f"{run} has no checkpoint with a val_loss; use newest, or a step")
     return best.step
 
 
@@ -194,11 +194,11 @@ def generate(  # noqa: PLR0913
     """Each prompt with its continuation as one text, as generate.py writes it with the same seed.
 
     Args:
-        prompts: what to continue, one or several; empty: the start of a document.
-        max_new_tokens: tokens to add to each prompt, at most; a text also ends at the end-of-text token.
-        temperature: divides the logits; 0: always the likeliest token.
-        top_k, top_p: sample among the k likeliest tokens, and among the likeliest that hold this share.
-        seed: with a prompt's index, fixes its sample.
+        prompts: texts to continue, one or several; empty: the start of a document.
+        max_new_tokens: most tokens to add to each prompt; the end-of-text token ends a text earlier.
+        temperature: divisor of the logits; 0: always the likeliest token.
+        top_k, top_p: sample among the k likeliest tokens, and among the likeliest whose probabilities add up to top_p.
+        seed: with a prompt's index, determines its sample.
     """
     from gpt2_ddp.model.generate import Sampling, sample_texts
 
@@ -210,14 +210,14 @@ def generate(  # noqa: PLR0913
 def export_hf(
     run: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, checkpoint: Which = "newest"
 ) -> Path:
-    """Writes a folder that transformers, lm-eval and llama.cpp's converter read, and has transformers check it.
+    """Writes a folder in transformers' format, and compares transformers' results with the checkpoint's.
 
     Args:
-        output: the folder, which is returned; None: exports/ and the run's name and step.
+        output: the folder, which is returned; None: exports/RUN-step-STEP.
         checkpoint: as for `load_model`.
 
     Raises:
-        gpt2_ddp.export.check.ExportMismatch: transformers computes something else; the folder is left as `.rejected`.
+        gpt2_ddp.export.check.ExportMismatch: transformers' results differ; the folder is renamed to `.rejected`.
     """
     from gpt2_ddp.export.export import default_output, export, require_package
 
@@ -229,7 +229,7 @@ def export_hf(
 
 
 class SingleProcess(NamedTuple):
-    """What `model.evaluate` asks an Accelerator for: Accelerate's state is left to whom it belongs."""
+    """The fields of an Accelerator that `model.evaluate` reads. Accelerate's own state stays unused."""
 
     device: Any
     num_processes: int = 1
@@ -245,11 +245,11 @@ def evaluate(
     tokens: int | None = None,
     batch_size: int = 16,
 ) -> "Evaluation":
-    """Scores a model on a split of prepared data, in this process alone: each token but the first once.
+    """Scores a model on a split of prepared data, in this process alone: each token except the first, once.
 
     Args:
         data: the folder of token shards.
-        tokens: score this many, evenly spread; None: all.
+        tokens: number of tokens to score, evenly spread; None: all.
         batch_size: windows per forward pass.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The check of new machines: all ranks arrive, agree in versions and all-reduce correctly; and how fast.
+"""The check of new machines: connections, equal versions, correctness and speed of the all-reduce.
 
 Ranks find each other in the key-value store at MASTER_ADDR and MASTER_PORT, before there is a process group, which
 could hang. Every wait is bounded, and its error names the ranks that are missing. torch's own store retries for twice
@@ -42,20 +42,20 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import text_table
 
-AFTERMATH = 5.0  # seconds that other ranks wait longer than rank 0, for what it found
+AFTERMATH = 5.0  # seconds that other ranks wait longer than rank 0, for its result
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
 """Facts that must not differ between ranks."""
 
-Facts = dict[str, Any]  # what a rank tells of itself and its machine (`gather_facts`)
+Facts = dict[str, Any]  # facts about a rank and its machine (`gather_facts`)
 WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connections
 BACKWARD = 2 / 3  # share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass
-SLOW = 4  # times slower than its interface, a network gets a note; the protocol, other traffic and ranks take some
+SLOW = 4  # a network this many times slower than its interface gets a note; protocol and other traffic take a part
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
     """Checks this process's world; rank 0 prints and saves the results. Raises UserError for ranks that do not
-    arrive, differ in versions, or sum wrongly; on rank 0, for an `output` that cannot be written. A rank that dies or
-    hangs later ends all processes with an `error:` line and exit code 2."""
+    connect, differ in versions, or sum wrongly; on rank 0, for an `output` that cannot be written. If a rank dies or
+    hangs later, all processes end with an `error:` line and exit code 2."""
     if config.output and is_main_process():
         check_writable(config.output)
     training = load(TrainingConfig, ["--config", config.training]) if config.training else None
@@ -63,7 +63,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
         alone = RankEnv(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
         facts = gather_facts(alone, accelerator.device)
-        _report(config, [facts], [], [f"only one process: nothing to connect; {USE_TORCHRUN.format(n=2)}"])
+        _report(config, [facts], [], [f"only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}"])
         return
     place = RankEnv.from_environment()
     try:
@@ -119,7 +119,7 @@ def connect(place: RankEnv, timeout: float) -> Store:
     share = {"wait_for_workers": False, "multi_tenant": True}  # the process group's rendezvous will share the server
     store = TCPStore(address, place.port, is_master=serves, timeout=timedelta(seconds=timeout), **share)
     if serves:
-        _await_answer(place, timeout)  # the others come by this address, and so will the process group
+        _await_answer(place, timeout)  # the other ranks connect to this address, and so will the process group
     return PrefixStore(f"check_cluster/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -134,21 +134,21 @@ def _await_answer(place: RankEnv, timeout: float) -> None:
             if left <= 0.1:
                 where = f"{place.address}:{place.port}"
                 raise UserError("MASTER_ADDR", where, _reason(place, timeout, error)) from error
-        time.sleep(0.1)  # a name may be known, and rank 0 be started, in a moment
+        time.sleep(0.1)  # the name may be resolvable, or rank 0 start, a moment later
 
 
 def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
     here = f"rank {place.rank} on {socket.gethostname()}"
     if isinstance(error, socket.gaierror):
         where = "give rank 0's IP address, or put its name into DNS or /etc/hosts"
-        return f"{here} does not know this name ({error.strerror}); {where}"
+        return f"{here} cannot resolve this name ({error.strerror}); {where}"
     if place.rank:
-        where = "is it started, and may this machine reach that port?"
+        where = "is rank 0 started, and can this machine reach the port?"
         return f"{here} got no answer from rank 0 there within {timeout:g} s; {where}"
     addresses = [(one, name) for name, ones in psutil.net_if_addrs().items() for one in ones if name != "lo"]
     own = [f"{one.address} ({name})" for one, name in addresses if one.family == socket.AF_INET]
-    where = f"{', '.join(own) or 'none but 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
-    return f"{here} serves this port, and is not reached by this address; is it this machine's? It has {where}"
+    where = f"{', '.join(own) or 'only 127.0.0.1'}; give one of these to all ranks, or start rank 0 on that machine"
+    return f"{here} serves this port, but this address does not reach it; is the address its own? It has {where}"
 
 
 def gather_facts(place: RankEnv, device: torch.device) -> Facts:
@@ -161,7 +161,7 @@ def gather_facts(place: RankEnv, device: torch.device) -> Facts:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if place.local_rank >= count:
-            hint = f"there are {count} CUDA devices on {host}; start {count} processes here"
+            hint = f"{host} has {count} CUDA devices; start {count} processes there"
             raise UserError("LOCAL_RANK", place.local_rank, hint)
         name = torch.cuda.get_device_name(place.local_rank)
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -200,7 +200,7 @@ def _route(address: str, port: int) -> tuple[str, str, float]:
 
 
 def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
-    """Waits until all ranks have arrived; returns their facts in order of rank. Rank 0 waits `timeout` seconds for the
+    """Waits until all ranks have connected; returns their facts by rank. Rank 0 waits `timeout` seconds for the
     others. They wait as long for rank 0, and then for its result.
 
     Raises UserError if ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE; SystemExit with 2
@@ -221,9 +221,9 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
         store.set("arrivals", "[]")
         return found
     if not wait_until(lambda: store.check(["facts/0"]), timeout):
-        raise UserError("rank", 0, f"did not arrive within {timeout:g} s; rank {place.rank} ({facts['host']}) is here")
+        raise UserError("rank", 0, f"did not connect within {timeout:g} s; rank {place.rank} ({facts['host']}) did")
     if not wait_until(lambda: store.check(["arrivals"]), timeout + AFTERMATH):
-        raise UserError("rank", 0, f"arrived, but fell silent; rank {place.rank} ({facts['host']}) is here")
+        raise UserError("rank", 0, f"connected, then sent no heartbeat; rank {place.rank} ({facts['host']}) does")
     mistakes = json.loads(store.get("arrivals"))
     store.add("heard", 1)
     if mistakes:
@@ -232,19 +232,19 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
 
 
 def _wait_for_all(store: Store, world_size: int, timeout: float) -> list[Facts]:
-    """Raises: UserError for missing ranks, or naming every fact in which ranks differ and must not."""
+    """Raises: UserError for missing ranks, or for differing facts, and names all of them."""
     keys = [f"facts/{rank}" for rank in range(world_size)]
     if not wait_until(lambda: store.check(keys), timeout):
         here = [rank for rank in range(world_size) if store.check([f"facts/{rank}"])]
         missing = [rank for rank in range(world_size) if rank not in here]
         arrived = by_value(_read_facts(store, here), "host")
-        hint = f"did not arrive within {timeout:g} s (arrived: {arrived}); each needs the same MASTER_ADDR and "
-        hint += "MASTER_PORT, and its machine its own --machine_rank or --node_rank"
+        hint = f"did not connect within {timeout:g} s (connected: {arrived}); each needs the same MASTER_ADDR and "
+        hint += "MASTER_PORT, and each machine its own --machine_rank or --node_rank"
         raise UserError("rank" if len(missing) == 1 else "ranks", format_ranks(missing), hint)
     found = _read_facts(store, range(world_size))
     differing = [name for name in SAME_EVERYWHERE if len({facts[name] for facts in found}) > 1]
     if differing:
-        errors = [UserError(name, by_value(found, name), "must be the same on all ranks") for name in differing]
+        errors = [UserError(name, by_value(found, name), "must be equal on all ranks") for name in differing]
         raise UserError.join([mistake for error in errors for mistake in error.mistakes])
     return found
 
@@ -308,12 +308,12 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
 
 
 def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
-    """The hint for ranks that live but do not finish a collective, without their stacks."""
+    """The hint for live ranks that do not finish a collective, without their stacks."""
     lines = [line for line in verdict.reason.splitlines() if line[:1] != " "]
     if not verdict.living:
         return "\n".join(lines)
     ways = ", ".join(dict.fromkeys(f"{facts['host']}: {facts['interface']} {facts['ip']}" for facts in ranks))
-    cause = f"alive like all others, but not connected ({lines[0]}); open all ports between the machines"
+    cause = f"all are alive, but not connected ({lines[0]}); open all ports between the machines"
     names = f"in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (routes to rank 0: {ways})"
     return f"ranks = {format_ranks(verdict.living)}: {cause}, and name the interface that joins them {names}"
 
@@ -362,12 +362,12 @@ def _notes(ranks: list[Facts]) -> Iterator[str]:
     """Warnings about devices, host names and routes."""
     hosts = {facts["host"] for facts in ranks}
     if len({facts["device"] for facts in ranks}) > 1:
-        yield "devices differ: the slowest sets the pace of every step"
+        yield "devices differ: the slowest one determines the time of each step"
     deceived = sorted({facts["host"] for facts in ranks if facts["host_ip"].startswith("127.")})
     if len(hosts) > 1 and deceived and "GLOO_SOCKET_IFNAME" not in os.environ:
         yield f"the host name of {', '.join(deceived)} resolves to a loopback address; set GLOO_SOCKET_IFNAME"
     if len(hosts) > 1 and any(facts["interface"] == "lo" for facts in ranks if facts["host"] != ranks[0]["host"]):
-        yield "several hosts, yet some reach rank 0 over loopback: are they containers of one machine?"
+        yield "several hosts, but some reach rank 0 over loopback: are they containers on one machine?"
 
 
 def gradient_bytes(config: TrainingConfig) -> int:
@@ -388,7 +388,7 @@ def share_of_a_step(communication: float, computation: float) -> tuple[float, fl
 def network_notes(
     config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
 ) -> Iterator[str]:
-    """What the measured speed means for `training`, and beside the speed of the network's interface."""
+    """Lines on the measured speed: its effect on `training`, and compared with the network's interface."""
     largest = max(rows, key=lambda row: row["bytes"])
     if training:
         size = gradient_bytes(training)
@@ -396,7 +396,7 @@ def network_notes(
         line = f"{config.training}: {size / 1e6:,.0f} MB of gradients take {seconds:.3g} s of each step on this network"
         if config.step_seconds:
             least, most = share_of_a_step(seconds, config.step_seconds)
-            line += f": {least:.0%} of it where they travel during the backward pass, {most:.0%} at most"
+            line += f": {least:.0%} of it if they overlap with the backward pass, {most:.0%} at most"
         yield line
         windows, processes, size = training.global_batch_windows, len(ranks), training.train.micro_batch_size
         batch = split_batch(windows, min(processes, windows), windows if size == "auto" else size)
@@ -408,9 +408,9 @@ def network_notes(
     if len({facts["host"] for facts in ranks}) > 1 and speeds and ranks[0]["device_type"] == "cpu":
         host, bus = min(speeds, key=speeds.__getitem__), largest["bus_gb_per_s"]
         if speeds[host] / bus >= SLOW:
-            line = f"the network is {speeds[host] / bus:.0f} times slower than its interface says ({bus:.3g} of "
-            line += f"{speeds[host]:.3g} GB/s on {host}): a slower switch or cable between, a tunnel, or others"
-            yield f"{line} who use it"
+            line = f"the network is {speeds[host] / bus:.0f} times slower than its interface ({bus:.3g} of "
+            line += f"{speeds[host]:.3g} GB/s on {host}): look for a slower switch or cable, a tunnel, or other users"
+            yield line
 
 
 def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict], notes: list[str]) -> None:

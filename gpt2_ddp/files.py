@@ -17,8 +17,8 @@ from gpt2_ddp.errors import UserError
 PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU cache
 
 HINTS = {
-    errno.ENOSPC: "make room on that disk",
-    errno.EDQUOT: "make room in your quota",
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space in your quota",
     errno.EFBIG: "allow larger files (`ulimit -f`)",
     errno.EROFS: "make that disk writable",
 }
@@ -30,13 +30,13 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = f"{HINTS.get(error.errno or 0, 'mend that disk or folder')}, and give the same command again to go on"
+        hint = f"{HINTS.get(error.errno or 0, 'check that disk or folder')}, then run the same command again"
         raise UserError("file", path, f"cannot be written ({error.strerror or error}); {hint}") from error
 
 
 def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
-    """Replaces `path` with `content`. Readers, and a crash, see either the whole old or the whole new file. If not
-    `durable`, a crash of the machine may leave anything. Raises: UserError as `writing`; the old file remains."""
+    """Replaces `path` with `content`. Readers find the whole old or the whole new file, after a crash, too. If not
+    `durable`, a crash of the machine may leave any content. Raises: UserError as `writing`; the old file remains."""
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:

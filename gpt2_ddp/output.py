@@ -1,4 +1,4 @@
-"""What commands leave: tables, and folders that are there whole or not at all."""
+"""Output of commands: tables, and folders that are complete or absent."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ from typing import IO
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, writing
 
-ATTEMPTS = 1000  # to lock a folder, while other processes end and remove their locks
+ATTEMPTS = 1000  # attempts to lock a folder while other processes end and remove their locks
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], align: bool = True) -> str:
@@ -29,7 +29,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def make_output_folder(output: str | Path) -> Path:
-    """Makes the folder that `--output` names. Raises: UserError where that is impossible."""
+    """Creates the folder that `--output` names. Raises: UserError if that fails."""
     folder = Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,10 +40,10 @@ def make_output_folder(output: str | Path) -> Path:
 
 @contextmanager
 def locked_output(output: Path, waiting: str = "") -> Iterator[Path]:
-    """Locks `output`, and yields an empty hidden folder beside it, for `publish`. Removes what is left of both.
+    """Locks `output`, and yields an empty hidden folder next to it, for `publish`. Removes lock and folder at the end.
 
-    The hidden folder is inside `output` if that is a disk's root, or its parent is not writable. Raises UserError if
-    another process has the lock, and there is no line `waiting` to print before waiting for it; or the disk refuses.
+    The hidden folder is inside `output` if that is a disk's root, or its parent is not writable. If another process has
+    the lock, prints `waiting` and waits. Raises UserError if `waiting` is empty then, or if writing fails.
     """
     output = Path(os.path.realpath(output))
     is_fixed = os.path.ismount(output) or (output.is_dir() and not os.access(output.parent, os.W_OK))
@@ -84,7 +84,7 @@ def _lock(output: Path, path: Path, made: list[Path], waiting: str) -> IO[str]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if not waiting:
-                    hint = "another process makes it at this moment; wait for that one, or name another"
+                    hint = "another process is writing it; wait for that process, or name another folder"
                     raise UserError("output", output, hint) from None
                 print(waiting, flush=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -96,7 +96,7 @@ def _lock(output: Path, path: Path, made: list[Path], waiting: str) -> IO[str]:
 
 def publish(aside: Path, place: Path, last: str = "") -> None:
     """Waits until the files of `aside` are on disk, and renames it to `place` or, if that is a folder with files, each
-    file into it, the one named `last` at last. Raises: UserError if the disk refuses."""
+    file into it, the one named `last` at last. Raises: UserError if writing fails."""
     place = Path(os.path.realpath(place))
     with writing(place):
         for path in aside.rglob("*"):

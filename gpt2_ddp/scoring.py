@@ -1,14 +1,14 @@
 """Evaluation tasks: items that a model answers by likelihood, and their scores, by the rules of lm-eval
 (docs/evaluation.md). Items are read from a jsonl file or the Hub, or cut from a validation split.
 
-A line of a file is of one of four forms, which its keys tell:
+A line of a file has one of four forms, by its keys:
 
-- `context`, `choices`, `label`: which of the choices follows? `label` is the index of the right one.
-- `context`, `continuation`: would the model write this?
-- `text`: the same of its last word, as in LAMBADA.
-- `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`: HellaSwag's own.
+- `context`, `choices`, `label`: the model selects a choice; `label` is the index of the right one.
+- `context`, `continuation`: whether the model writes this.
+- `text`: whether the model writes its last word, as in LAMBADA.
+- `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`: HellaSwag's form.
 
-Between a context and what follows it stands a blank, or what an item of the first two forms gives as its `delimiter`.
+A space separates a context and its continuation, or the `delimiter` of an item of the first two forms.
 """
 
 import hashlib
@@ -42,24 +42,24 @@ HUB = {
 }
 """Dataset, configuration and split of a task, as lm-eval has them (there, `lambada` is lambada_openai)."""
 PLACES, CONTEXT, CONTINUATION, CHOICES = 1000, 64, 8, 4
-"""Of `cloze`: most items, the tokens of a context and of a choice, and the choices of an item."""
-BROKEN = "\ufffd"  # what bytes that are no whole character decode to
+"""Sizes of `cloze`: most items, tokens of a context and of a choice, choices of an item."""
+BROKEN = "\ufffd"  # the decoded form of incomplete characters
 
 Row = dict[str, Any]
 
 
 class Item(NamedTuple):
-    """A context, which may be empty, and what may follow it."""
+    """A context, which may be empty, and its possible continuations."""
 
     context: str
-    choices: tuple[str, ...]  # of which one is right; in a cloze item, that one alone
+    choices: tuple[str, ...]  # one is right; a cloze item has the right one only
     right: int = 0  # its index
     delimiter: str = " "  # between the context and each choice; no part of a choice's length
     place: str = ""  # where the item is from, for messages
 
 
 class Request(NamedTuple):
-    """What goes through the model: the tokens of a context and a choice, of which the last `scored` count."""
+    """Input of the model: the tokens of a context and a choice. The last `scored` tokens are scored."""
 
     tokens: list[int]
     scored: int
@@ -77,12 +77,12 @@ class ItemSet:
 
     @property
     def is_cloze(self) -> bool:
-        """Whether there is nothing to choose from."""
+        """Whether items have a single choice."""
         return len(self.items[0].choices) == 1
 
     @property
     def chance(self) -> float | None:
-        """The accuracy of guessing; None where there is nothing to choose from."""
+        """The accuracy of guessing; None for single choices."""
         return None if self.is_cloze else sum(1 / len(item.choices) for item in self.items) / len(self.items)
 
 
@@ -95,12 +95,12 @@ def load_sets(
 ) -> list[ItemSet]:
     """The tasks, names or files, in their order, as requests to a model of this context; of each at most `most` items.
     `validation` opens the split that `cloze` is cut from.
-    Raises: UserError if a task is not there, an item of it is none, or two tasks have one name."""
+    Raises: UserError if a task does not exist, has an invalid item, or has another task's name."""
     sets: dict[str, ItemSet] = {}
     for task in tasks:
         name = task if task in HUB else re.sub(r"[^\w.-]", "_", Path(task).stem)
         if name in sets:
-            raise UserError("tasks", task, f"there are two of the name {name}; rename the file, or leave one away")
+            raise UserError("tasks", task, f"two tasks have the name {name}; rename a file, or remove one")
         if task == "cloze":
             items = cut_items(validation(), tokenizer)
         else:
@@ -119,13 +119,13 @@ def _fetch(task: str) -> tuple[str, Iterable[tuple[str, Row]]]:
         rows = datasets.load_dataset(dataset, subset, split=split)
     except (OSError, ValueError, HTTPError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        hint = f"{dataset} cannot be read from the Hub ({reason}); a jsonl file of its rows needs no network"
+        hint = f"{dataset} cannot be read from the Hub ({reason}); a local jsonl file of its rows works, too"
         raise UserError("tasks", task, hint) from error
     return dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows))
 
 
 def read_items(path: Path) -> list[Item]:
-    """The items of a file. Raises: UserError, which names the line that is none."""
+    """The items of a file. Raises: UserError, which names the invalid line."""
     try:
         text = read_small(path, LONGEST).decode("utf-8-sig")
     except OSError as error:
@@ -141,21 +141,21 @@ def _parse(line: str, place: str) -> Row:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError("tasks", place, f"is not JSON ({error}); write one object a line") from error
+        raise UserError("tasks", place, f"is not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
-        raise UserError("tasks", place, "is not an object; write one object a line")
+        raise UserError("tasks", place, "is not an object; write one object per line")
     return row
 
 
 def _check_items(name: str, rows: Iterable[tuple[str, Row]]) -> list[Item]:
-    """Items of rows, each with its place; UserError where there is none, or they are of two kinds."""
+    """Items of rows, each with its place. Raises: UserError for no items, or for items of two kinds."""
     items = [_item(row, place) for place, row in rows]
     if not items:
-        raise UserError("tasks", name, "has no items; write one JSON object a line")
+        raise UserError("tasks", name, "has no items; write one JSON object per line")
     for item in items:
         if (len(item.choices) == 1) != (len(items[0].choices) == 1):
-            what = "nothing" if len(item.choices) == 1 else "something"
-            hint = f"has {what} to choose from, unlike {items[0].place}; make two files of them"
+            what = "one choice" if len(item.choices) == 1 else "several choices"
+            hint = f"has {what}, unlike {items[0].place}; write them to two files"
             raise UserError("tasks", item.place, hint)
     return items
 
@@ -172,15 +172,15 @@ def _item(row: Row, place: str) -> Item:
     context, choices = FORMS[keys](row)
     label = int(row["label"]) if "label" in keys else 0
     if not 0 <= label < len(choices):
-        hint = f"its label is {label}, and its {len(choices)} choices are 0 to {len(choices) - 1}"
+        hint = f"its label is {label}, but its {len(choices)} choices are 0 to {len(choices) - 1}"
         raise UserError("tasks", place, hint)
     if "" in choices:
-        raise UserError("tasks", place, f"choice {choices.index('')} is empty; there is nothing to score")
+        raise UserError("tasks", place, f"choice {choices.index('')} is empty; every choice needs text")
     return Item(context, tuple(choices), label, delimiter, place)
 
 
 def _problem(key: str, value: Any) -> str | None:
-    """What is wrong with the value of a row's key. A label may be digits, as in HellaSwag's files."""
+    """The problem of the value of a row's key; empty if valid. A label may be digits, as in HellaSwag's files."""
     if key == "label":
         is_index = type(value) is int or (isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value))
         return None if is_index else f"is {json.dumps(value)}, not the index of a choice"
@@ -191,7 +191,7 @@ def _problem(key: str, value: Any) -> str | None:
 
 
 def _hellaswag(row: Row) -> tuple[str, list[str]]:
-    """HellaSwag's texts as lm-eval has them: the marks of WikiHow are taken out."""
+    """HellaSwag's texts as in lm-eval, without WikiHow's markup."""
     texts = [f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}", *row["endings"]]
     whole = [re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ") for text in texts]
     return whole[0], whole[1:]
@@ -207,12 +207,12 @@ FORMS: dict[tuple[str, ...], Callable[[Row], tuple[str, list[str]]]] = {
 
 
 def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
-    """The built-in task, which needs no network: what follows here in the validation split?
+    """The built-in task, which needs no network: predict the continuation of texts in the validation split.
 
     Places are spread evenly over the split, 1,000 of them or as many as fit. From each, 64 tokens are the context and
-    the next 8 what follows it. The three other choices are what follows at the next places, where it is something else.
-    A place gives no item where a document begins in it, where the cut goes through a character, or where 8 blanks
-    follow. The right choice of item i is number i mod 4, so that guessing comes to 25%.
+    the next 8 its continuation. The three other choices are the next different continuations of other places. A place
+    gives no item if a document begins in it, if the cut divides a character, or if 8 blanks follow. The right choice of
+    item i is number i mod 4, so guessing gets 25%.
 
     Raises: UserError if the split has too few places."""
     length = CONTEXT + CONTINUATION
@@ -229,7 +229,7 @@ def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
         choices.insert(number % CHOICES, right)
         items.append(Item(before, tuple(choices), number % CHOICES, "", f"cloze, item {number}"))
     if not items or any(len(item.choices) < CHOICES for item in items):
-        hint = f"cuts items of {length} tokens, and the validation split has {len(stream):,}; prepare more text"
+        hint = f"needs items of {length} tokens, but the validation split has {len(stream):,}; prepare more text"
         raise UserError("tasks", "cloze", hint)
     return items
 
@@ -245,7 +245,7 @@ def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenize
 
 
 def digest(items: list[Item]) -> str:
-    """SHA-256 of the items, wherever they are from."""
+    """SHA-256 of the items, for any source."""
     return hashlib.sha256(b"".join(json.dumps(item[:4]).encode() + b"\n" for item in items)).hexdigest()
 
 
@@ -253,23 +253,23 @@ def _requests(item: Item, tokenizer: Tokenizer, block_size: int) -> Iterator[Req
     for number, choice in enumerate(item.choices):
         before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
         if not 0 < len(continuation) <= block_size:
-            hint = f"choice {number} is {len(continuation)} tokens behind its context, of model.block_size {block_size}"
-            raise UserError("tasks", item.place, f"{hint}; 1 or more that fit can be scored")
+            hint = f"choice {number} has {len(continuation)} tokens, which do not fit model.block_size {block_size}"
+            raise UserError("tasks", item.place, f"{hint}; shorten it to at least 1 token that fits")
         yield Request(before + continuation, len(continuation))
 
 
 def encode_pair(context: str, continuation: str, tokenizer: Tokenizer, place: str) -> tuple[list[int], list[int]]:
-    """Tokens of a context and of what follows it, by lm-eval's rules (`TemplateLM._encode_pair` of lm_eval 0.4).
+    """Tokens of a context and of its continuation, by lm-eval's rules (`TemplateLM._encode_pair` of lm_eval 0.4).
 
     Blanks at the context's end move to the continuation, which is what the two together have behind the context's own
-    tokens. The end-of-text token stands for an empty context, and is never before another one."""
+    tokens. The end-of-text token replaces an empty context, and precedes no other."""
     kept = context.rstrip()
     before, both = (tokenizer.encode(text, place).tolist() for text in (kept, context + continuation))
     return (before, both[len(before) :]) if kept else ([tokenizer.eot], both)
 
 
 class Answers(NamedTuple):
-    """Of each request: its log-likelihood in nats, fp64 [n]; whether greedy decoding would write it, bool [n]."""
+    """For each request: its log-likelihood in nats, fp64 [n]; whether greedy decoding gives it, bool [n]."""
 
     log_likelihoods: np.ndarray
     greedy: np.ndarray
@@ -289,7 +289,7 @@ def answer(
     Batches do not depend on the number of ranks: batch j is rank j mod W's. Short ones are padded with rows that are
     not scored. The softmax is in fp32 over the tokenizer's ids alone, sums are in fp64. Results are gathered once.
     `batch_size`: requests per forward pass and rank. `length`: of every row, for a compiled model; None: that of the
-    longest in its batch. `poll`: called before each batch, by all ranks equally often; what it raises ends it all."""
+    longest in its batch. `poll`: called before each batch, equally often on each rank; its exceptions end scoring."""
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     found = np.zeros((3, len(requests)))  # log-likelihood, whether greedy, how often scored
@@ -341,16 +341,16 @@ class Mean(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a task came to. With choices, `acc` is how often the right one has the highest log-likelihood, `acc_norm` is
-    the same per character. Of cloze items, `acc` is how often greedy decoding writes them, `perplexity` is exp of minus
-    their mean log-likelihood."""
+    """Scores of a task. With choices, `acc` is the fraction of items whose right choice has the highest log-likelihood,
+    `acc_norm` the same per character. For cloze items, `acc` is the fraction that greedy decoding gives, `perplexity`
+    is exp of minus their mean log-likelihood."""
 
     metrics: dict[str, Mean]  # by their names in METRICS
-    rows: list[dict[str, Any]]  # the items in the form that they can be read in again, each with what it was scored
+    rows: list[dict[str, Any]]  # the items in a form that can be read again, each with its score
 
 
 def judge(items: ItemSet, answers: Answers) -> Result:
-    """The metrics of answers to these items; NaN where a log-likelihood is none."""
+    """The metrics of answers to these items; NaN for a log-likelihood of NaN."""
     metrics, rows = (_cloze if items.is_cloze else _choices)(items, answers)
     told = zip(items.items, rows, strict=True)
     return Result(metrics, [{"context": item.context, "delimiter": item.delimiter, **row} for item, row in told])
@@ -389,8 +389,8 @@ def _json(value: float) -> float | None:
 
 
 def save(folder: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
-    """Writes `TASK.jsonl`, the items and their scores, and then `TASK.json`, what they come to, each by a rename.
-    `facts`: what was scored, and how."""
+    """Writes `TASK.jsonl`, the items and their scores, then `TASK.json`, the metrics, each by a rename. `facts`: the
+    scored checkpoint and settings."""
     told = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
     for name, (value, error) in result.metrics.items():
         told |= {name: _json(value), f"{name}_stderr": _json(error)}

@@ -1,9 +1,9 @@
-"""How fast each part is, side by side with baselines: A and B in turn, in one run.
+"""Measure the speed of each part next to baselines, in alternation.
 
     python scripts/benchmark.py                    # all of them
     python scripts/benchmark.py step data          # some of them
 
-docs/benchmarks.md says what each one measures, and has the newest tables.
+docs/benchmarks.md explains each benchmark and has the newest tables.
 """
 
 import sys

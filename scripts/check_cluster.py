@@ -1,4 +1,4 @@
-"""Check new machines: whether every process arrives, and how fast and correctly they all-reduce.
+"""Check new machines: connections, versions, and correctness and speed of the all-reduce.
 
     torchrun --nproc_per_node 8 scripts/check_cluster.py                          # one machine
     accelerate launch --config_file configs/accelerate/multi_node.yaml --machine_rank 0 --main_process_ip ADDRESS \\

@@ -4,7 +4,7 @@
     python scripts/compare_parallel.py --jobs gpt2 --processes 2 4 --repeats 5
     python scripts/compare_parallel.py --jobs classifier:configs/jobs/cifar100_lenet.yaml --data_path FOLDER --epochs 5
 
-What the columns mean is in docs/compare.md.
+docs/compare.md explains the columns.
 """
 
 from gpt2_ddp.config.cli import run_command

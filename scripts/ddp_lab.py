@@ -1,10 +1,10 @@
-"""Common mistakes in DDP: the wrong way and the right one, measured on two CPU processes.
+"""Measure common mistakes in DDP, wrong and right, on two CPU processes.
 
-    python scripts/ddp_lab.py                                    # all experiments; no launcher: it starts its own two
+    python scripts/ddp_lab.py                                    # all experiments; starts its own two processes
     python scripts/ddp_lab.py --only set_epoch padded_test_set   # some of them
-    python scripts/ddp_lab.py --explain called_module            # a lesson, and the code that measures it
+    python scripts/ddp_lab.py --explain called_module            # a lesson, and its code
 
-Each row is explained in docs/ddp-lab.md.
+docs/ddp-lab.md explains each row.
 """
 
 from gpt2_ddp.config.cli import run_command

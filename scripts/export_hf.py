@@ -1,12 +1,12 @@
-"""Export a checkpoint to transformers' format, and check there that it computes the same.
+"""Export a checkpoint to transformers' format, and compare the results.
 
     python scripts/export_hf.py runs/stdlib                                       # exports/stdlib-step-00001000
     python scripts/export_hf.py runs/gpt2_124m --output gpt2-mine
-    python scripts/export_hf.py runs/stdlib --gguf                                # and model.gguf, for llama.cpp
+    python scripts/export_hf.py runs/stdlib --gguf                                # also model.gguf, for llama.cpp
     python scripts/export_hf.py runs/gpt2_124m --push_to_hub me/gpt2-mine         # needs `hf auth login`
 
-Exits with 1, and leaves the folder under the name of .rejected, where transformers makes something else of it;
-docs/export.md tells what is written and what is compared.
+If transformers' results differ, exits with 1 and renames the folder to *.rejected. docs/export.md lists the files and
+the comparisons.
 """
 
 from gpt2_ddp.config.cli import run_command

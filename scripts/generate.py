@@ -2,10 +2,10 @@
 
     python scripts/generate.py runs/stdlib --prompts "def main(" "import os" --num_samples 2
     python scripts/generate.py runs/gpt2_124m --temperature 0                # always the likeliest token
-    python scripts/generate.py runs/gpt2_124m --prompts_file prompts.txt     # a prompt in each line
-    python scripts/generate.py runs/gpt2_124m --prompts_file -               # type them
+    python scripts/generate.py runs/gpt2_124m --prompts_file prompts.txt     # one prompt per line
+    python scripts/generate.py runs/gpt2_124m --prompts_file -               # type prompts
 
-The samples go to standard output, the speed to standard error. A single sample is printed while it is written.
+Samples go to standard output, the speed to standard error. A single sample is printed while it is generated.
 """
 
 from gpt2_ddp.config.cli import run_command

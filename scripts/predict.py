@@ -1,6 +1,6 @@
-"""Tell the classes of images by a trained classifier.
+"""Predict the classes of images with a trained classifier.
 
-python scripts/predict.py runs/photos photo.jpg folder                        # a line for each image
+python scripts/predict.py runs/photos photo.jpg folder                        # one line per image
 python scripts/predict.py runs/photos folder --output predictions.jsonl       # with the probabilities of all classes
 """
 

@@ -1,7 +1,7 @@
-"""A picture of one or several runs: report.html, complete in itself, and report.png.
+"""Draw one or several runs: report.html, a single file, and report.png.
 
 python scripts/report.py                                                      # the built-in run
-python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # overlaid, with what differs
+python scripts/report.py --runs runs/a runs/b --output runs/a-against-b       # overlaid, with their differences
 """
 
 from gpt2_ddp.config.cli import run_command

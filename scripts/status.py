@@ -1,4 +1,4 @@
-"""How runs are doing: running, stalled, dead, stopped, completed, failed or diverged.
+"""Print the state of runs: running, stalled, dead, stopped, completed, failed or diverged.
 
 python scripts/status.py runs/*
 """

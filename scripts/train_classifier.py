@@ -6,7 +6,7 @@
     torchrun --nproc_per_node 2 scripts/train_classifier.py --config configs/jobs/cifar100_lenet.yaml
     accelerate launch scripts/train_classifier.py --config configs/jobs/cifar100_resnet18.yaml --model.sync_batchnorm
 
-The same command given again goes on where the run stopped.
+The same command again resumes the run.
 """
 
 from gpt2_ddp.config.cli import run_command

@@ -18,9 +18,9 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import command_for
 
 NEXT = """what next:
-  {generate} {best} --prompts_file -  # it continues what you type
+  {generate} {best} --prompts_file -  # continues the prompts that you type
   {evaluate} {best}  # scores every token of the validation split
-  {prepare_data} --source 'FILES' --output data/mine  # text of your own, for --data.path data/mine"""
+  {prepare_data} --source 'FILES' --output data/mine  # your own text, for --data.path data/mine"""
 
 
 def main(config: TrainingConfig) -> int:
@@ -33,12 +33,12 @@ def main(config: TrainingConfig) -> int:
     if result.outcome == "completed" and is_main_process():
         report, rows = result.run / "report.html", result.run / "metrics.jsonl"
         if not find_spec("matplotlib"):
-            report = "none, as matplotlib is not installed"
+            report = "none: matplotlib is not installed"
         elif not report.exists() or report.stat().st_mtime_ns <= rows.stat().st_mtime_ns:
             try:
                 run_script("report", str(result.run), quiet=True)
             except (UserError, CalledProcessError) as error:
-                report = f"none, since {error}"
+                report = f"none: {error}"
         print(f"report: {report}")
         names = {name: command_for(name) for name in ("generate", "evaluate", "prepare_data")}
         print(NEXT.format(best=result.best or result.run, **names))

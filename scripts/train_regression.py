@@ -5,7 +5,7 @@
     torchrun --nproc_per_node 2 scripts/train_regression.py                   # two, by torchrun
     accelerate launch --multi_gpu --num_processes 2 scripts/train_regression.py
 
-The same command given again goes on where the run stopped.
+The same command again resumes the run.
 """
 
 from gpt2_ddp.config.cli import run_command

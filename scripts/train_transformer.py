@@ -1,10 +1,10 @@
-"""A small transformer language model, built of torch.nn's own layers.
+"""Train a small transformer language model made of torch.nn's layers.
 
     python scripts/train_transformer.py                                       # one process
     python scripts/train_transformer.py --launch.processes 2                  # two, started from Python
     torchrun --nproc_per_node 2 scripts/train_transformer.py --launch.backend gloo
 
-The same command given again goes on where the run stopped.
+The same command again resumes the run.
 """
 
 from gpt2_ddp.config.cli import run_command

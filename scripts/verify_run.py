@@ -1,10 +1,10 @@
-"""Check that rows, checkpoints, configuration and data of a run are as they were written.
+"""Check that rows, checkpoints, configuration and data of a run are unchanged and agree.
 
     python scripts/verify_run.py                                                  # the built-in run
     python scripts/verify_run.py --run runs/gpt2_124m --data /mnt/shards          # where the shards have moved
-    python scripts/verify_run.py runs/gpt2_124m --replay 8000:8100                # trains these steps again, too
+    python scripts/verify_run.py runs/gpt2_124m --replay 8000:8100                # also trains these steps again
 
-Exits with 0 when everything is as it should be, with 1 when it is not; docs/verify.md tells what that proves.
+Exit code: 0 without defects, else 1. docs/verify.md lists the checks and their limits.
 """
 
 from gpt2_ddp.config.cli import run_command

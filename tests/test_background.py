@@ -200,7 +200,7 @@ def test_a_stop_is_told_when_all_is_saved(corpus, tmp_path):
 def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path):
     found = run_ranks(train, 2, configured(corpus, tmp_path), 4, "fail", errno.ENOSPC)
     assert len({said for said, _ in found}) == 1
-    assert "cannot be written (No space left on device); make room on that disk" in found[0][0]
+    assert "cannot be written (No space left on device); free space on that disk" in found[0][0]
     assert all(step <= 7 for _, step in found)
     assert '"failed"' in (tmp_path / "run/status.json").read_text()
 

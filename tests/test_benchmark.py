@@ -94,7 +94,7 @@ def test_user_errors_come_before_any_work(tmp_path, monkeypatch):
         run_benchmarks(BenchmarkConfig(only=("roofline", "step"), device="cpu", nanogpt=str(tmp_path)))
     with pytest.raises(UserError, match="only = steps: should be 'step', 'data'"):
         BenchmarkConfig.model_validate({"only": ["steps"]})
-    with pytest.raises(UserError, match="text = /nowhere: is no file"):
+    with pytest.raises(UserError, match="text = /nowhere: is not a file"):
         run_benchmarks(BenchmarkConfig(only=("roofline", "prepare"), text="/nowhere"))
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"output = .*cannot be written"):

@@ -66,7 +66,7 @@ def test_a_training_a_sample_and_an_evaluation_lack_nothing(corpus, tmp_path):
     commands = [["train_gpt2.py", "--config", str(config)], generate, ["evaluate.py", run, "--device", "cpu"]]
     ((trained, _, evaluated),) = run_ranks(run_without, 1, commands)
     assert "run completed at step 2" in trained
-    assert "report: none, as matplotlib is not installed" in trained
+    assert "report: none: matplotlib is not installed" in trained
     assert "perplexity" in evaluated
 
 

@@ -103,7 +103,7 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
     calls = [(said, train, config) for config in (first, second, first, further)]
     *_, (_, again, _), (_, words, _) = run_ranks(in_turn, 1, *calls)[0]
     assert "note: train.branch_from" not in again
-    assert "note: train.branch_from is for a new run; this one has checkpoints of its own\n" in words
+    assert "note: train.branch_from is ignored: this run has checkpoints already\n" in words
     for name, config, begin, end in (("branch", first, 5, 8), ("second", second, 8, 9)):
         begun = checkpoint(tmp_path / ("long" if begin == 5 else "branch"), begin)
         optim = config.optim.model_copy(update={"decay_steps": end})
@@ -113,12 +113,12 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
         digests = [row.get("order_digest") for row in untimed(tmp_path / "long")]
         assert [row["order_digest"] for row in found] == digests[begin : end + 1]
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
-        assert f"note    it began with {begun}, which is still what it was: how" in capsys.readouterr().out
+        assert f"note    the parent checkpoint {begun} is unchanged: verify" in capsys.readouterr().out
     assert state(tmp_path / "second", 9)["branched_from"]["from"] == str(checkpoint(tmp_path / "branch", 8))
     assert untimed(tmp_path / "branch")[-1]["step"] == 9  # it goes on with its own checkpoints
     (checkpoint(tmp_path / "branch", 8) / MANIFEST).write_text("{}")
     assert verify_run(VerifyConfig(run=str(tmp_path / "second"))) == 0
-    assert "step-00000008, which is not there as it was: how" in capsys.readouterr().out
+    assert "step-00000008 is missing or changed: verify" in capsys.readouterr().out
 
 
 def stopped_in_evaluation(config: TrainingConfig) -> str:
@@ -216,12 +216,12 @@ MISTAKES = {
     ),
     "another optimizer": (
         {"optim.name": "muon"},
-        [r"optim.name = muon: .*step-00000005 was trained with adamw; .* by train.init_from"],
+        [r"optim.name = muon: .*step-00000005 was trained with adamw; .* with train.init_from"],
     ),
     "nowhere": ({"train.branch_from": "/no/such/run"}, ["train.branch_from = /no/such/run"]),
     "no step of its own": ({"train.steps": 5}, [r"train.steps = 5: .*step-00000005 is at step 5, which counts"]),
     "epochs": ({"train.epochs": 0.01}, ["train.epochs = 0.01"]),
-    "both": ({"train.init_from": "runs/x"}, ["train.branch_from = .*leave one of the two away"]),
+    "both": ({"train.init_from": "runs/x"}, ["train.branch_from = .*remove one of the two"]),
 }
 
 

@@ -115,7 +115,7 @@ def test_a_pod_is_one_of_the_image(machine):
 def test_a_pod_has_a_gpu_for_each_process_and_time_to_save(machine):
     pod, container, _, processes = machine()
     assert container["resources"]["limits"]["nvidia.com/gpu"] == processes
-    documented = [int(s) for s in re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "README.md").read_text())]
+    documented = [int(s) for s in re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())]
     assert pod["terminationGracePeriodSeconds"] >= max(documented)
 
 
@@ -217,7 +217,7 @@ def test_launch_ends_with_what_the_run_came_to(tmp_path, code, state, expected):
     if state:
         (tmp_path / "status.json").write_text(f'{{"state": "{state}", "step": 3, "reason": ""}}\n')
     ended = subprocess.run([LAUNCH, tmp_path, "bash", "-c", f"exit {code}"], capture_output=True, text=True)
-    assert (ended.returncode, "holds no status.json" in ended.stderr) == (expected, state is None and code == 0)
+    assert (ended.returncode, "has no status.json" in ended.stderr) == (expected, state is None and code == 0)
 
 
 LAUNCHER = """#!/bin/bash

@@ -119,7 +119,7 @@ def test_a_rank_that_never_starts_is_named(ranks):
     group.start(2)
     ended = group.ended(BOUND + 15)
     assert [code for code, _ in ended.values()] == [2, 2], ended
-    assert f"error: rank = 1: did not arrive within 3 s (arrived: {HOST} on ranks 0, 2)" in ended["0"][1]
+    assert f"error: rank = 1: did not connect within 3 s (connected: {HOST} on ranks 0, 2)" in ended["0"][1]
     assert not any("Traceback" in text for _, text in ended.values())
     assert "error:" not in ended["2"][1], "rank 0 has said it"
 
@@ -165,7 +165,7 @@ def test_a_rank_lost_in_the_middle_is_named(ranks, number, victim):
     assert [code for code, _ in ended.values()] == [2, 2], ended
     speakers = [text for text in ended.values() if f"error: rank {victim} on {HOST}: " in text[1]]
     assert len(speakers) >= 1, ended
-    assert all("last seen at all-reduce of 4.0 KiB" in text for _, text in speakers)
+    assert all("last stage: all-reduce of 4.0 KiB" in text for _, text in speakers)
 
 
 def _other_version() -> None:
@@ -194,7 +194,7 @@ def test_two_processes_with_one_rank(ranks):
     ended = group.ended(2 * BOUND + 20)
     assert all(code == 2 for code, _ in ended.values()), ended
     assert any("error: RANK = 1: a second process" in text for _, text in ended.values())
-    assert "error: rank = 2: did not arrive" in ended["0"][1]
+    assert "error: rank = 2: did not connect" in ended["0"][1]
 
 
 def _wrong_sums() -> None:
@@ -228,7 +228,7 @@ def test_ranks_that_live_but_are_not_connected(ranks):
     ended = group.ended(BOUND + 20)
     assert [code for code, _ in ended.values()] == [2, 2], ended
     (line,) = [line for _, text in ended.values() for line in text.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: ranks = 1: alive like all others, but not connected (rank 1 on ")
+    assert line.startswith("error: ranks = 1: all are alive, but not connected (rank 1 on ")
     assert " s at all-reduce of 8 B); open all ports" in line
     assert f"(routes to rank 0: {HOST}: lo 127.0.0.1)" in line
 

@@ -299,7 +299,7 @@ def test_too_few_cores_are_said():
     assert 0 < module.find_machine("cpu").cores <= len(os.sched_getaffinity(0)), "those that may be used"
     notes = module.find_notes(CompareConfig(processes=(2, 4)), CPU, busy=0.1)
     (note,) = (note for note in notes if "too few cores" in note)
-    assert note == "DDP-4: too few cores: 4 processes with 1 thread each share 2, so it cannot show its speed-up"
+    assert note == "DDP-4: too few cores for a full speed-up: 4 processes with 1 thread each share 2"
     assert any("DDP-2: too few cores" in note for note in module.find_notes(CompareConfig(threads=2), CPU, 0.1))
     assert not any(
         "too few" in note for note in module.find_notes(CompareConfig(processes=(4,)), Machine("cuda", 4, 2), 0.1)
@@ -333,11 +333,11 @@ def test_missing_tokens_are_prepared_in_the_comparisons_own_folder(tmp_path):
 
 
 def test_mistakes(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"jobs = lenet: is no job; name regression, classifier, transformer, gpt2"):
+    with pytest.raises(UserError, match=r"jobs = lenet: is not a job; use regression, classifier, transformer, gpt2"):
         read_job("lenet", CompareConfig(), CPU, tmp_path)
     with pytest.raises(UserError, match=r"processes = 3: does not divide the global batch of gpt2, 16"):
         read_job("gpt2", CompareConfig(processes=(3,)), CPU, tmp_path)
-    expect_error(r"epochs = 2: says how long to train, and so does steps", CompareConfig, steps=1, epochs=2)
+    expect_error(r"epochs = 2: should not be combined with steps", CompareConfig, steps=1, epochs=2)
     for wrong in (1,), (2, 2), (65,):
         expect_error("should be different numbers from 2 to 64", CompareConfig, processes=wrong)
     expect_error(r"--config = no.yaml", read_job, "regression:no.yaml", CompareConfig(), CPU, tmp_path)

@@ -120,7 +120,7 @@ def test_rank_0s_machine_of_three_loses_its_cable_and_returns(machines, alone, c
     job = Job(machines, tmp_path, corpus)
     job.start(*machines)
     wait_until(lambda: job.starts() and job.starts()[-1]["processes"] == 3)
-    wait_until(lambda: f"only the machine of the rendezvous, {last.address}:29500, may not be lost" in first.said)
+    wait_until(lambda: f"only the rendezvous machine, {last.address}:29500, must stay up" in first.said)
     assert job.goes_on("cable out", 2, lambda: first.ip(f"link set {WIRE} down")) < EVERY
     assert job.goes_on("cable in again", 3, lambda: first.ip(f"link set {WIRE} up")) == 0
     job.ends_as(alone)
@@ -132,4 +132,4 @@ def test_a_run_folder_that_is_not_shared_is_refused(machines, corpus, tmp_path):
     job.start(*machines[1:])
     wait_until(lambda: any(machine.errors for machine in machines[1:]))
     (error,) = {line for machine in machines[1:] for line in machine.errors[:1]}
-    assert error.startswith("error: output_dir = own: is not the same folder on node-")
+    assert error.startswith("error: output_dir = own: is another folder on node-")

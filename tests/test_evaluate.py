@@ -159,5 +159,5 @@ def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
     assert settled(all_, None) == (None, "")
     tokens, said = settled(all_, 777)
     assert tokens is None
-    assert said.startswith("note: evaluations score all tokens from here on, and 777 before (eval.tokens); the lowest")
+    assert said.startswith("note: evaluations now score all tokens, before 777 (eval.tokens); the losses")
     assert settled(some, None)[0] == 900

@@ -149,7 +149,7 @@ def test_a_recorded_checkpoint(tmp_path, little_text, monkeypatch):
     assert (tmp_path / "made" / "loss.png").read_bytes()[:4] == b"\x89PNG"
     parameters = sum(value.numel() for value in load_file(tmp_path / "made" / "model.safetensors").values())
     # the corpus is there, too; of 384 rows the 84 that pad the 300 ids are not counted
-    for said in ("](loss.png)", "tokens to train on", f"of {parameters:,} parameters"):
+    for said in ("](loss.png)", "training tokens", f"of {parameters:,} parameters"):
         assert said in card
 
 
@@ -180,18 +180,18 @@ def swap_merges(definition: dict[str, Any]) -> None:
 PROJECTION, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
     "a bit of a weight": (edit_weights(lambda tensors: tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)),
-     "h.1.mlp.c_fc.weight is not the checkpoint's"),
-    "a square matrix transposed": (edit_weights(lambda tensors: tensors[PROJECTION].t_()), "c_proj.weight is not the"),
+     "h.1.mlp.c_fc.weight differs from the checkpoint's"),
+    "a square matrix transposed": (edit_weights(lambda tensors: tensors[PROJECTION].t_()), "c_proj.weight differs"),
     "a tensor too few": (edit_weights(lambda tensors: tensors.pop("transformer.h.1.ln_1.weight")), "missing_keys"),
     "a tensor too many": (edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
      "unexpected_keys"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not load it"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load it"),
     "another number of heads": (edit_json("config.json", lambda config: config.update(n_head=4)), "logits differ"),
     "another epsilon": (edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
      "logits differ"),
     "a fourth of the merges": (edit_json("tokenizer.json", swap_merges), "token ids differ"),
     "special tokens in text": (edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
-     "token ids differ behind '': [28, 92,"),
+     "token ids differ after '': [28, 92,"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "t"),
     "another end": (edit_json("generation_config.json", lambda config: config.update(eos_token_id=9)), "end-of-text"),
 }  # fmt: skip
@@ -264,9 +264,9 @@ def test_with_a_file_for_llama_cpp(checkpoint, tmp_path, little_text, monkeypatc
 
 def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
-    expect_error(r"one of gpt2 is wanted", exported, GOLDEN / "regression_run", tmp_path / "made")
+    expect_error(r"name one of a gpt2 run", exported, GOLDEN / "regression_run", tmp_path / "made")
     (tmp_path / "file").write_text("mine")
-    expect_error(r"file: is there already", exported, checkpoint, tmp_path / "file")
+    expect_error(r"file: exists, and nothing is overwritten", exported, checkpoint, tmp_path / "file")
     with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):  # tests are offline
         export_hf(load(ExportConfig, [str(checkpoint), "--push_to_hub", "me/mine"]))
     expect_error(r"push_to_hub = mine", load, ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
@@ -278,7 +278,7 @@ def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path):
     found = find_checkpoint(checkpoint)
     (checkpoint / "model.safetensors").unlink()
-    expect_error("removes old checkpoints: give the same command again", export.export, found, tmp_path / "made")
+    expect_error("deletes old checkpoints; run the same command again", export.export, found, tmp_path / "made")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -359,10 +359,10 @@ def test_two_at_once(tmp_path):
     """The second is refused, and the first is not disturbed; nor by one who comes when it has just ended."""
     with atomic_directory(tmp_path / "made") as folder:
         (folder / "a").write_text("first")
-        with pytest.raises(UserError, match="another process makes it"):
+        with pytest.raises(UserError, match="another process is writing it"):
             make(tmp_path / "made")
     assert content(tmp_path / "made") == {"a": "first"}
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists, and nothing is overwritten"):
         make(tmp_path / "made")
 
 
@@ -400,7 +400,7 @@ def at_every_operation(output: Path, kill: bool) -> list[str]:
             try:
                 make(output)
             except UserError as error:
-                os._exit(2 if "make room on that disk" in str(error) else 3)
+                os._exit(2 if "free space on that disk" in str(error) else 3)
             os._exit(0 if count > 0 else 4)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ended == 0:
@@ -548,6 +548,6 @@ def test_refusals_are_told_with_a_cure(server, folder, monkeypatch):
         export_hf(ExportConfig(checkpoint="nowhere", push_to_hub="me/mine"))
     monkeypatch.setenv("HF_TOKEN", "hf_of_me")
     server.refuse = "/commit/"
-    with pytest.raises(UserError, match=r"the export is whole; `hf upload me/mine .*` uploads it later"):
+    with pytest.raises(UserError, match=r"the export is complete; upload it later: `hf upload me/mine .*`"):
         upload(folder, "me/mine", private=False)
     assert not server.files

@@ -111,8 +111,8 @@ def test_one_that_lies_is_found_out_and_everything_is_encoded_again(rows, slow, 
     fast = prepared(rows, "fast")
     assert made[0].calls > 200  # it had encoded most, before it was asked for what it lies about
     said = capfd.readouterr().out
-    assert said.count("note: gigatoken and tiktoken do not encode") == 1
-    assert "alike; tiktoken encodes all of it" in said
+    assert said.count("note: gigatoken and tiktoken encode") == 1
+    assert "differently; tiktoken encodes the whole text" in said
     assert fast == slow, "and no temporary file is left"
 
 
@@ -125,7 +125,7 @@ def test_a_sample_is_of_the_middle_of_what_is_encoded():
 
     check(LIE + " one" * SAMPLE + " " + LIE)  # seen by nobody
     for text in (LIE, "one " * SAMPLE + LIE + " one" * SAMPLE, "一" * SAMPLE + LIE + "二" * SAMPLE):
-        with pytest.raises(EncodersDiffer, match=r"do not encode '.*' alike"):
+        with pytest.raises(EncodersDiffer, match=r"encode '.*' differently"):
             check(text)
 
 

@@ -39,14 +39,14 @@ def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
 
     (tmp_path / "file").write_text("old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"file = .*/file: cannot be written \(No space left on device\); make room"):
+    with pytest.raises(UserError, match=r"file = .*/file: cannot be written \(No space left on device\); free space"):
         write_atomically(tmp_path / "file", "new")
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize(
     ("number", "hint"),
-    [(errno.EDQUOT, "quota"), (errno.EIO, "mend"), (errno.EROFS, "writable"), (errno.EFBIG, "ulimit -f")],
+    [(errno.EDQUOT, "quota"), (errno.EIO, "check"), (errno.EROFS, "writable"), (errno.EFBIG, "ulimit -f")],
 )
 def test_every_refusal_names_its_cure(number, hint):
     with pytest.raises(UserError, match=f"file = place: cannot be written .*{hint}"), writing(Path("place")):

@@ -90,7 +90,7 @@ def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts, capsys):
     made = prepare(config())
     texts.rename("elsewhere")
     assert prepare(config()) == made
-    assert "note: texts is not there any more" in capsys.readouterr().out
+    assert "note: texts no longer exists" in capsys.readouterr().out
     Path("texts").mkdir()
     Path("texts/b.txt").write_text("another\n")
     later = "fingerprint", "column", "revision", "encoding", "on_bad_file", "document_separator", "account"

@@ -263,7 +263,7 @@ def test_run_prints_every_sample(checkpoint, capsys):
     assert len(set(samples)) == 4
     assert " tokens/s on cpu" in first.err
     best, newest = (checkpoint / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
-    assert f"note: this is {newest}, the newest; the run's lowest val_loss, 2.5000, is {best}'s\n" in first.err
+    assert f"note: using {newest}, the newest; the one with the lowest val_loss, 2.5000, is {best}\n" in first.err
     generate_text(config)
     assert capsys.readouterr().out == first.out
     generate_text(config.model_copy(update={"seed": 1}))

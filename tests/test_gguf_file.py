@@ -101,7 +101,7 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
     write_characters([TEXT], tmp_path / "tokenizer.json")
     for name in ("bytes", str(tmp_path)):
         tokenizer = load_tokenizer(name)
-        model, message = made(vocab_size=tokenizer.vocab_size), "no byte-level BPE like GPT-2's.*leave --gguf away"
+        model, message = made(vocab_size=tokenizer.vocab_size), "not a byte-level BPE like GPT-2's.*remove --gguf"
         expect_error(f"tokenizer = .*{message}", write_gguf, model, tokenizer, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
 

@@ -132,7 +132,7 @@ def test_a_model_without_biases_drops_those_that_are_zero(theirs, capsys):
 def test_a_shorter_context_takes_the_first_positions_and_says_so(theirs, capsys):
     ours = start(config(theirs, block_size=24))
     assert torch.equal(ours.wpe.weight, load_file(theirs / "model.safetensors")["transformer.wpe.weight"][:24])
-    note = f"note: train.init_from = {theirs}: the first 24 of its 32 positions are taken (block_size)\n"
+    note = f"note: train.init_from = {theirs}: the first 24 of its 32 positions are used (block_size)\n"
     assert capsys.readouterr().err == note
 
 
@@ -146,7 +146,7 @@ def test_rows_beyond_the_tokens_of_the_data_are_left_out(theirs, capsys):
     change_fields(theirs, vocab_size=320)
     second = start(config(theirs))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert "the last 20 rows of its vocabulary are of no token of the data" in capsys.readouterr().err
+    assert "the last 20 ids of its vocabulary are not in the data" in capsys.readouterr().err
 
 
 def test_a_tokenizer_in_two_files_is_read_and_a_missing_one_is_said(theirs, capsys):
@@ -159,10 +159,10 @@ def test_a_tokenizer_in_two_files_is_read_and_a_missing_one_is_said(theirs, caps
     assert capsys.readouterr().err == ""
     first, second, *more = merges.read_text().splitlines()
     merges.write_text("\n".join([first, *more, second]) + "\n")
-    expect_error("splits or merges text otherwise", start, config(theirs))
+    expect_error("splits or merges text differently", start, config(theirs))
     merges.unlink()
     start(config(theirs))
-    assert "all that is known is that the tokenizer has 300 ids as well" in capsys.readouterr().err
+    assert "only the number of ids, 300, was compared" in capsys.readouterr().err
 
 
 def tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
@@ -219,9 +219,9 @@ EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
      ["model.n_head = 4: .* has 2; set it to 2", "model.n_embd = 64: .* has 32; set it to 32"]),
     "a longer context": (lambda _: None, {"block_size": 64}, ["model.block_size = 64: .* 32 positions; set it to 32"]),
     "scaled by layer": (fields(scale_attn_by_inverse_layer_idx=True), {}, ["scale_attn_by_inverse_layer_idx: true"]),
-    "not scaled": (fields(scale_attn_weights=False), {}, ["has scale_attn_weights: false, and here it is true alone"]),
+    "not scaled": (fields(scale_attn_weights=False), {}, ["has scale_attn_weights: false; only true is supported"]),
     "two choices": (fields(activation_function="relu", layer_norm_epsilon=1e-6), {},
-     ["activation_function: \"relu\", and here it is \"gelu_new\"", "layer_norm_epsilon: 1e-06"]),
+     ["activation_function: \"relu\"; only \"gelu_new\"", "layer_norm_epsilon: 1e-06"]),
     "exact gelu": (fields(activation_function="gelu"), {}, ["activation_function: \"gelu\""]),
     "untied": (fields(tie_word_embeddings=False), {}, ["tie_word_embeddings: false"]),
     "cross attention": (fields(add_cross_attention=True), {}, ["add_cross_attention: true"]),
@@ -231,8 +231,8 @@ EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
     "nonsense": (fields(n_positions="many"), {}, ["model.block_size = 32: .* has many positions"]),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), {}, ["config.json: cannot be read"]),
     "a pickle": (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), {},
-     ["pickles alone \\(pytorch_model.bin\\)"]),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), {}, ["has no model.safetensors, nor"]),
+     ["only as pickles \\(pytorch_model.bin\\)"]),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), {}, ["has no model.safetensors and no"]),
     "a missing shard": (without_a_shard, {}, ["has no model-00002-of-00002.safetensors"]),
 }  # fmt: skip
 
@@ -251,20 +251,20 @@ def test_refused_by_its_small_files(theirs, case):
 LATE: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "missing": (drop("transformer.h.1.mlp.c_fc.weight"), {}, "h.1.mlp.c_fc.weight is missing"),
     "no embedding": (drop("transformer.wte.weight"), {}, "wte.weight is missing"),
-    "one too many": (add("score.weight", lambda wte: wte[:2]), {}, "score.weight is one too many"),
-    "another shape": (tensor("h.0.ln_1.weight", lambda t: t[:-1]), {}, "h.0.ln_1.weight has the shape \\[31\\]"),
-    "not transposed": (tensor("h.0.attn.c_attn.weight", lambda t: t.T), {}, "h.0.attn.c_attn.weight has the shape"),
+    "one too many": (add("score.weight", lambda wte: wte[:2]), {}, "score.weight is unknown"),
+    "another shape": (tensor("h.0.ln_1.weight", lambda t: t[:-1]), {}, "h.0.ln_1.weight has shape \\[31\\]"),
+    "not transposed": (tensor("h.0.attn.c_attn.weight", lambda t: t.T), {}, "h.0.attn.c_attn.weight has shape"),
     "not a number": (tensor("h.1.ln_2.bias", with_one_changed(float("nan"))), {}, "h.1.ln_2.bias .* not finite"),
     "infinite": (tensor("wpe.weight", with_one_changed(float("inf"))), {}, "wpe.weight .* not finite"),
     "twice": (add("ln_f.bias", lambda wte: wte[0]), {}, "a second time"),
-    "integers": (tensor("h.0.mlp.c_fc.weight", lambda t: t.to(torch.int8)), {}, "c_fc.weight is of type torch.int8"),
+    "integers": (tensor("h.0.mlp.c_fc.weight", lambda t: t.to(torch.int8)), {}, "c_fc.weight has dtype torch.int8"),
     "biases": (lambda _: None, {"bias": False}, "bias is not zero, and model.bias is false"),
-    "a head of its own": (add("lm_head.weight", lambda wte: wte + 1), {}, "lm_head.weight is not the embedding"),
-    "cut short": (lambda folder: cut_short(folder / "model.safetensors"), {}, "not a whole safetensors file"),
-    "fewer tokens": (tensor("wte.weight", lambda t: t[:299]), {}, "has 299 rows of a vocabulary, .* has 300 ids"),
-    "other tokens": (another_tokenizer, {}, "its tokenizer is another one: id 257 is"),
-    "other blanks": (other_blanks, {}, "splits or merges text otherwise"),
-    "a wrong merge": (wrong_merge, {}, "splits or merges text otherwise"),
+    "a head of its own": (add("lm_head.weight", lambda wte: wte + 1), {}, "lm_head.weight differs from the embedding"),
+    "cut short": (lambda folder: cut_short(folder / "model.safetensors"), {}, "not a complete safetensors file"),
+    "fewer tokens": (tensor("wte.weight", lambda t: t[:299]), {}, "has a vocabulary of 299 ids, .* has 300"),
+    "other tokens": (another_tokenizer, {}, "its tokenizer differs: id 257 is"),
+    "other blanks": (other_blanks, {}, "splits or merges text differently"),
+    "a wrong merge": (wrong_merge, {}, "splits or merges text differently"),
     "a torn tokenizer": (lambda folder: cut_short(folder / "tokenizer.json"), {}, "its tokenizer cannot be read"),
 }  # fmt: skip
 
@@ -292,9 +292,9 @@ def test_from_the_hub(theirs, monkeypatch):
     assert asked[0][2] == ["config.json"]
     assert {"model*.safetensors", "merges.txt"} < {*asked[1][2]}
     monkeypatch.undo()
-    with pytest.raises(UserError, match=r"train\.init_from = hub:nobody/none: cannot be had from the Hub .*no network"):
+    with pytest.raises(UserError, match=r"train\.init_from = hub:nobody/none: cannot be downloaded .*no network"):
         find_initial_weights(config("hub:nobody/none"))
-    expect_error(r"train\.init_from = hub:a/b/c: cannot be had from the Hub", find_initial_weights, config("hub:a/b/c"))
+    expect_error(r"train\.init_from = hub:a/b/c: cannot be downloaded", find_initial_weights, config("hub:a/b/c"))
 
 
 def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
@@ -305,12 +305,12 @@ def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
     load_initial_weights(settings, path, model, TOKENIZER)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in load_file(path / "model.safetensors").items())
     another_tokenizer(tmp_path)
-    with pytest.raises(UserError, match=r"train\.init_from = .* of another tokenizer .* than the data's"):
+    with pytest.raises(UserError, match=r"train\.init_from = .* another tokenizer .* than the data "):
         load_initial_weights(settings, path, model, load_tokenizer(str(tmp_path)))
 
 
 def test_what_wants_a_checkpoint_says_what_such_a_folder_is_for(theirs):
-    expect_error(r"checkpoint = .* is a model of transformers; .*train\.init_from", find_checkpoint, theirs)
+    expect_error(r"checkpoint = .* is a transformers model; .*train\.init_from", find_checkpoint, theirs)
 
 
 @pytest.mark.slow
@@ -342,6 +342,6 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2_before_the_corpus_is_hashed(
     shutil.copytree(GOLDEN / "corpus", tmp_path / "data", ignore=shutil.ignore_patterns(".*"))
     settings = training_config(tmp_path / "data", tmp_path / "runs", {"train.init_from": str(theirs)})
     (tmp_path / "config.yaml").write_text(dump(settings))
-    words = f"train.init_from = {theirs}", "its tokenizer is another one", "prepare the text with its tokenizer.json"
+    words = f"train.init_from = {theirs}", "its tokenizer differs", "prepare the text with its tokenizer.json"
     expect_mistake(tmp_path, "train_gpt2", ["--config", str(tmp_path / "config.yaml")], *words, world=2)
     assert not list((tmp_path / "data").glob(".verified*"))

@@ -70,7 +70,7 @@ def test_line_ends_marks_and_blank_lines(tmp_path):
     (json.dumps(CHOICE)[:-20], "line 2: is not JSON"), ("[1]", "line 2: is not an object"),
     ("{}", "line 2: has no keys; an item has context, choices, label; or"),
     ({"question": "?"}, "line 2: has question; an item has context, choices, label; or context, continuation; or"),
-    ({**CHOICE, "label": 2}, "line 2: its label is 2, and its 2 choices are 0 to 1"),
+    ({**CHOICE, "label": 2}, "line 2: its label is 2, but its 2 choices are 0 to 1"),
     ({**CHOICE, "label": True}, "line 2: its label is true, not the index of a choice"),
     ({**SWAG, "label": ""}, 'line 2: its label is "", not the index of a choice'),
     ({**CHOICE, "choices": ["Paris", ""]}, "line 2: choice 1 is empty"),
@@ -87,7 +87,7 @@ def test_what_is_no_item_is_refused_by_its_line(tmp_path, second, said):
 
 
 def test_a_file_of_two_kinds_is_refused(tmp_path):
-    why = r"line 2: has nothing to choose from, unlike .*x.jsonl, line 1; make two files"
+    why = r"line 2: has one choice, unlike .*x.jsonl, line 1; write them to two files"
     with pytest.raises(UserError, match=why):
         read_items(lines(tmp_path / "x.jsonl", CHOICE, {"text": "a b"}))
 
@@ -120,8 +120,8 @@ def test_blanks_move_and_end_of_text_stands_for_no_context():
 
 def test_what_cannot_be_scored_is_refused():
     for item, said in [
-        (Item("the", ("re", "x"), 0, "", "f, line 7"), "f, line 7: choice 0 is 0 tokens behind its context"),
-        (Item("a", ("b", "b " * 9), 0, " ", "f, line 8"), "f, line 8: choice 1 is 10 tokens behind its context, of"),
+        (Item("the", ("re", "x"), 0, "", "f, line 7"), "f, line 7: choice 0 has 0 tokens, which do not fit"),
+        (Item("a", ("b", "b " * 9), 0, " ", "f, line 8"), "f, line 8: choice 1 has 10 tokens, which do not fit"),
     ]:
         with pytest.raises(UserError) as error:
             make_set("t", [item], None, GPT2, 8)
@@ -207,7 +207,7 @@ def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(t
     load = lambda *tasks: load_sets(tasks, 3, GPT2, 64, lambda: pytest.fail("not needed"))  # noqa: E731
     (found,), (other,) = load("hellaswag"), load(str(file))
     assert (found.name, found.items[0].place, found.sha256) == ("hellaswag", "Rowan/hellaswag, row 0", other.sha256)
-    with pytest.raises(UserError, match="there are two of the name hellaswag"):
+    with pytest.raises(UserError, match="two tasks have the name hellaswag"):
         load("hellaswag", str(file))
     with pytest.raises(UserError, match=r"^tasks = lambada: EleutherAI/lambada_openai cannot be read .*offline"):
         load("lambada")

@@ -263,7 +263,7 @@ def test_the_table_and_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
 
 
 def test_mistakes(monkeypatch):
-    with pytest.raises(UserError, match="only = set_epochs: is no experiment; there are mean_of_gradients"):
+    with pytest.raises(UserError, match="only = set_epochs: is not an experiment; choose from mean_of_gradients"):
         choose(("set_epochs",))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="starts its own two processes"):

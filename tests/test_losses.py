@@ -166,9 +166,9 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     run = tmp_path / "run"
     ((outcome, out, errors),) = run_ranks(said, 1, train_by_script, config)
     assert outcome == "completed"
-    reason = "eval.patience = 2: since step 4, no val_loss was below its 2.0000"
+    reason = "eval.patience = 2: no val_loss below 2.0000 since step 4"
     assert f"run completed at step 8 ({reason})\n" in out + errors
-    assert f"its lowest val_loss, 2.0000, is that of {run / 'checkpoints/step-00000004'}\n" in out + errors
+    assert f"lowest val_loss: 2.0000, in {run / 'checkpoints/step-00000004'}\n" in out + errors
     assert json.loads((run / "status.json").read_text()) == {"state": "completed", "step": 8, "reason": reason}
     assert steps_of(list_checkpoints(run / "checkpoints")) == [4, 8], "the best and the newest"
     assert state_of(run)["best_evaluation"] == [4, 2.0, 512, 2]
@@ -178,7 +178,7 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     calls = [(modified, run), (said, train_by_script, config), (modified, run), (train_by_script, more)]
     calls += [(rows, run), (said, train_by_script, endless, {**SCRIPT, 14: 1.75})]
     before, (_, out, errors), after, again, further, (_, *last) = run_ranks(in_turn, 1, *calls)[0]
-    assert out + errors == f"run is complete at step 8; {reason}; raise that to go on\n"
+    assert out + errors == f"run is complete at step 8; {reason}; raise it to train further\n"
     assert before == after
     assert (again, further[-1]["step"]) == ("completed", 10)
     assert "run completed at step 14\n" in "".join(last)

@@ -76,7 +76,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
      ["--model.block_size", "99999", "--train.global_batch_tokens", "99999"], "a window needs 100000 tokens"),
     "a file for an output folder": (lambda place: None, ["--output_dir", "/dev/null"], "Not a directory"),
     "init_from another model": (lambda place: None, ["--train.init_from", str(GOLDEN / "gpt2_run")],
-     "its tokens are of another tokenizer"),
+     "has another tokenizer"),
     "resuming with other fields": (with_a_run, ["--seed", "5", "--optim.lr", "0.01"], "seed = 5"),
     "fresh in a folder in use": (with_a_run, ["--fresh"], "nothing is overwritten"),
     "no intact checkpoint": (no_intact_checkpoint, [], "none is intact"),
@@ -332,8 +332,8 @@ def test_the_figures_of_the_pages(tmp_path, monkeypatch):
 
 
 def test_the_questions_that_make_no_sense():
-    expect_error("leave gpu, gpus and nodes away", plan_config, gpu="NVIDIA A10", measure=True)
-    expect_error("leave one of the two away", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
+    expect_error("remove gpu, gpus and nodes", plan_config, gpu="NVIDIA A10", measure=True)
+    expect_error("remove one of the two", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
 
 
 def test_the_configuration_that_is_printed_is_training_s():

@@ -74,9 +74,9 @@ def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
     ("kept/run", "wide.png", r"wide.png: is 30 x 16 pixels; the run was trained on 16 x 16, without data.image_size"),
     ("scaled/run", "no.png", r"no.png: cannot be read \(No such file"),
     ("scaled/run", "text.png", r"text.png: is not an image"),
-    ("scaled/run", "empty", r"has no images in it; name others"),
-    ("scaled/run", "photos", r"has no images in it, but 1 .heic; name others"),
-    ("clusters/run", "wide.png", r"classifies points of clusters, and no images"),
+    ("scaled/run", "empty", r"has no images; name others"),
+    ("scaled/run", "photos", r"has no images, but 1 .heic; name others"),
+    ("clusters/run", "wide.png", r"is a run on points of clusters, not on images"),
     ("images", "wide.png", r"holds no intact checkpoint"),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image, message):
@@ -96,7 +96,7 @@ def test_files_of_other_suffixes_are_told(runs, tmp_path, capsys):
         (tmp_path / name).write_bytes(png(np.zeros((16, 16, 3), np.uint8)))
     predict(predicted(runs / "kept/run", tmp_path))
     told = capsys.readouterr()
-    assert (told.out.count("\n"), told.err) == (2, f"note: {tmp_path}: 1 .heic left out\n")
+    assert (told.out.count("\n"), told.err) == (2, f"note: {tmp_path}: not used: 1 .heic\n")
 
 
 def test_a_run_alone_is_no_command():
@@ -151,7 +151,7 @@ def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     assert sum(map(len, counts)) == 5000
     first, *_, last = format_confusion(counts, names)
     assert first == "  class 9: 0 of 1 right, 0.00%; mostly taken for class 7 (1)"
-    assert last == "  and 491 more classes that are not all right"
+    assert last == "  and 491 more classes with errors"
     folder = runs / "kept/run/evaluations/step-00000003"
     tensors = torch.zeros(5000, 3, 4, 4, dtype=torch.uint8), torch.zeros(5000)
     save_classes(folder, 3, found, counts, names, Samples(*tensors))
@@ -159,7 +159,7 @@ def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     page = (runs / "kept/run/report.html").read_text()
     assert page.count("<th>class ") == 1000
     assert ("<th>class 4999</th>" in page, "<th>class 5000</th>" in page) == (True, False), "the second has no images"
-    assert "The 1,000 with the lowest share of right ones, of 10,000." in page
+    assert "The 1,000 with the lowest accuracy, of 10,000." in page
     assert "<th>class 9</th><td>1</td><td>0.00%</td><td>class 7 (1)</td>" in page
     (folder / "classes.json").write_text(
         json.dumps({"step": 3, "classes": ["a", "b"], "confusion": [{"0": 3, "1": 1}, {}]})
@@ -190,7 +190,7 @@ def test_test_images_that_have_changed_are_not_scored(runs):
     before = image.read_bytes()
     image.write_bytes((runs / "images/test/owl/0.png").read_bytes())
     config = EvaluateConfig(checkpoint=str(runs / "scaled/run"), device="cpu", mixed_precision="no")
-    message = r"images: has other test samples than those that the run was started"
+    message = r"images: has other test samples than the run was started"
     try:
         expect_error(message, evaluate_checkpoint, config)
     finally:
@@ -201,6 +201,6 @@ def test_scripts_that_take_a_gpt_refuse(runs):
     run = str(runs / "scaled/run")
     export = ExportConfig(checkpoint=run, output=str(runs / "exported"))
     for command, config in ((generate_text, GenerateConfig(checkpoint=run, device="cpu")), (export_hf, export)):
-        with pytest.raises(UserError, match="is of a classifier run, and one of gpt2 is wanted") as error:
+        with pytest.raises(UserError, match="is of a classifier run; name one of a gpt2 run") as error:
             command(config)
         assert len(error.value.mistakes) == 1

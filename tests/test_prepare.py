@@ -181,7 +181,7 @@ def test_another_recipe_overwrites_nothing(texts, tmp_path):
 def test_folders_of_others_are_left_alone(texts, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train_000000.bin").write_bytes(b"precious")
-    expect_error(r"holds files that prepare_data\.py did not write", prepare, config(texts, tmp_path / "out"))
+    expect_error(r"has files that prepare_data\.py did not write", prepare, config(texts, tmp_path / "out"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["train_000000.bin"]
     (tmp_path / "file").write_bytes(b"")
     expect_error(r"output = .*cannot be written", prepare, config(texts, tmp_path / "file"))
@@ -203,7 +203,7 @@ def test_killed_and_run_again(tmp_path):
     output.mkdir()
     for name in (".prepare.lock", "train_000999.bin", ".val_000999.bin.tmp"):  # as older releases left them
         (output / name).touch()
-    expect_error("has shards and no manifest", read_manifest, output)
+    expect_error("has shards but no manifest", read_manifest, output)
     subprocess.run([*arguments, "--output", str(output)], check=True)
     alone = PrepareConfig(source=source, output=str(tmp_path / "whole"), tokenizer="gpt2", shard_tokens=20_000)
     whole = prepare(alone.model_copy(update={"workers": 1}))
@@ -227,12 +227,12 @@ FILES = {
 
 
 @pytest.mark.parametrize(("source", "changes", "message"), [
-    ("absent.txt", {}, "source = .*absent.txt: there is no such file"),
-    ("none/*.txt", {}, "there is no such file"),
-    ("empty.txt", {}, "source = .*: has too little text for a train split"),
+    ("absent.txt", {}, "source = .*absent.txt: no such file"),
+    ("none/*.txt", {}, "no such file"),
+    ("empty.txt", {}, "source = .*: has no text for a train split"),
     ("image.png", {}, r"image\.png: is not text"),
-    ("rows.jsonl", {}, "column = text: none of 1 rows has text there; the first, .*rows.jsonl, line 1, has body, n"),
-    ("rows.jsonl", {"column": "n"}, "column = n: .* holds int, not text"),
+    ("rows.jsonl", {}, "column = text: none of 1 rows has text there; .*rows.jsonl, line 1: body, n"),
+    ("rows.jsonl", {"column": "n"}, "column = n: .* has int, not text"),
     ("broken.jsonl", {}, r"broken\.jsonl: line 2 is not JSON"), ("deep.jsonl", {}, r"deep\.jsonl: line 1 is not JSON"),
     ("list.json", {}, "line 1 is not an object"),
     ("torn.parquet", {}, r"torn\.parquet: cannot be read \(Parquet"),
@@ -307,7 +307,9 @@ def test_many_who_fail_at_once_leave_nothing(tmp_path):
 def test_a_bpe_of_little_text_says_its_size(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 30)
     manifest = prepare(config(tmp_path / "text.txt", tmp_path / "out", tokenizer="bpe", vocab_size=5000))
-    assert f"the BPE has {manifest.vocab_size} tokens, not 5,000: there is no more to merge" in capsys.readouterr().out
+    assert (
+        f"the BPE has {manifest.vocab_size} tokens, not 5,000: the text has no further pairs" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
@@ -331,9 +333,9 @@ def test_a_name_is_not_a_file(tmp_path, monkeypatch, capsys, texts):
         assert name not in set(tiktoken.list_encoding_names()) - {"gpt2"}
         Path(name).write_text("{}")
         prepare(config(texts, tmp_path / f"out-{name}", tokenizer=name, max_documents=20))
-        note = f"note: {name} is the tokenizer of that name; for the file that there is write ./{name}"
+        note = f"note: {name} means the tokenizer of that name; write ./{name}"
         assert note in capsys.readouterr().out
-        with pytest.raises(UserError, match=f"tokenizer = {name}: is not a byte-level BPE"):
+        with pytest.raises(UserError, match=f"tokenizer = {name}: is neither a byte-level BPE"):
             prepare(config(texts, tmp_path / "file", tokenizer=f"./{name}"))
 
 
@@ -394,7 +396,7 @@ def test_a_source_that_changes_while_it_is_read(texts, tmp_path, monkeypatch):
     for change, words in (
         (lambda: file.write_bytes(random.Random(0).randbytes(2000)), "1 edited: below/001.txt"),
         (lambda: file.unlink(), "1 removed: below/001.txt"),
-        (lambda: texts.rename(tmp_path / "elsewhere"), "there is no such file"),
+        (lambda: texts.rename(tmp_path / "elsewhere"), "no such file"),
     ):
         changing = lambda *args, change=change: (make_tokenizer(*args), change())  # noqa: E731
         monkeypatch.setattr(prepare_module, "make_tokenizer", changing)
@@ -432,7 +434,7 @@ def test_the_account_says_what_became_of_every_file(tmp_path, capsys):
     saved = manifest.recipe["account"]
     assert text == f"text {saved['characters']:,} characters, {saved['bytes']:,} bytes in UTF-8"
     assert tokens == f"tokens {train:,} train, {val:,} val; {saved['bytes'] / (train + val):.2f} bytes per token"
-    assert note.startswith("note: <|endoftext|> stands in the text, 1 time, and")
+    assert note.startswith("note: <|endoftext|> is in the text 1 time, encoded")
     prepare(asked)
     again = capsys.readouterr().out
     assert "is already prepared" in again
@@ -441,7 +443,7 @@ def test_the_account_says_what_became_of_every_file(tmp_path, capsys):
 
 def test_a_separator_that_divides_nothing_is_noticed(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("one\ntwo")
-    note = r"note: \n (document_separator) stands nowhere between two documents"
+    note = r"note: \n (document_separator) was not found between documents"
     for separator, notes in ((r"\n", [note]), ("\n", [])):
         changes = {"val_fraction": 0, "document_separator": separator}
         prepare(config(tmp_path / "a.txt", tmp_path / str(len(notes)), **changes))
@@ -484,10 +486,10 @@ def test_dumps_that_are_wrong(tmp_path):
     make_dump(folder, train_0=300)
     source = f"bin:{folder}/*.bin"
     mistakes = [
-        ({"source": f"bin:{tmp_path}/none/*.bin"}, "there are no such files"),
-        ({"tokenizer": "bpe"}, "name the tokenizer that the shards were made with"),
+        ({"source": f"bin:{tmp_path}/none/*.bin"}, "no such files"),
+        ({"tokenizer": "bpe"}, "name the shards' tokenizer"),
         ({"tokenizer": str(tmp_path / "tokenizer.json")}, "copy the file into"),
-        ({"output": str(tmp_path)}, "shards are indexed where they are"),
+        ({"output": str(tmp_path)}, "shards are indexed in place"),
     ]
     for changes, message in mistakes:
         with pytest.raises(UserError, match=message):
@@ -495,7 +497,7 @@ def test_dumps_that_are_wrong(tmp_path):
     with open(folder / "train_0.bin", "r+b") as file:
         file.seek(HEADER_BYTES + 100)
         file.write(np.uint16(50_300).tobytes())
-    with pytest.raises(UserError, match=r"train_0\.bin: holds token id 50300"):
+    with pytest.raises(UserError, match=r"train_0\.bin: has token id 50300"):
         prepare(PrepareConfig(source=source, tokenizer="gpt2"))
     os.truncate(folder / "train_0.bin", 1500)
     with pytest.raises(UserError, match=r"train_0\.bin: has 1500 bytes"):

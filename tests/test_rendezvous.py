@@ -40,11 +40,15 @@ class Clock:
 @pytest.mark.parametrize(
     ("rank", "error", "message"),
     [
-        (1, ConnectionRefusedError("refused"), f"rank 1 on {HOST} got no answer from rank 0 there within 60 s; is it"),
-        (1, TimeoutError("timed out"), "and may this machine reach that port?"),
-        (1, socket.gaierror(-2, "Name or service not known"), f"rank 1 on {HOST} does not know this name (Name or"),
-        (0, socket.gaierror(-2, "Name or service not known"), f"rank 0 on {HOST} does not know this name (Name or"),
-        (0, OSError(101, "Network is unreachable"), f"rank 0 on {HOST} serves this port, and is not reached by this"),
+        (1, ConnectionRefusedError("refused"), f"rank 1 on {HOST} got no answer from rank 0 there within 60 s; is"),
+        (1, TimeoutError("timed out"), "and can this machine reach the port?"),
+        (1, socket.gaierror(-2, "Name or service not known"), f"rank 1 on {HOST} cannot resolve this name (Name or"),
+        (0, socket.gaierror(-2, "Name or service not known"), f"rank 0 on {HOST} cannot resolve this name (Name or"),
+        (
+            0,
+            OSError(101, "Network is unreachable"),
+            f"rank 0 on {HOST} serves this port, but this address does not reach it",
+        ),
         (0, ConnectionRefusedError("refused"), "10.0.0.7 (eth9); give one of these to all ranks"),
     ],
 )

@@ -25,7 +25,7 @@ from gpt2_ddp.reports.replay import compare_rows, plan
 from gpt2_ddp.reports.verify import verify_run
 
 INTACT = (
-    "ok      replay from step 4 to 8 by 1 process: 4 rows, weights and moments, bit for bit",
+    "ok      replay from step 4 to 8 by 1 process: 4 rows, weights and optimizer state, bit for bit",
     "ok      replay from step 8 to 10 by 1 process: 2 rows, bit for bit",
 )
 
@@ -85,9 +85,9 @@ def replayed_by_three_threads(run: Path) -> tuple[tuple[int, list[str]], int]:
 
 def test_another_device_is_compared_to_a_tolerance(corpus: Path, tmp_path: Path) -> None:
     config, state = training_config(corpus, tmp_path), {"device": "NVIDIA H200", "processes": 1}
-    assert replay_module._how_exactly(config, state) == (1, ["the run was on NVIDIA H200, and this is cpu"])
+    assert replay_module._how_exactly(config, state) == (1, ["the run was on NVIDIA H200, this machine has cpu"])
     assert replay_module._how_exactly(config, {"device": "cpu", "processes": 1}) == (1, [])
-    with pytest.raises(UserError, match="what is random in it depends on its 1 processes and on NVIDIA H200"):
+    with pytest.raises(UserError, match="its dropout depends on its 1 processes and on NVIDIA H200"):
         replay_module._how_exactly(training_config(corpus, tmp_path, {"model.dropout": 0.1}), state)
 
 
@@ -155,7 +155,7 @@ ALTERED = [
     (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
     (
         lambda place: (checkpoint(place / "run", 4) / MODEL).write_bytes(b""),
-        "replay from step 4: its checkpoint is not intact, and nothing can be trained from it",
+        "replay from step 4: its checkpoint is damaged, so it cannot be trained again",
         1,
     ),
 ]
@@ -192,26 +192,26 @@ def test_another_torch_is_compared_to_a_tolerance(place: Path) -> None:
 
 def test_what_is_not_there_cannot_be_replayed(recorded: Path, tmp_path: Path) -> None:
     for steps, wrong in {
-        "5:8": "there is no checkpoint of step 5",
-        "8:8": "should end after the step that it begins with",
-        "8:4": "should end after the step that it begins with",
-        "8:13": "the run has got to step 12",
+        "5:8": "no checkpoint of step 5",
+        "8:8": "should end after its first step",
+        "8:4": "should end after its first step",
+        "8:13": "the run's last step is 12",
     }.items():
         with pytest.raises(UserError) as mistake:
             plan(recorded / "run", steps)
-        there = "begin at a checkpoint (there are 4, 8, 12) and end at a step up to 12"
+        there = "begin at a checkpoint (existing: 4, 8, 12) and end at a step up to 12"
         assert str(mistake.value) == f"replay = {steps}: {wrong}; {there}"
-    with pytest.raises(UserError, match=r"no checkpoint of step 1; begin at a checkpoint \(there are none\)"):
+    with pytest.raises(UserError, match=r"no checkpoint of step 1; begin at a checkpoint \(existing: none\)"):
         plan(tmp_path, "1:2")
     for text in ("8", "8:", "a:b", "-4:8", "4:8:12"):
-        with pytest.raises(UserError, match="should be two steps"):
+        with pytest.raises(UserError, match="should be the step of a checkpoint"):
             load(VerifyConfig, ["--replay", text] if text[0] != "-" else [f"--replay={text}"])
 
 
 def test_steps_of_which_nothing_was_recorded(place: Path) -> None:
     file = place / "run" / "metrics.jsonl"
     file.write_text("".join(line for line in file.open() if '"val_loss"' in line))
-    with pytest.raises(UserError, match="the run recorded nothing there that could be compared"):
+    with pytest.raises(UserError, match="the run recorded nothing to compare"):
         plan(place / "run", "4:5")
 
 
@@ -220,7 +220,7 @@ def test_a_small_job_ends_where_it_is_told_to(trained_job: Path) -> None:
     (found,) = run_ranks(in_turn, 1, *[(replayed, trained_job, steps) for steps in ("9:12", "9:18")])
     assert [(code, lines[1]) for code, lines in found] == [
         (0, "ok      replay from step 9 to 12 by 1 process: 3 rows, bit for bit"),
-        (0, "ok      replay from step 9 to 18 by 1 process: 9 rows, weights and moments, bit for bit"),
+        (0, "ok      replay from step 9 to 18 by 1 process: 9 rows, weights and optimizer state, bit for bit"),
     ]
 
 
@@ -250,12 +250,12 @@ def test_a_rollback_that_its_checkpoint_cannot_have_is_a_defect(place: Path, pas
     run = place / "run"
     edit_rows(run, lambda rows: [row.update(passed=passed) for row in rows if row.get("event") == "rollback"])
     code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12", data=str(place / "data")))
-    what = "defect  replay from step 8 to 12: its checkpoint does not go with a rollback to it, which passed over "
+    what = "defect  replay from step 8 to 12: its checkpoint does not match a rollback to it, which skipped "
     assert (code, f"{what}{passed}" in text) == (1, True)
 
 
 @pytest.mark.slow
 def test_each_stretch_has_the_processes_that_it_had(trained: Path) -> None:
     code, lines = verify(trained, "5:10")
-    words = "ok      replay from step 5 to 10 by 2 processes: 5 rows, weights and moments, bit for bit"
+    words = "ok      replay from step 5 to 10 by 2 processes: 5 rows, weights and optimizer state, bit for bit"
     assert (code, lines[1]) == (0, words)

@@ -195,7 +195,7 @@ def test_torn_and_missing_files_are_left_out_and_said(tmp_path: Path) -> None:
     (run / "samples.jsonl").unlink()
     page = Page(write_report([run], run))
     assert page.tables[0].items() >= {"steps": ["30"], "state": ["–"], "seed": ["–"]}.items()
-    for note in ("metrics.jsonl: 1 unreadable line left out", "config.yaml: unreadable", "status.json: missing"):
+    for note in ("metrics.jsonl: 1 unreadable line omitted", "config.yaml: unreadable", "status.json: missing"):
         assert f"run: {note}" in page.text
 
 
@@ -259,8 +259,8 @@ def test_same_metrics_same_bytes(tmp_path: Path) -> None:
 def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run = make_run(tmp_path / "runs" / "good", metrics(3))
     like = "; .*like .*/runs/good"
-    expect_error(rf"runs = .*/nothing: there is no such folder{like}", write_report, [run.parent / "nothing"], tmp_path)
-    expect_error(rf"runs = .*/runs: holds no metrics.jsonl{like}", write_report, [run, run.parent], tmp_path)
+    expect_error(rf"runs = .*/nothing: no such folder{like}", write_report, [run.parent / "nothing"], tmp_path)
+    expect_error(rf"runs = .*/runs: has no metrics.jsonl{like}", write_report, [run, run.parent], tmp_path)
     expect_error("name at least one", report, ReportConfig(runs=()))
     expect_error(r"output = .*/metrics.jsonl: cannot be written", write_report, [run], run / "metrics.jsonl")
     torn = make_run(tmp_path / "torn", [], torn='{"step": 0')
@@ -363,7 +363,7 @@ def test_what_a_run_is_drawn_along(tmp_path: Path) -> None:
     assert choose_axis(read_runs([run, other]), "auto") == "steps"
     assert choose_axis(read_runs([run, twice]), "auto") == "tokens"
     assert choose_axis(read_runs([run, foreign]), "auto") == "steps"
-    expect_error(r"axis = time: the rows of foreign do not say it", write_report, [run, foreign], tmp_path, "time")
+    expect_error(r"axis = time: the rows of foreign lack it", write_report, [run, foreign], tmp_path, "time")
     assert "time in training steps (s)" in Page(write_report([run], tmp_path, "time")).text
 
 
@@ -379,7 +379,7 @@ def test_events_are_no_rows(tmp_path: Path) -> None:
     assert run.clock[1][-1] == 100 * BATCH / 256
     legend = draw([run], "time").figure.axes[0].get_legend()
     assert legend
-    assert {"resumed", "rolled back to here", "not a finite number"} < {text.get_text() for text in legend.texts}
+    assert {"resumed", "rollback to this step", "not a finite number"} < {text.get_text() for text in legend.texts}
 
 
 def test_samples_step_by_step(tmp_path: Path) -> None:

@@ -57,4 +57,4 @@ def test_a_damaged_file_stays_in_its_place_until_it_is_replaced(tmp_path, capsys
     file.write_text('{"step": 1}\nx\n{"step": 2}\n')
     assert [line.number for line in sound_lines(file)] == [1, 3]
     assert file.read_text() == (tmp_path / "rows.jsonl.damaged").read_text() == '{"step": 1}\nx\n{"step": 2}\n'
-    assert "line 2 is no row with a step" in capsys.readouterr().err
+    assert "line 2 is not a row with a step" in capsys.readouterr().err

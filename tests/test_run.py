@@ -200,7 +200,7 @@ def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin"
 
 REFUSED = [
     ({"optim.lr": 1e-3}, "optim.lr = 0.001: the run was started with 0.003"),
-    ({"optim.name": "muon"}, "optim.name = muon: the run was started with adamw; give that back"),
+    ({"optim.name": "muon"}, "optim.name = muon: the run was started with adamw; restore it"),
     ({"model.n_layer": 3, "seed": 1}, "seed = 1: the run was started with 1337"),
     ({"train.global_batch_tokens": 6 * 32}, "train.global_batch_tokens = 192: the run was started with 384"),
 ]
@@ -215,7 +215,7 @@ def test_another_training_is_refused(corpus, tmp_path, halfway):
     configs: list[RunConfig] = [training_config(corpus, tmp_path / "runs", changes) for changes, _ in REFUSED]
     configs += [training_config(other, tmp_path / "runs"), job_config("regression", tmp_path / "runs")]
     expected = [message for _, message in REFUSED]
-    expected += ["not the ones that the run was started with", "run_name = run: is a run of another kind, gpt2"]
+    expected += ["differ from those that the run was started with", "run_name = run: the run folder holds a run of another kind, gpt2"]
     before = files(tmp_path)
     for refusals in run_ranks(without_long_work, 2, configs):
         for message, refusal in zip(expected, refusals, strict=True):
@@ -277,7 +277,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_started_over(corpus, tmp_path, 
         metrics[run] = (run / "metrics.jsonl").read_bytes()
     (found,) = run_ranks(without_long_work, 1, configs)
     for run, refusal in zip(metrics, found, strict=True):
-        assert f"run_name = run: the checkpoints in {run} are gone" in refusal
+        assert f"run_name = run: {run} has lost its checkpoints" in refusal
         assert (run / "metrics.jsonl").read_bytes() == metrics[run]
         (run / "metrics.jsonl").unlink()
     for config in configs:

@@ -225,7 +225,9 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
             machine.start("python scripts/check_cluster.py --device cpu --timeout_seconds 30", RANK=str(rank), **env)
         assert codes(machines) == [2, 2]
     assert [len(machine.errors) for machine in machines] == [1, 1]
-    assert machines[0].errors[0].startswith("error: rank = 1: did not arrive within 30 s (arrived: node-a on rank 0)")
+    assert (
+        machines[0].errors[0].startswith("error: rank = 1: did not connect within 30 s (connected: node-a on rank 0)")
+    )
     assert machines[1].errors[0].startswith("error: MASTER_ADDR = 10.0.0.1:29500: rank 1 on node-b got no answer from")
 
 
@@ -243,7 +245,7 @@ def test_a_slow_cable_is_told_by_the_check(machines):
     finally:
         for machine in machines:
             machine.exec(f"tc qdisc del {shape}")
-    (times,) = re.findall(r"the network is (\d+) times slower than its interface says", machines[0].said)
+    (times,) = re.findall(r"the network is (\d+) times slower than its interface", machines[0].said)
     assert 50 <= int(times) <= 100  # 10,000 / 200, and what the protocol takes
     ((size, seconds),) = re.findall(r"yaml: (\d+) MB of gradients take ([\d.]+) s of each step", machines[0].said)
     assert 0.9 <= float(seconds) * 25 / int(size) <= 2
@@ -269,6 +271,6 @@ def test_a_long_cut_ends_both_and_the_same_command_goes_on(machines, alone):
     cut(machines, "long", LONG)
     assert codes(machines) == [1, 1]
     for machine, other in zip(machines, ("rank 1 on node-b", "rank 0 on node-a"), strict=True):
-        assert machine.errors[0].startswith(f"error: {other}: no sign of life for "), machine.said
+        assert machine.errors[0].startswith(f"error: {other}: no heartbeat for "), machine.said
     begin(machines, of_page("--node_rank 0"), "long")
     trained(machines, "long", alone)

@@ -88,13 +88,13 @@ def set_header(path: Path, index: int, value: int) -> None:
 DAMAGES = {
     "missing": (lambda path: path.unlink(), "No such file"),
     "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
-    "cut in the header": (lambda path: os.truncate(path, 1000), "less than a header"),
-    "cut in the tokens": (lambda path: os.truncate(path, path.stat().st_size - 1), "promises 1000 tokens"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "promises 1000 tokens"),
+    "cut in the header": (lambda path: os.truncate(path, 1000), "fewer than a header"),
+    "cut in the tokens": (lambda path: os.truncate(path, path.stat().st_size - 1), "gives 1000 tokens"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"\0\0"), "gives 1000 tokens"),
     "wrong magic": (lambda path: set_header(path, 0, 20240801), "magic and version (20240801, 1)"),
     "wrong version": (lambda path: set_header(path, 1, 2), "magic and version (20240520, 2)"),
-    "wrong count": (lambda path: set_header(path, 2, 999), "promises 999 tokens"),
-    "negative count": (lambda path: set_header(path, 2, -1), "promises -1 tokens"),
+    "wrong count": (lambda path: set_header(path, 2, 999), "gives 999 tokens"),
+    "negative count": (lambda path: set_header(path, 2, -1), "gives -1 tokens"),
     "another shard": (lambda path: path.write_bytes((path.parent / "train_000002.bin").read_bytes()), "has 500 tokens"),
 }
 

@@ -113,7 +113,7 @@ def signalled(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
 
 
 def last_words(name: str) -> str:
-    return f"stopped by {name}: nothing was lost, the same command does it again\n"
+    return f"stopped by {name}; nothing was lost: run the same command again\n"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -125,7 +125,7 @@ def test_it_ends_with_75_and_one_line(tmp_path, name):
 @pytest.mark.parametrize("body", [WAITS_OUTSIDE, DOES_NOT_LISTEN], ids=["in C", "swallowed"])
 def test_it_ends_though_python_does_not_come_to_run(tmp_path, body):
     code, output, errors = signalled(start(tmp_path, body, "SIGTERM"), signal.SIGTERM)
-    assert (code, output, errors) == (75, "", "SIGTERM heard: stopping\n" + last_words("SIGTERM"))
+    assert (code, output, errors) == (75, "", "SIGTERM received: stopping\n" + last_words("SIGTERM"))
 
 
 def test_what_fails_over_a_swallowed_stop_is_the_stop(tmp_path):
@@ -147,7 +147,7 @@ def test_a_training_answers_itself_and_what_comes_after_it_changes_nothing(tmp_p
     assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGUSR1)
-    assert process.stderr.readline() == "SIGUSR1 heard: stopping\n"
+    assert process.stderr.readline() == "SIGUSR1 received: stopping\n"
     process.send_signal(signal.SIGINT)
     # a thread says at once what it heard; Python's handlers, which may come later, are called by the signals' numbers
     assert sorted(process.stdout.readline().split()) == ["SIGINT", "SIGUSR1"]
@@ -165,7 +165,7 @@ def test_when_a_training_is_over_there_is_nothing_to_stop(tmp_path):
     assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    assert process.stderr.readline() == "SIGTERM heard: stopping\n"
+    assert process.stderr.readline() == "SIGTERM received: stopping\n"
     output, errors = process.communicate("\n", timeout=60)
     assert (process.returncode, output, errors) == (0, "done\n", "")
 

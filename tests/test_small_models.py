@@ -51,7 +51,7 @@ def test_sinusoids_are_those_of_the_paper():
 
 def test_images_that_are_too_small_for_lenet_are_refused():
     config = ClassifierConfig.model_validate({"data": {"name": "cifar10"}, "model": {"name": "lenet"}})
-    with pytest.raises(UserError, match=r"model.name = lenet: takes images of 16 .* not 15 x 40"):
+    with pytest.raises(UserError, match=r"model.name = lenet: needs images of at least 16 x 16 pixels, not 15 x 40"):
         image_model(config, {"classes": ["a", "b"], "image_shape": [3, 40, 15]})
     smallest = image_model(config, {"classes": ["a", "b"], "image_shape": [3, 16, 16]})
     smallest(torch.randn(1, 3, 16, 16)).sum().backward()

@@ -159,7 +159,7 @@ def test_control_characters_make_a_file_binary_but_a_trace_of_them_does_not(tmp_
 
 
 def test_an_encoding_is_one_of_pythons():
-    for name, hint in (("latin1x", "did you mean latin1"), ("base64", "no such codec for text"), ("", "no such codec")):
-        expect_error(f"encoding = {name}: Python has .*{hint}", load, PrepareConfig, ["--encoding", name])
+    for name, hint in (("latin1x", "did you mean latin1"), ("base64", "a text codec of Python"), ("", "a text codec")):
+        expect_error(f"encoding = {name}: should be .*{hint}", load, PrepareConfig, ["--encoding", name])
     for name in ("auto", "Latin-1", "cp1252", "utf-8", "GB18030"):
         assert load(PrepareConfig, ["--encoding", name]).encoding == name

@@ -161,7 +161,7 @@ def hub() -> Iterator[str]:
 @pytest.mark.slow
 def test_hub_dataset(hub, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    no_column = "error: column = text: none of 300 rows has text there; the first, owner/name, row 0, has body"
+    no_column = "error: column = text: none of 300 rows has text there; columns of the first, owner/name, row 0: body"
     no_source = "error: source = hub:owner/other: cannot be read from the Hub"
     for arguments, message in ((("--source", "hub:owner/other"), no_source), (("--column", "text"), no_column)):
         result = prepare_with_hub(hub, tmp_path, *arguments)
@@ -265,8 +265,8 @@ def test_a_column_may_be_inside_another(tmp_path):
         assert (seen.stats.rows, seen.stats.without_text.count) == (3, 1)
         [where] = seen.stats.without_text.where
         assert where.endswith({"a.jsonl": "a.jsonl, line 2", "b.parquet": "b.parquet, row 2"}[name])
-        expect_error(r"column = text: none of 3 rows has text there; .* has id, meta\.text$", texts, tmp_path / name)
-        expect_error(r"column = id: .* holds int, not text", texts, tmp_path / name, column="id")
+        expect_error(r"column = text: none of 3 rows has text there; .*: id, meta\.text$", texts, tmp_path / name)
+        expect_error(r"column = id: .* has int, not text", texts, tmp_path / name, column="id")
     (tmp_path / "dotted.jsonl").write_text('{"meta.text": "by its name", "meta": {"text": "inside"}}\n')
     assert texts(tmp_path / "dotted.jsonl", column="meta.text") == ["by its name"]
     pa.parquet.write_table(pa.table({"meta.text": ["by its name"]}), tmp_path / "dotted.parquet")
@@ -278,7 +278,7 @@ def test_rows_without_text_are_counted_and_a_column_that_is_not_there_is_found_e
     (tmp_path / "late.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "here"}]))
     assert texts(tmp_path / "late.jsonl") == ["here"]
     (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]) + "not JSON")
-    expect_error(r"column = text: none of 1,000 rows .*none\.jsonl, line 1, has body", texts, tmp_path / "none.jsonl")
+    expect_error(r"column = text: none of 1,000 rows .*none\.jsonl, line 1: body", texts, tmp_path / "none.jsonl")
     (tmp_path / "null.jsonl").write_text('{"text": null}\n' * 1500 + '{"text": "here"}\n')
     assert texts(tmp_path / "null.jsonl") == ["here"]
 
@@ -286,7 +286,7 @@ def test_rows_without_text_are_counted_and_a_column_that_is_not_there_is_found_e
 def test_parquet_text_that_is_not_utf8_is_named(tmp_path):
     column = pa.array([b"fine", b"\xff\xfe"], pa.binary()).view(pa.string())
     pa.parquet.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
-    expect_error(r"x\.parquet: holds text after row 0 that is not UTF-8", texts, tmp_path / "x.parquet")
+    expect_error(r"x\.parquet: has text after row 0 that is not UTF-8", texts, tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize("changes", [{}, {"documents": "line"}, {"document_separator": "<|endoftext|>"}])

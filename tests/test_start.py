@@ -146,7 +146,7 @@ def test_a_report_that_cannot_be_written_fails_no_training(trained, tmp_path):
     words = ["scripts/train_gpt2.py", "--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "runs")]
     done = forked(words, ROOT)
     assert done.returncode == 0, done.stderr
-    assert f"report: none, since file = {run / 'report.html'}: cannot be written" in done.stdout
+    assert f"report: none: file = {run / 'report.html'}: cannot be written" in done.stdout
 
 
 def test_the_front_door_lists_every_script_once(capsys, monkeypatch):
@@ -163,8 +163,8 @@ def test_the_front_door_runs_a_script_and_refuses_other_names(capsys, monkeypatc
         front_door.main()
     assert not end.value.code
     assert "usage: status.py" in capsys.readouterr().out
-    for name, hint in (("plna", "did you mean plan?"), ("--x", "--help lists all")):
+    for name, hint in (("plna", "did you mean plan?"), ("--x", "--help lists all names")):
         monkeypatch.setattr("sys.argv", ["gpt2-ddp", name])
         with pytest.raises(SystemExit, match="2"):
             front_door.main()
-        assert capsys.readouterr().err == f"error: script = {name}: there is none; {hint}\n"
+        assert capsys.readouterr().err == f"error: script = {name}: unknown script; {hint}\n"

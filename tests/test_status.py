@@ -80,11 +80,11 @@ def test_how_it_ended_stays(held):
         ({"heartbeat": NOW + 121}, NOW + 121, ("stalled", 7, 121, r"pid \d+ on \S+: no progress for 121 s, at data")),
         ({"stage": "save", "limit": 500.0, "heartbeat": NOW + 400}, NOW + 400, ("running", 7, 400, r"at save.*")),
         # the process stands still as a whole
-        ({}, NOW + SILENT + 1, ("stalled", 7, SILENT + 1, r"pid \d+ on \S+: no sign of life for 91 s, at data")),
+        ({}, NOW + SILENT + 1, ("stalled", 7, SILENT + 1, r"pid \d+ on \S+: no heartbeat for 91 s, at data")),
         # another process has its number now
         ({"started": 1}, NOW + 5, ("dead", 7, 5, r"pid \d+ on \S+ is gone, last seen at data")),
         ({"host": "far", "machine": "m"}, NOW + SILENT - 1, ("running", 7, SILENT - 1, r"at data, pid \d+ on far")),
-        ({"host": "far", "machine": "m"}, NOW + SILENT + 1, ("dead", 7, SILENT + 1, r"pid \d+ on far: no sign of .*")),
+        ({"host": "far", "machine": "m"}, NOW + SILENT + 1, ("dead", 7, SILENT + 1, r"pid \d+ on far: no heartb.*")),
     ],
 )
 def test_health_of_a_running_run(tmp_path, changes, now, expected):
@@ -125,7 +125,7 @@ def test_a_line_for_each_run(tmp_path, capsys):
     show_status(load(StatusConfig, [str(tmp_path / "compare"), runs[1]]))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1:3] for line in lines] == [["no", "run"], ["completed", "step"]]
-    with pytest.raises(UserError, match=r"holds no status.json; give a run folder, like .*/another, .*/one"):
+    with pytest.raises(UserError, match=r"has no status.json; name a run folder, like .*/another, .*/one"):
         show_status(load(StatusConfig, [str(tmp_path)]))
 
 

@@ -103,10 +103,10 @@ def warm_up_and_cosine(warm_up: int, steps: int) -> Callable[[int], float]:
 @pytest.mark.parametrize(("changes", "mistake"), [
     ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
     ({"step_factor": 0.5}, "step_factor = 0.5: is for --optim.schedule step"),
-    ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the rate falls"),
-    ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should rise"),
-    ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should rise, and begin above 0"),
-    ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most those of the run (4, train.epochs)"),
+    ({"schedule": "step"}, "step_epochs = []: should be the epochs after which the learning rate falls"),
+    ({"schedule": "step", "step_epochs": (3, 2)}, "step_epochs = [3.0, 2.0]: should be increasing"),
+    ({"schedule": "step", "step_epochs": (0,)}, "step_epochs = [0.0]: should be increasing numbers above 0"),
+    ({"warmup_epochs": 4.5}, "warmup_epochs = 4.5: should be at most train.epochs (4)"),
 ])  # fmt: skip
 def test_a_schedule_that_is_none(tmp_path, changes, mistake):
     with pytest.raises(UserError) as error:
@@ -120,7 +120,7 @@ def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
     run_ranks(train, 1, job_config("regression", tmp_path / "whole", changes))
     parts = job_config("regression", tmp_path / "parts", changes)
     assert run_ranks(signalled_job, 1, parts, 14, signal.SIGTERM) == ["stopped"]
-    with pytest.raises(RankError, match=r"train.epochs = 6: the run was started with 4; give that back"):
+    with pytest.raises(RankError, match=r"train.epochs = 6: the run was started with 4; restore it"):
         run_ranks(train, 1, job_config("regression", tmp_path / "parts", {**changes, "train.epochs": 6}))
     run_ranks(train, 1, parts)
     assert same(weights(tmp_path / "whole/run"), weights(tmp_path / "parts/run"))
@@ -296,11 +296,14 @@ def test_checkpoints_without_moments(tmp_path, capsys):
     assert same(weights(tmp_path / "run"), weights(bare / "run"))
     changes |= {"train.epochs": 3, "checkpoint.save_optimizer": True}
     [(_, printed, _)] = run_ranks(said, 1, train, job_config("mlp", bare, changes))
-    assert printed.count("note: the checkpoint of step 10 has no moments of the optimizer") == 1
+    assert printed.count("note: the checkpoint of step 10 has no optimizer state") == 1
     moments = load_file(newest_checkpoint(bare / "run") / OPTIMIZER)
     assert (newest_checkpoint(bare / "run").name, moments["step.0.weight"].item()) == ("step-00000015", 5)
     assert verify_run(VerifyConfig(run=str(bare / "run"), replay="10:15")) == 0
-    assert "note    replay from step 10 to 15: its checkpoint has no moments" in capsys.readouterr().out
+    assert (
+        "note    replay from step 10 to 15: not possible, its checkpoint has no optimizer state"
+        in capsys.readouterr().out
+    )
 
 
 def test_moments_begin_at_zero_again_in_place():
@@ -351,7 +354,7 @@ def test_refused_before_the_first_step(trained_job, tmp_path, cifar):
     kept = {"seed": 5, "optim.lr": 0.5, "train.global_batch_size": 6, "data.noise": 0.2, "train.epochs": 3}
     refused = {
         "fresh = true": ("regression", "", {"fresh": True}),
-        "train.global_batch_size = 16: makes a micro-batch of 1": ("resnet18", "a", micro),
+        "train.global_batch_size = 16: leaves a micro-batch of 1": ("resnet18", "a", micro),
         "model.sync_batchnorm = true: needs GPUs": ("resnet18", "b", synced),
         "launch.backend = nccl: needs CUDA devices": ("regression", "c", {"launch.backend": "nccl"}),
         "train.mixed_precision = fp16: needs a CUDA device": ("regression", "d", {"train.mixed_precision": "fp16"}),

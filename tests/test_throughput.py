@@ -93,7 +93,7 @@ def test_a_cpu_has_the_peak_that_the_user_gives_or_none():
 def test_why_there_is_no_mfu(monkeypatch, flops, own, said):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
     line = Throughput(fake_task(flops_per_unit=flops), torch.device("cuda"), own).why_no_mfu()
-    assert ("the peak of NVIDIA A100-SXM4-40GB MIG 1g.5gb is not known" in line) is said
+    assert ("the peak FLOP/s of NVIDIA A100-SXM4-40GB MIG 1g.5gb is unknown" in line) is said
     assert ("--tracking.peak_flops" in line) is said
     assert Throughput(fake_task(), CPU).why_no_mfu() == ""
 

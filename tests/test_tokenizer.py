@@ -149,7 +149,7 @@ def test_characters(characters):
 
 def test_other_characters_are_refused(characters):
     tokenizer = load_tokenizer(str(characters))
-    message = r"prompts = yz: not among the \d+ characters of tokenizer.json; leave them out"
+    message = r"prompts = yz: not among the \d+ characters of tokenizer.json; remove them"
     expect_error(message, tokenizer.encode, "one zy two", "prompts")
     expect_error("text = \ufffd: not among", tokenizer.encode, "one \ud800")  # what a lone surrogate becomes
 
@@ -190,14 +190,14 @@ BROKEN: dict[str, Callable[[dict], object]] = {
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(BROKEN[change](json.loads(trained.read_text()))))
-    expect_error("is not a byte-level BPE", load_tokenizer, str(path))
+    expect_error("is neither a byte-level BPE", load_tokenizer, str(path))
 
 
 def test_names_and_files_that_do_not_exist(tmp_path):
     expect_error(r"tokenizer = gpt3: .*gpt2, r50k_base", load_tokenizer, "gpt3")
     expect_error("No such file", load_tokenizer, str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00")
-    expect_error("is not a byte-level BPE", load_tokenizer, str(tmp_path))
+    expect_error("is neither a byte-level BPE", load_tokenizer, str(tmp_path))
 
 
 def test_reading_is_told_where_there_is_no_terminal(tmp_path, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def test_rows_are_cut_behind_the_one_that_a_checkpoint_names(corpus, tmp_path, c
     assert capsys.readouterr().err == ""
     run.cut_rows(1, 0, chains[5])
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 1, 1]
-    assert "the row that the checkpoint of step 1 follows is not there as it was written" in capsys.readouterr().err
+    assert "the last row before the checkpoint of step 1 is missing or changed" in capsys.readouterr().err
 
 
 def test_files_are_cut_back_and_a_torn_line_is_no_damage(corpus, tmp_path, capsys):
@@ -128,7 +128,7 @@ def test_what_is_no_file_is_set_aside(corpus, tmp_path, capsys, make):
     run.append(METRICS, {"step": 4})
     assert split_chain((run.path / METRICS).read_text().rstrip()) == ('{"step": 4}', run.chain)
     assert (run.path / "metrics.jsonl.damaged").exists()
-    assert "is no file; set aside as metrics.jsonl.damaged" in capsys.readouterr().err
+    assert "is not a file; moved to metrics.jsonl.damaged" in capsys.readouterr().err
 
 
 def test_the_lock_is_gone_with_its_process(corpus, tmp_path):

@@ -42,16 +42,16 @@ def test_trained_run_is_intact(run: Path, corpus: Path, capsys: pytest.CaptureFi
     last = chain_of(run, 16)[:12]
     assert capsys.readouterr().out.splitlines() == [
         f"ok      metrics.jsonl: 11 rows, steps strictly increasing; 16 lines chained by hashes up to {last}",
-        "ok      checkpoints: 2, every file as it was written, all that were kept",
-        "ok      configuration: the same in config.yaml, starts and checkpoints, with one run id",
-        "ok      data: 3 of 3 shards as they were prepared",
-        "ok      order of the data: every digest up to step 10, recomputed from seed 1337",
-        "ok      learning rates as scheduled; rows, evaluations and checkpoints at the steps that they were due",
-        "note    losses, norms and weights: only training again proves them, --replay A:B",
+        "ok      checkpoints: 2, all files unchanged, none missing",
+        "ok      configuration: equal in config.yaml, starts and checkpoints, with one run id",
+        "ok      data: 3 of 3 shards unchanged",
+        "ok      order of the data: all digests up to step 10, recomputed from seed 1337",
+        "ok      learning rates as scheduled; rows, evaluations and checkpoints at their due steps",
+        "note    losses, norms and weights: not checked; --replay A:B trains them again",
         f"{run} is intact",
     ]
     others = verified(run, capsys, shards="none")[2]
-    assert "note    no shard was read: whether the tokens are those of the manifest is unknown" in others
+    assert "note    no shard was read: the tokens are not checked" in others
     assert "ok      data: 3 of 3 shards (" in "\n".join(verified(run, capsys, shards="sampled")[2])
 
 
@@ -102,14 +102,14 @@ def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys, is_known: boo
 
 
 def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"run = .*/nothing: holds no config.yaml; name a run folder"):
+    with pytest.raises(UserError, match=r"run = .*/nothing: has no config.yaml; name a run folder"):
         verify_run(VerifyConfig(run=str(tmp_path / "nothing")))
     with pytest.raises(UserError, match=r"data = .*/absent"):
         verify_run(VerifyConfig(run=str(run), data=str(tmp_path / "absent")))
     other = shutil.copytree(corpus, tmp_path / "other")
     manifest = read_manifest(other)
     write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"][:-1]}))
-    with pytest.raises(UserError, match=r"data = .*/other: other tokens than the run was trained on"):
+    with pytest.raises(UserError, match=r"data = .*/other: has other tokens than the run was trained on"):
         verify_run(VerifyConfig(run=str(run), data=str(other)))
     assert verify_run(VerifyConfig(run=str(run), data=str(shutil.copytree(corpus, tmp_path / "moved")))) == 0
 
@@ -134,7 +134,7 @@ def test_a_small_job_is_intact_from_its_first_row_on(
     (run / "status.json").unlink()
     (run / "metrics.jsonl").write_text("".join(rows[:5]))
     assert verify_run(VerifyConfig(run=str(run))) == 0
-    assert "note    the last 4 rows come after the newest checkpoint" in capsys.readouterr().out
+    assert "note    the last 4 rows are newer than the newest checkpoint" in capsys.readouterr().out
     (run / "config.yaml").write_text("")
     with pytest.raises(UserError, match="is empty"):
         verify_run(VerifyConfig(run=str(run)))
@@ -212,15 +212,15 @@ def without_chains(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
 
 
-OTHER_ROWS = f"{STEP}/state.json: the rows that it follows, by its metrics_chain, are not those"
-NO_END = "status.json: says completed, and metrics.jsonl does not end with an end"
+OTHER_ROWS = f"{STEP}/state.json: its metrics_chain is not in metrics.jsonl"
+NO_END = "status.json: has state completed, but metrics.jsonl has no end row"
 TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a checkpoint of another run": (
         in_checkpoint((STATE, '"run_id": "', '"run_id": "f'), (CONFIG, "lr: 0.003\n", "lr: 0.004\n")),
         (
             f"{STEP}/state.json: run_id is f",
             f"{STEP}/config.yaml: optim.lr = 0.004: the run was started with 0.003",
-            f"{STEP}: is not the one that metrics.jsonl recorded",
+            f"{STEP}: its manifest's SHA-256 differs",
         ),
     ),
     "all checkpoints deleted": (
@@ -231,12 +231,12 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         in_config("n_layer: 2", "n_layer: 3"),
         (
             "config.yaml: model.n_layer = 3: the run was started with 2",
-            f"{STEP}/model.safetensors: h.2.attn.c_attn.bias has the shape None",
+            f"{STEP}/model.safetensors: h.2.attn.c_attn.bias has shape None",
         ),
     ),
     "n_layer everywhere": (
         layers_everywhere,
-        ("checkpoints/step-00000005/model.safetensors: h.2.", f"{STEP}: is not the one"),
+        ("checkpoints/step-00000005/model.safetensors: h.2.", f"{STEP}: its manifest's SHA-256 differs"),
     ),
     "lr": (in_config("lr: 0.003\n", "lr: 0.004\n"), ("config.yaml: optim.lr = 0.004: the run was started with 0.003",)),
     "seed": (
@@ -247,17 +247,17 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "lr of a row": (
         lambda run: change(run / "metrics.jsonl", '"lr": 0.0015', '"lr": 0.0016'),
         (
-            "metrics.jsonl, line 4: its chain does not follow",
+            "metrics.jsonl, line 4: its chain is wrong",
             "metrics.jsonl, line 4: lr of step 1 is 0.0016, not 0.0015",
         ),
     ),
     "a line that is no row": (
         lambda run: change(run / "metrics.jsonl", '{"step": 2,', '{"step" 2,'),
-        ("metrics.jsonl, line 5: is not a row", "metrics.jsonl, line 6: its chain does not follow"),
+        ("metrics.jsonl, line 5: is not a row", "metrics.jsonl, line 6: its chain is wrong"),
     ),
     "a step that nobody could reach, which costs nothing": (
         lambda run: change(run / "metrics.jsonl", '"step": 10,', '"step": 10000000000000,'),
-        ("metrics.jsonl, line 14: step 10000000000000 does not go with tokens",),
+        ("metrics.jsonl, line 14: step 10000000000000 does not match tokens",),
     ),
     "no rows": (lambda run: (run / "metrics.jsonl").unlink(), ("metrics.jsonl: has no rows",)),
     "no checkpoints, and none kept": (
@@ -265,7 +265,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
             edit_rows(run, lambda rows: [row.update(kept=[]) for row in rows if "kept" in row]),
             shutil.rmtree(run / "checkpoints"),
         ),
-        ("checkpoints: none is there, and the run has saved some",),
+        ("checkpoints: all are missing, although the run has saved some",),
     ),
     "lr of a row, chained": (
         in_rows(lambda rows: at(rows, 7).update(lr=0.003)),
@@ -277,11 +277,11 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "val_loss where none was due": (
         in_rows(lambda rows: at(rows, 7).update(val_loss=1.5)),
-        ("metrics.jsonl, line 11: step 7 has a val_loss, against eval.every",),
+        ("metrics.jsonl, line 11: step 7 has a val_loss, unlike eval.every",),
     ),
     "tokens and epoch of a row": (
         in_rows(lambda rows: (at(rows, 7).update(tokens=1), at(rows, 8).update(epoch=0.5))),
-        ("metrics.jsonl, line 11: step 7 does not go with tokens 1", "metrics.jsonl, line 12: epoch of step 8 is 0.5"),
+        ("metrics.jsonl, line 11: step 7 does not match tokens 1", "metrics.jsonl, line 12: epoch of step 8 is 0.5"),
     ),
     "a row missing, chained": (
         in_rows(lambda rows: rows.remove(at(rows, 7))),
@@ -291,21 +291,21 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         in_rows(lambda rows: rows.insert(10, at(rows, 7))),
         ("metrics.jsonl, line 12: step 7 after step 7", OTHER_ROWS),
     ),
-    "older weights, resealed": (older_weights, (f"{STEP}: is not the one that metrics.jsonl recorded",)),
-    "a state that is none": (nonsense(STATE, "[1]"), (f"{STEP}/state.json: holds no fields",)),
+    "older weights, resealed": (older_weights, (f"{STEP}: its manifest's SHA-256 differs",)),
+    "a state that is none": (nonsense(STATE, "[1]"), (f"{STEP}/state.json: contains no fields",)),
     "a state without JSON": (nonsense(STATE, "{"), (f"{STEP}/state.json: cannot be read (",)),
-    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: does not say its step",)),
+    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: has no step",)),
     "a configuration without YAML": (nonsense(CONFIG, "a: ]"), (f"{STEP}/config.yaml: cannot be read (",)),
     "weights that are none": (nonsense(MODEL, "no"), (f"{STEP}/model.safetensors: Error while deserializing header",)),
     "positions that are none": (
         in_checkpoint((STATE, '"passed": []', '"passed": 5')),
-        (f"{STEP}/state.json: passed over 5, not []",),
+        (f"{STEP}/state.json: skipped 5, not []",),
     ),
     "an older checkpoint": (
         older_checkpoint,
-        (f"{STEP}/state.json: is the state of step 5", f"{STEP}: is not the one that metrics.jsonl recorded"),
+        (f"{STEP}/state.json: holds the state of step 5", f"{STEP}: its manifest's SHA-256 differs"),
     ),
-    "a flipped bit": (flipped_bit, (f"{STEP}/model.safetensors: its SHA-256 is not the one",)),
+    "a flipped bit": (flipped_bit, (f"{STEP}/model.safetensors: its SHA-256 differs",)),
     "a file of a checkpoint missing": (lambda run: (run / STEP / STATE).unlink(), (f"{STEP}/state.json: is missing",)),
     "digest and processes of a checkpoint": (
         in_checkpoint(
@@ -318,11 +318,11 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "the last rows cut off": (cut_off(3), (NO_END, OTHER_ROWS)),
     "completed at another step": (
         lambda run: change(run / "status.json", '"step": 10', '"step": 11'),
-        ("status.json: says completed at step 11, metrics.jsonl completed at step 10",),
+        ("status.json: has completed at step 11, metrics.jsonl completed at step 10",),
     ),
     "a start removed, chained": (
         in_rows(lambda rows: rows.pop(8)),
-        ("metrics.jsonl, line 9: step 6 of a run of 5 steps", OTHER_ROWS),
+        ("metrics.jsonl, line 9: step 6 in a run of 5 steps", OTHER_ROWS),
     ),
     "the first start removed, chained": (
         in_rows(lambda rows: rows.pop(0)),
@@ -369,7 +369,7 @@ def test_shards_that_are_others(run: Path, trained: Path, tmp_path: Path, capsys
     content = shard.read_bytes()
     shard.write_bytes(content[:-2] + b"\1\1")
     code, defects, _ = verified(run, capsys, data=str(data))
-    assert (code, defects) == (1, [f"{shard}: its SHA-256 is not the one of {data / 'manifest.json'}"])
+    assert (code, defects) == (1, [f"{shard}: its SHA-256 differs from {data / 'manifest.json'}'s"])
     assert verified(run, capsys, data=str(data), shards="none")[0] == 0
     shard.unlink()
     code, defects, _ = verified(run, capsys, data=str(data))
@@ -381,7 +381,7 @@ def test_shards_that_are_others(run: Path, trained: Path, tmp_path: Path, capsys
     train = [replace(one, sha256=sha256_file(data / one.file)) for one in manifest.splits["train"]]
     write_manifest(data, replace(manifest, splits={**manifest.splits, "train": train}))
     change(run / "config.yaml", str(trained.parent / "data"), str(data))
-    expect_defect(run, capsys, f"{data}: holds other tokens than the run was trained on")
+    expect_defect(run, capsys, f"{data}: has other tokens than the run was trained on")
 
 
 # The order of the data
@@ -500,7 +500,7 @@ def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.C
     assert verified(run, capsys)[:2] == (0, [])
     change(run / STEP / STATE, newest, before)
     reseal(run / STEP / STATE)
-    expect_defect(run, capsys, f"{STEP}: is not the one that metrics.jsonl recorded")
+    expect_defect(run, capsys, f"{STEP}: its manifest's SHA-256 differs")
 
 
 def missed(config: TrainingConfig, *records: dict) -> list[str]:

@@ -115,7 +115,7 @@ def test_silence_is_borne_for_the_patience_alone_whatever_was_announced():
     assert verdict is not None
     assert (verdict.stuck, verdict.living) == (HOSTS[2:], [])
     assert verdict.reason.splitlines()[1] == (
-        "rank 3 on host1: no sign of life for 121 s, last seen at preparing data, step 7"
+        "rank 3 on host1: no heartbeat for 121 s; last stage: preparing data, step 7"
     )
     assert judge(seen(silent={3: SILENCE - 0.1}), 1) is None, "a library that loads may silence a live process"
 
@@ -135,7 +135,7 @@ def test_what_a_rank_raised_is_the_reason():
 
 def test_a_rank_whose_process_is_gone():
     gone = {**seen(), 1: Observed(Heartbeat(HOSTS[1], stage="data", step=7), GRACE + 0.1, gone=True)}
-    assert reason(gone) == "rank 1 on host0: ended without a word, last seen at data, step 7; was it killed?"
+    assert reason(gone) == "rank 1 on host0: ended without an error message; last stage: data, step 7; was it killed?"
 
 
 def test_others_judge_nothing_but_the_silence_of_rank_0():

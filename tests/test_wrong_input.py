@@ -77,7 +77,7 @@ DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "another end-of-text": (lambda data: edit_manifest(data, eot=5), "eot 5", "has 0"),
     "no training split": (lambda data: edit_manifest(data, splits={}), "manifest.json", "prepare"),
     "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer", "tokenizer.json"),
-    "another tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer", "put that one back"),
+    "another tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer", "restore that file"),
     "unknown tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt9"), "gpt9", "gpt2"),
 }
 
@@ -133,7 +133,7 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
     edit(Path(damaged, "model.safetensors"), 3000, b"\x01\x02\x03")
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
     cases: dict[str, Case] = {
-        "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "not the ones"]),
+        "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "its tokens differ"]),
         "evaluate": ("evaluate", ["--checkpoint", new], ["no intact checkpoint"]),
         "no split": ("evaluate", ["--checkpoint", run, "--split", "test"], ["split = test"]),
         "no data": ("evaluate", ["--checkpoint", run, "--data", "/no/such/place"], ["data = "]),

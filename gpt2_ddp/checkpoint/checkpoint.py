@@ -204,7 +204,7 @@ def newest_intact(
                 with writing(place):
                     moved = f"moved to {place.rename(free_name(place.with_name(f'{place.name}.corrupt'))).name}, "
             if not quiet:
-                print(f"warning: {damage}; {moved}trying the one before it", file=sys.stderr)
+                print(f"warning: {damage}; {moved}trying the previous one", file=sys.stderr)
     return None
 
 
@@ -219,12 +219,12 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
             if file.stat().st_size != size:
                 raise CorruptCheckpoint(file, f"has {file.stat().st_size} bytes instead of {size}")
             if (weights or name not in (MODEL, OPTIMIZER)) and sha256_file(file) != sha256:
-                raise CorruptCheckpoint(file, "its SHA-256 is not the one that was written")
+                raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
         except OSError as error:
             raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
     state, config = _read_fields(checkpoint / STATE, json.loads), _read_fields(checkpoint / CONFIG, yaml.safe_load)
     if type(state.get("step")) is not int:
-        raise CorruptCheckpoint(checkpoint / STATE, "does not say its step")
+        raise CorruptCheckpoint(checkpoint / STATE, "has no step")
     return Checkpoint(checkpoint, state, config)
 
 
@@ -238,9 +238,9 @@ def _read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(file, f"cannot be read ({error})") from error
     if not sealed:
-        raise CorruptCheckpoint(file, "its SHA-256 is not the one that was written")
+        raise CorruptCheckpoint(file, "its own SHA-256 differs")
     if format != FORMAT:
-        hint = f"is of format {format}, and this release reads format {FORMAT}; use the release that wrote it"
+        hint = f"has format {format}, this release reads format {FORMAT}; use the release that wrote it"
         raise UserError("checkpoint", checkpoint, hint)
     for name in (MODEL, OPTIMIZER, STATE, CONFIG):
         if name not in files:
@@ -254,7 +254,7 @@ def _read_fields(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CorruptCheckpoint(file, f"cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
-        raise CorruptCheckpoint(file, "holds no fields")
+        raise CorruptCheckpoint(file, "contains no fields")
     return fields
 
 
@@ -263,7 +263,7 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     Hashes the large files too if `weights`. Raises UserError, for the user's `field` with this path: no checkpoint, a
     corrupt one, or another kind."""
     if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
-        raise UserError(field, path, "is a model of transformers; begin a run with it (train.init_from) and name that")
+        raise UserError(field, path, "is a transformers model; name a run that starts from it (train.init_from)")
     if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):
         try:
             found = verify(path, weights)
@@ -274,7 +274,7 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     if not found:
         raise UserError(field, path, "holds no intact checkpoint; name a run folder or a step-XXXXXXXX folder in it")
     if kind and found.kind != kind:
-        hint = f"is of a {found.kind} run, and one of {kind} is wanted; `{command_for('evaluate')}` scores it"
+        hint = f"is of a {found.kind} run; name one of a {kind} run, or score it with `{command_for('evaluate')}`"
         raise UserError(field, path, hint)
     return found
 

@@ -36,7 +36,7 @@ SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in tim
 
 
 def should_save_async(wish: bool | str, size: int, spare_core: bool) -> bool:
-    """Whether a checkpoint is saved in the background: as `checkpoint.background` says; auto needs a spare core, and
+    """Whether a checkpoint is saved in the background, by `checkpoint.background`; auto needs a spare core, and
     memory for a copy of `size` bytes."""
     return wish if isinstance(wish, bool) else spare_core and psutil.virtual_memory().available > 1.25 * size
 
@@ -93,9 +93,8 @@ class Background:
 
 
 class Checkpointer:
-    """The checkpoints of one run in RUN/checkpoints; on its main process. With `lock`, it has locked the run, so that a
-    damaged folder may be repaired. `record` is called with each event row: a written checkpoint, or deletions that make
-    room for one."""
+    """The checkpoints of one run in RUN/checkpoints, on the main process. `lock`: the run is locked, so damaged folders
+    may be repaired. `record`: called with each event row, of a saved checkpoint or of deletions on a full disk."""
 
     first_step = 0  # the step before the run's first; its checkpoint is only for rollbacks
     wish: bool | str = False  # `checkpoint.background`
@@ -178,7 +177,7 @@ class Checkpointer:
             self.recover()
         found = newest_intact(self.folder, put_aside=self._lock)
         if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
-            hint = "holds checkpoints, but none is intact; restore one from a copy, or choose another run_name"
+            hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
         if found:
             self._verified[found.path] = found.state
@@ -242,7 +241,7 @@ class Checkpointer:
                 found[place] = self._verified.get(place) or verify(place).state
             except CorruptCheckpoint as damage:
                 if warn:
-                    print(f"warning: {damage}; not counted, not removed", file=sys.stderr)
+                    print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
         self._verified |= found
         return found
 

@@ -152,7 +152,7 @@ class Metrics:
             if what not in self._failed:
                 self._failed.add(what)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                self.print(f"warning: the {what} failed ({reason}); the training goes on without it")
+                self.print(f"warning: the {what} failed ({reason}); the training continues without it")
             return None
 
     def close(self, failed: bool = False) -> None:

@@ -134,6 +134,6 @@ def sound_lines(file: Path) -> list[Line]:
                 fsync_file(aside)
             else:
                 file.rename(aside)
-            what = f"line {bad[0].number} is no row with a step" if bad else "is no file"
-            print(f"warning: {file}: {what}; set aside as {aside.name}, {len(sound)} rows are kept", file=sys.stderr)
+            what = f"line {bad[0].number} is not a row with a step" if bad else "is not a file"
+            print(f"warning: {file}: {what}; moved to {aside.name}, {len(sound)} rows are kept", file=sys.stderr)
     return sound

@@ -81,8 +81,8 @@ class RunFolder:
             raise UserError("fresh", "true", hint)
         rows = [] if any(self.checkpoints.folder.glob("step-*")) else read_lines(self.path / METRICS)
         if any((line.row or {}).get("event") == "checkpoint" for line in rows):
-            lost = f"the checkpoints in {self.path} are gone, and starting over would erase its {METRICS}"
-            hint = f"{lost}; put them back, or choose another run_name, or remove the folder"
+            lost = f"{self.path} has lost its checkpoints, and a new start would erase its {METRICS}"
+            hint = f"{lost}; restore them, choose another run_name, or remove the folder"
             raise UserError("run_name", config.run_name, hint)
 
     def release(self) -> None:
@@ -162,7 +162,7 @@ class RunFolder:
             content = "".join(line.text + "\n" for line in kept)
             if file.name == METRICS:
                 if chain and lines and not last:
-                    what = f"the row that the checkpoint of step {step} follows is not there as it was written"
+                    what = f"the last row before the checkpoint of step {step} is missing or changed"
                     print(f"warning: {file}: {what}; rows up to that step are kept", file=sys.stderr)
                 self.chain = (split_chain(kept[-1].text)[1] if kept else None) or FIRST_CHAIN
                 content += self._chained(start) if start else ""

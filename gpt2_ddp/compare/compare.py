@@ -1,7 +1,7 @@
 """The same training by one process, nn.DataParallel and DDP, measured in turn. Ratios are of medians.
 
-Every run is a set of fresh processes. Global batch, samples, seed, steps, micro-batch per device and threads per
-process are the same for every way.
+Every run is a set of new processes. Global batch, samples, seed, steps, micro-batch per device and threads per process
+are equal for all strategies.
 """
 
 import json
@@ -46,16 +46,16 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
     "transformer": (TransformerConfig, "configs/jobs/transformer.yaml"),
     "gpt2": (TrainingConfig, "configs/gpt2_30m.yaml"),
 }
-"""The jobs: the configuration of each one's script, and the file that stands in when none is named."""
+"""The jobs: the configuration class of each one's script, and its default file."""
 
 TRIAL, STEPS = 5, (5, 5000)
-"""Timed steps of the first run that decides how many steps `seconds` are; and the fewest and the most of these."""
+"""Timed steps of the first run, which determines the number of steps for `seconds`; least and most steps."""
 WALL = "wall s (min–max)"
-BUSY = 0.1  # share of the machine's cores in use before the first run, above which it is not idle
+BUSY = 0.1  # fraction of the machine's cores in use before the first run above which it is busy
 
 
 class Strategy(NamedTuple):
-    """A way of training on `devices` GPUs or shares of the cores; DataParallel uses several from one process."""
+    """A strategy on `devices` GPUs or CPU processes; DataParallel uses several GPUs from one process."""
 
     name: str
     processes: int
@@ -64,11 +64,11 @@ class Strategy(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One way of training one job."""
+    """One strategy for one job: a row of the table."""
 
     job: str
     way: Strategy
-    why_missing: str  # why it could not be measured; or empty
+    why_missing: str  # reason why it could not be measured; or empty
     runs: list[RunResult]  # its repeats
     singles: list[RunResult]  # those of one process, each run right before the same repeat of this way
     differences: list[tuple[float, float]]  # `difference` of each repeat from the first single run
@@ -80,17 +80,17 @@ class Row:
 
     @property
     def growth(self) -> float:
-        """Samples of a run over those of a single run: 1, but for weak scaling."""
+        """Samples of a run over those of a single run: 1, except for weak scaling."""
         return self.runs[0].samples / self.singles[0].samples
 
     @property
     def speed_up(self) -> float:
-        """Median wall time of one process over this way's, for as many samples."""
+        """Median wall time of one process over this strategy's, for equally many samples."""
         return self.growth * median(run.seconds for run in self.singles) / self.seconds
 
     @property
     def speed_ups(self) -> list[float]:
-        """Of each repeat: its single run's wall time over its own, for as many samples."""
+        """For each repeat: its single run's wall time over its own, for equally many samples."""
         return [self.growth * single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
 
     @property
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def peak_memory(self) -> int:
-        """Of the process that took most, in bytes."""
+        """Peak memory of the largest process, in bytes."""
         return max(max(run.peak_memory) for run in self.runs)
 
     def numbers(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Row:
         }
 
     def cells(self) -> dict[str, str]:
-        """The row of the table, by column; a way that is missing has the first three."""
+        """The row of the table, by column; a missing strategy has the first three."""
         place = {"job": self.job, "way": self.way.name}
         if self.why_missing:
             return place | {WALL: self.why_missing}
@@ -160,7 +160,7 @@ Bar = tuple[Row, float, str, Sequence[float], float, float]
 
 
 class Machine(NamedTuple):
-    """What the runs have: `gpus` is 0 where they run on the CPU, `cores` are physical ones that may be used."""
+    """Resources of the runs. `gpus`: 0 on the CPU; `cores`: usable physical cores."""
 
     device: str
     gpus: int
@@ -181,14 +181,14 @@ class Machine(NamedTuple):
 def compare(config: CompareConfig) -> list[Row]:
     """The command: measures, and prints the table. After each job, writes table, numbers and bars to `output`."""
     if world_size() > 1:
-        hint = f"the comparison starts its own processes: `{command_for('compare_parallel')}`, without a launcher"
+        hint = f"the comparison starts its own processes: run `{command_for('compare_parallel')}` without a launcher"
         raise UserError("processes", world_size(), hint)
     machine = find_machine(config.device)
     output = make_output_folder(config.output)
     os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
     rows: list[Row] = []
     with TemporaryDirectory(prefix="compare-") as folder:
-        jobs = read_jobs(config, machine, Path(folder))  # all mistakes before any work
+        jobs = read_jobs(config, machine, Path(folder))  # all user errors before any work
         busy = check_idle(config.busy_ok)
         for number, (name, job) in enumerate(jobs, 1):
             rows += compare_job(name, job, config, machine, Path(folder))
@@ -211,17 +211,17 @@ def compare(config: CompareConfig) -> list[Row]:
 
 
 def check_idle(busy_ok: bool) -> float:
-    """Cores that other programs keep busy just now. Raises: UserError where they are too many, unless that is fine."""
+    """Cores that other programs keep busy now. Raises: UserError for too many, unless `busy_ok`."""
     cores = os.cpu_count() or 1
     busy = psutil.cpu_percent(interval=1) / 100 * cores
     if busy > BUSY * cores and not busy_ok:
-        hint = "end them, or say --busy_ok to measure all the same"
+        hint = "end them, or add --busy_ok to measure anyway"
         raise UserError("busy_ok", "false", f"other programs keep {busy:.1f} of {cores} cores busy: {hint}")
     return busy
 
 
 def find_machine(device: str) -> Machine:
-    """What there is to run on. Raises: UserError when the device is not there."""
+    """The machine to run on. Raises: UserError if the device does not exist."""
     on_gpus = pick_device(device).type == "cuda"
     return Machine("cuda" if on_gpus else "cpu", torch.cuda.device_count() if on_gpus else 0, usable_cores())
 
@@ -235,7 +235,7 @@ def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tup
     with_data = [(name, job) for name, job in jobs if isinstance(job, TrainingConfig | ClassifierConfig)]
     readers = [name for name, job in with_data if getattr(job.data, "name", "") != "clusters"]
     if len(readers) != 1:
-        hint = f"is for one job that reads images or tokens, and of those named do: {', '.join(readers) or 'none'}"
+        hint = f"is for one job that reads images or tokens; such jobs here: {', '.join(readers) or 'none'}"
         raise UserError("data_path", config.data_path, hint)
     return [(name, _with_path(job, config.data_path) if name in readers else job) for name, job in jobs]
 
@@ -247,11 +247,11 @@ def _with_path(job: Job, path: str) -> Job:
 
 
 def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -> tuple[str, Job]:
-    """The name and configuration of a job given as KIND or KIND:FILE, with what a comparison wants otherwise. Raises
+    """The name and configuration of a job given as KIND or KIND:FILE, changed for a comparison. Raises
     UserError: there is no such job, its file is wrong, or its batch cannot be shared out."""
     kind, _, file = word.partition(":")
     if kind not in KINDS:
-        raise UserError("jobs", word, f"is no job; name {', '.join(KINDS)}, with a configuration after a colon")
+        raise UserError("jobs", word, f"is not a job; use {', '.join(KINDS)}, with or without :CONFIGURATION")
     command, default = KINDS[kind]
     job = load(command, ["--config", file or default])
     train = {"mixed_precision": config.mixed_precision, "device": machine.device, "compile": "off"}
@@ -265,7 +265,7 @@ def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -
         changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
     for n in config.processes:
         if size % n and not config.weak:
-            hint = f"does not divide the global batch of {word}, {size} ({field}); name processes that do"
+            hint = f"does not divide the global batch of {word}, {size} ({field}); choose another number"
             raise UserError("processes", n, hint)
     return Path(file or default).stem, job.model_copy(update=changes)
 
@@ -280,7 +280,7 @@ def with_data(job: Job, folder: Path) -> Job:
 
 
 def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, folder: Path) -> list[Row]:
-    """Measures every way of one job, `repeats` times in turn."""
+    """Measures every strategy of one job, `repeats` times, interleaved."""
     job, singles = with_data(job, folder), []
     rows = [Row(name, way, reason, [], singles, []) for way, reason in machine.ways(config.processes)]
     rows[0] = replace(rows[0], runs=singles)
@@ -298,8 +298,7 @@ def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, fo
 
 
 def difference(file: Path, reference: Path) -> tuple[float, float]:
-    """Between the parameters of two safetensors files: norm of the difference over the norm, and the largest absolute
-    one."""
+    """Relative norm and largest absolute value of the difference between two safetensors files' parameters."""
     one, other = load_file(file), load_file(reference)
     assert one.keys() == other.keys(), "both are of the same model"
     apart = [(one[name] - other[name]).flatten() for name in other]
@@ -315,20 +314,20 @@ def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str
     for n in config.processes if machine.device == "cpu" else ():
         if n * config.threads > machine.cores:
             wanted = f"{n} processes with {threads} each share {machine.cores:g}"
-            notes.append(f"DDP-{n}: too few cores: {wanted}, so it cannot show its speed-up")
+            notes.append(f"DDP-{n}: too few cores for a full speed-up: {wanted}")
     if busy > BUSY * (os.cpu_count() or 1):
         notes.append(f"other programs kept {busy:.1f} cores busy at the start: measure again on an idle machine")
     if config.mixed_precision != "no":
-        notes.append(f"in {config.mixed_precision} the ways' parameters part through rounding")
+        notes.append(f"in {config.mixed_precision}, rounding makes the strategies' parameters differ")
     if config.weak:
         notes.append("weak scaling: the global batch grows with the processes, and so do the parameters' differences")
     where = f"{machine.gpus} GPUs" if machine.gpus else f"CPU, {machine.cores:g} physical cores"
     return [
         *notes,
-        f"{where}; {threads} per process, in every row alike",
-        f"medians of {config.repeats} interleaved runs, each of fresh processes; start, data, warm-up and evaluation "
+        f"{where}; {threads} per process in all rows",
+        f"medians of {config.repeats} interleaved runs, each with new processes; start, data, warm-up and evaluation "
         "are not in the wall time",
-        "communication: what a step gains when gradients are not synchronised, waiting for other ranks included",
+        "communication: time saved per step without gradient synchronisation; includes waiting for other ranks",
     ]
 
 
@@ -342,10 +341,10 @@ def _about_jobs(rows: list[Row]) -> Iterator[str]:
 
 
 def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: int, weights: Path) -> RunResult:
-    """One run of a job in one way, for so many steps from the same weights, in fresh processes."""
+    """One run of a job with one strategy, for `steps` steps from the same weights, in new processes."""
     train: dict[str, object] = {}
     size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
-    if data_parallel and size != "auto":  # each GPU's share of a micro-batch is as large as in the other ways
+    if data_parallel and size != "auto":  # each GPU's part of a micro-batch is as large as with the other strategies
         train["micro_batch_size"] = size * way.devices
     if config.weak:
         field = "global_batch_tokens" if isinstance(job, TrainingConfig) else "global_batch_size"
@@ -355,8 +354,8 @@ def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: in
 
 
 def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, folder: Path) -> int:
-    """Steps that take one process about `seconds`, or `epochs`. The time of a few steps of a small model is chance, so
-    trials grow to a tenth of the steps."""
+    """Number of steps that take one process about `seconds`, or `epochs`. A few steps of a small model are too noisy,
+    so trials grow to a tenth of the steps."""
     steps, wanted = 0, 10 * TRIAL
     while 10 * steps < wanted:
         steps = max(ceil(wanted / 10), 4 * steps)
@@ -368,7 +367,7 @@ def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, fold
 
 
 def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
-    """A figure, with the least and the most of its readings if these differ."""
+    """A figure, with the least and the largest of its readings if they differ."""
     least, most = min(readings), max(readings)
     extremes = f" ({layout.format(least)}–{layout.format(most)})" if least < most else ""
     return layout.format(value) + extremes
@@ -384,7 +383,7 @@ def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
 def draw(rows: Sequence[Row]) -> bytes:
     """Bars by job and way, as a PNG. Dots are the single repeats; lines go from the least of them to the most, or over
     the noise of a communication. What is missing has no bar."""
-    import matplotlib  # not before there is something to draw
+    import matplotlib  # imported late: needed for drawing only
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

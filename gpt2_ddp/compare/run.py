@@ -1,4 +1,4 @@
-"""One measured run of a comparison: what each of its processes does, whatever the task."""
+"""One measured run of a comparison: the work of each process, for any task."""
 
 import resource
 import sys
@@ -27,7 +27,7 @@ from gpt2_ddp.training.run import Run
 
 WARM_UP = 3  # steps before the clock starts; they train like all others
 ROUNDS = 5  # pairs of readings, with and without synchronised gradients
-BLOCK = 500  # the most steps of one such reading: a long training would otherwise take twice as long
+BLOCK = 500  # most steps per reading; otherwise a long training would take twice as long
 
 
 class CommFraction(NamedTuple):
@@ -40,7 +40,7 @@ class CommFraction(NamedTuple):
 
 @dataclass(frozen=True)
 class RunResult:
-    """Measurements of a run; plain values, which travel between processes."""
+    """Measurements of a run, in plain values that processes can send to each other."""
 
     steps: int  # timed
     samples: int  # of the timed steps, over all ranks

@@ -13,12 +13,12 @@ from pydantic.fields import FieldInfo
 from gpt2_ddp.errors import FIELD, UserError, truncate
 
 MOST = 20
-"""User errors that one command prints; an unquoted `*.txt` on the command line causes one per file."""
+"""Most user errors that one command prints. An unquoted `*.txt` on the command line causes one per file."""
 
 
 def join_errors(mistakes: Sequence[str]) -> UserError:
     """One error that lists the first MOST of several."""
-    return UserError.join([*mistakes[:MOST], *["and more mistakes like these"] * (len(mistakes) > MOST)])
+    return UserError.join([*mistakes[:MOST], *["and more errors like these"] * (len(mistakes) > MOST)])
 
 
 def sections(model: type[BaseModel]) -> dict[str, BaseModel]:
@@ -46,7 +46,7 @@ def nearest(name: str, known: list[str], prefix: str = "") -> str:
     tail = name.rpartition(".")[2]
     near = [tails[tail]] if tail in tails else difflib.get_close_matches(name, known, n=1)
     near = near or [tails[tail] for tail in difflib.get_close_matches(tail, tails, n=1)]
-    return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all"
+    return f"; did you mean {prefix}{near[0]}?" if near else "; --help lists all names"
 
 
 def _describe(command: type[BaseModel], details: Any) -> str:
@@ -56,13 +56,13 @@ def _describe(command: type[BaseModel], details: Any) -> str:
     field = known.get(name)
     if details["type"] == "invalid_key":  # a number, null or a date
         name = ".".join(map(str, [*details["loc"][:-1], details["input"]]))
-        return f"{truncate(name, FIELD)}: there is no such key; --help lists all"
+        return f"{truncate(name, FIELD)}: unknown key; --help lists all names"
     if details["type"] == "model_type":
-        hint = f"should be a section of keys, like `{name}: {{key: value}}`"
+        hint = f"should be a section with keys, like `{name}: {{key: value}}`"
     elif details["type"] == "extra_forbidden" and name in known:  # `optim.lr: 1` in a file
-        hint = "there is no such key; write `{}: {{{}: ...}}`".format(*name.split("."))
+        hint = "unknown key; write `{}: {{{}: ...}}`".format(*name.split("."))
     elif details["type"] == "extra_forbidden":
-        hint = f"there is no such key{nearest(name, [*known, *sections(command)])}"
+        hint = f"unknown key{nearest(name, [*known, *sections(command)])}"
     else:
         hint = details["msg"].removeprefix("Value error, ").removeprefix("Input ")
         if field is not None and details["type"] == "missing":
@@ -85,7 +85,7 @@ Tasks = Annotated[tuple[str, ...], BeforeValidator(_split_words)]
 
 
 class Section(BaseModel):
-    """A frozen group of fields. Unknown keys, NaN, booleans as numbers and NUL in text are user errors."""
+    """A frozen group of fields. Unknown keys, NaN, booleans as numbers, and NUL in text are user errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
@@ -99,7 +99,7 @@ class Section(BaseModel):
         if {int, float} & {annotation, *get_args(annotation)} and any(isinstance(item, bool) for item in items):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
-            raise ValueError("should hold no NUL, which no name of a file can")
+            raise ValueError("should not contain a NUL character")
         return value
 
 
@@ -107,7 +107,7 @@ class Command(Section):
     """The whole configuration of one script."""
 
     positional: ClassVar[str] = ""
-    """field that needs no flag on the command line, if any"""
+    """Field that needs no flag on the command line, if any."""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors between several fields, as (field, value, hint)."""
@@ -140,8 +140,8 @@ def complete(command: type[Command], saved: Mapping[str, Any]) -> tuple[dict[str
     """The fields of a saved configuration of any release, without validation. `saved` is parsed output of `dump`.
 
     Returns:
-        All fields of `command`, as `dump` writes them: newer fields have defaults. And the dotted names of saved fields
-        and sections that no longer exist.
+        All fields of `command`, as `dump` writes them: newer fields have defaults. Then the dotted names of saved
+        fields and sections that no longer exist.
     """
     values, gone = command.model_construct().model_dump(mode="json"), []
 

@@ -117,9 +117,8 @@ def resolve(
     default: Default = None,
     mistakes: Sequence[str] = (),
 ) -> C:
-    """The validated configuration of YAML files and `changes`, by dotted names: later files override earlier ones, and
-    changes all files. `mistakes` are user errors of the command line, reported with those found here. Raises: UserError
-    as `load` does."""
+    """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
+    `mistakes`: user errors of the command line, to report with those found here. Raises: UserError, as `load`."""
     note = ""
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
@@ -149,7 +148,7 @@ def _other_script(command: type[Command], file: str, content: dict[str, Any]) ->
     """The user error for a file of another training script, known by a field that this one lacks."""
     known, keys = dict(leaves(command)), flat(content)
     scripts = next((scripts for field, scripts in SCRIPT_OF_FIELD.items() if field in keys and field not in known), "")
-    return UserError("--config", file, f"is for {scripts}: name one for this script").mistakes if scripts else []
+    return UserError("--config", file, f"is for {scripts}; name one of this script").mistakes if scripts else []
 
 
 def dump(config: Command) -> str:
@@ -169,7 +168,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
-                raise ConstructorError(None, None, f"the key {key.value} stands there twice", key.start_mark)
+                raise ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -186,13 +185,13 @@ def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(field, file, f"cannot be read as YAML ({reason})") from error
     if not isinstance(values, dict | None):
-        raise UserError(field, file, "should hold sections and keys, like `train: {steps: 100}`")
+        raise UserError(field, file, "should contain sections and keys, like `train: {steps: 100}`")
     return values or {}
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists every flag")
+        raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists all flags")
 
 
 def _parser(command: type[Command], default: Default) -> _Parser:
@@ -264,4 +263,4 @@ def _unknown_word(word: str, known: list[str]) -> str:
     if word[:1] != "-":
         return UserError("command line", word, f"a value without a flag; write --FIELD {word}").mistakes[0]
     name = word.split("=")[0].lstrip("-")
-    return f"{truncate(word)}: there is no such flag{nearest(name, [*known, 'config', 'print_config'], '--')}"
+    return f"{truncate(word)}: unknown flag{nearest(name, [*known, 'config', 'print_config'], '--')}"

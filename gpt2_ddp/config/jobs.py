@@ -1,4 +1,4 @@
-"""What can be configured in the small supervised jobs."""
+"""Configurations of the small supervised jobs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,33 +15,33 @@ class LaunchConfig(Section):
     """Processes"""
 
     processes: int | None = Field(default=None, ge=1, le=64)
-    """start this many processes on this machine, one per GPU or per share of the cores; null: those of the launcher"""
+    """processes to start on this machine, on a GPU each or on the CPU; null: the launcher's processes, or one"""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """how processes talk; auto: nccl between GPUs, gloo between CPU processes"""
+    """backend of the process group; auto: nccl on GPUs, gloo on CPUs"""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads per process; null: this machine's cores, shared out. Tiny models are fastest with 1"""
+    """CPU threads per process; null: this machine's cores, divided by its processes. Tiny models are fastest with 1"""
 
 
 class JobOptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
     name: Literal["sgd", "adam", "adamw"] = "sgd"
-    """optimizer, fused"""
+    """fused optimizer"""
     lr: float = Field(default=0.01, gt=0)
     """peak learning rate"""
     schedule: Literal["constant", "cosine", "step"] = "constant"
-    """after the warm-up: constant; half a cosine to 0 at the end of train.epochs, which then have to stay; or step,
-    times step_factor after each of step_epochs"""
+    """learning rate after the warm-up; cosine: decays to 0 at the end of train.epochs, which then must not change;
+    step: multiplied by step_factor after each of step_epochs"""
     warmup_epochs: float = Field(default=0, ge=0)
     """epochs of linear warm-up to lr"""
     step_epochs: tuple[float, ...] = ()
-    """step: the epochs after which the rate falls, like 15 25"""
+    """step: epochs after which the learning rate falls, like 15 25"""
     step_factor: float = Field(default=0.1, gt=0)
-    """step: what the rate is multiplied by there"""
+    """step: factor of the learning rate after each of step_epochs"""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """sgd: momentum"""
     weight_decay: float = Field(default=0.0, ge=0)
-    """L2 penalty of sgd and adam, decoupled decay of adamw"""
+    """sgd and adam: L2 penalty; adamw: decoupled weight decay"""
 
 
 class JobTrainConfig(LoopConfig):
@@ -52,13 +52,13 @@ class JobTrainConfig(LoopConfig):
     global_batch_size: int = Field(default=32, ge=1)
     """samples per optimizer step over all processes"""
     micro_batch_size: int = Field(default=1024, ge=1)
-    """samples per forward pass and process, at most; a larger share is accumulated in equal parts"""
+    """most samples per forward pass and process; gradients of a larger batch are accumulated in equal parts"""
 
     @field_validator("compile")
     @classmethod
     def _as_a_whole(cls, how: str) -> str:
         if how == "blocks":
-            raise ValueError("is for a GPT's blocks; use model or off")
+            raise ValueError("is for GPTs only; use model or off")
         return how
 
 
@@ -77,9 +77,9 @@ class JobCheckpointConfig(KeepConfig):
     save_every: int = Field(default=1, ge=1)
     """epochs between checkpoints; a stop and the last epoch always save one"""
     keep_last: int = Field(default=2, ge=1)
-    """newest verified checkpoints to keep, besides the one with the lowest loss on the test samples"""
+    """newest intact checkpoints to keep; the one with the lowest loss on the test samples is kept, too"""
     save_optimizer: bool = True
-    """false: weights alone, a third of the size under Adam; a run that is resumed begins with moments of zero"""
+    """false: save weights alone, a third of the size with Adam; a resumed run then has a new optimizer state"""
 
 
 class JobConfig(RunConfig):
@@ -88,7 +88,7 @@ class JobConfig(RunConfig):
     kept = ("seed", "data", "model", "optim", "train.global_batch_size", "train.epochs")
 
     scale_with_processes: bool = False
-    """multiply global_batch_size and lr by the number of processes, as tutorials do; off, they mean the whole world"""
+    """true: multiply global_batch_size and lr by the number of processes; false: they are those of all processes"""
     optim: JobOptimConfig = JobOptimConfig()
     train: JobTrainConfig = JobTrainConfig()
     eval: JobEvalConfig = JobEvalConfig()
@@ -102,38 +102,38 @@ class JobConfig(RunConfig):
         return self.launch.backend
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """The end of a run, unless a cosine goes there."""
+        """Allows a new number of epochs, except with a cosine schedule."""
         return name == "train.epochs" and self.optim.schedule != "cosine"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         optim, epochs, given = self.optim, self.train.epochs, list(self.optim.step_epochs)
         if optim.warmup_epochs > epochs:
-            hint = f"should be at most those of the run ({epochs}, train.epochs)"
+            hint = f"should be at most train.epochs ({epochs})"
             yield "optim.warmup_epochs", optim.warmup_epochs, hint
         for name in ("step_epochs", "step_factor"):
             value, default = getattr(optim, name), JobOptimConfig.model_fields[name].default
             if value != default and optim.schedule != "step":
                 value = given if name == "step_epochs" else value
-                yield f"optim.{name}", value, "is for --optim.schedule step; give that too, or leave this away"
+                yield f"optim.{name}", value, "is for --optim.schedule step only; add that flag, or remove this one"
         if optim.schedule == "step" and not optim.step_epochs:
-            yield "optim.step_epochs", given, "should be the epochs after which the rate falls, like 15 25"
+            yield "optim.step_epochs", given, "should be the epochs after which the learning rate falls, like 15 25"
         if any(later <= before for before, later in pairwise((0, *optim.step_epochs))):
-            yield "optim.step_epochs", given, "should rise, and begin above 0"
+            yield "optim.step_epochs", given, "should be increasing numbers above 0"
 
 
 class RegressionDataConfig(Section):
     """Points on a noisy line"""
 
     points: int = Field(default=10_000, ge=1)
-    """points to train on"""
+    """number of training points"""
     test_points: int = Field(default=2_000, ge=1)
-    """points to test on"""
+    """number of test points"""
     weight: float = 2.0
     """slope of the line"""
     bias: float = 3.0
-    """the line at 0"""
+    """intercept of the line: y at x = 0"""
     noise: float = Field(default=0.1, ge=0)
-    """standard deviation of the noise; the loss cannot fall below its square"""
+    """standard deviation of the noise; its square is the lowest expected loss"""
 
 
 class RegressionConfig(JobConfig):
@@ -145,48 +145,48 @@ class RegressionConfig(JobConfig):
 
 
 CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
-"""Data sets of a known number of classes, of 32 x 32 pixels."""
+"""Number of classes of each CIFAR data set. Their images have 32 x 32 pixels."""
 
 
 class ClassifierDataConfig(Section):
-    """What to classify"""
+    """The samples to classify"""
 
     name: str = "clusters"
-    """two uniform `clusters` in a cube; `cifar10`, `cifar100`; `images` of your own, in path; or OWNER/NAME, a data set
-    of images on the Hub"""
+    """data set: `clusters`, two uniform ones in a cube; `cifar10`; `cifar100`; `images`, your own, in path; or
+    OWNER/NAME, images of a data set on the Hub"""
     path: str | None = None
-    """images: a local folder (of class folders, parquet files, ...: docs/small-jobs.md); null: from the Hub"""
+    """images: local folder (class folders, parquet files, ...: docs/small-jobs.md); null: from the Hub"""
     image_size: int | None = Field(default=None, ge=1, le=4096)
-    """images: scale the largest centred square to so many pixels each way; null: leave them, all of one size"""
+    """images: width and height in pixels, after a crop to the centred square; null: unchanged, all of one size"""
     image_column: str | None = None
-    """images of parquet files, save_to_disk or the Hub: their column; null: img, image, or the only one of images"""
+    """images of parquet files, save_to_disk or the Hub: column of images; null: img, image, or the only such column"""
     label_column: str | None = None
-    """and the column of their classes; null: label, fine_label, labels, class, or the only one of classes"""
+    """the same sources: column of classes; null: label, fine_label, labels, class, or the only such column"""
     test_fraction: float = Field(default=0.1, gt=0, lt=1)
-    """images: share of those to train on that is tested on instead, where there is no test split"""
+    """images without a test split: fraction of the training images to test on instead"""
     memory_gb: float = Field(default=4, ge=0)
-    """images: kept decoded in each process up to this many gigabytes; more are decoded whenever they are read"""
+    """images: memory per process for decoded images, in gigabytes; larger data sets are decoded at each read"""
     workers: int = Field(default=0, ge=0, le=64)
-    """images that are decoded whenever they are read: loader processes per rank that do it; 0: the rank itself"""
+    """images above memory_gb: loader processes per rank that decode them; 0: the rank decodes them"""
     augment: bool = False
-    """images: random crops out of 4 pixels of padding, and flips"""
+    """images: random crops after 4 pixels of padding, and random horizontal flips"""
     points: int = Field(default=20_000, ge=1)
-    """clusters: points to train on"""
+    """clusters: number of training points"""
     test_points: int = Field(default=5_000, ge=1)
-    """clusters: points to test on"""
+    """clusters: number of test points"""
     features: int = Field(default=10, ge=1)
-    """clusters: dimensions"""
+    """clusters: dimensions of a point"""
 
     @field_validator("name")
     @classmethod
     def _known_or_of_the_hub(cls, name: str) -> str:
         if name not in ("clusters", "images", *CIFAR_CLASSES) and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            raise ValueError("should be clusters, cifar10, cifar100, images, or OWNER/NAME of a data set on the Hub")
+            raise ValueError("should be clusters, cifar10, cifar100, images, or a data set on the Hub, OWNER/NAME")
         return name
 
     @property
     def images(self) -> bool:
-        """Whether it is images that are to be classified."""
+        """Whether the samples are images."""
         return self.name != "clusters"
 
 
@@ -198,7 +198,7 @@ class ClassifierModelConfig(Section):
     hidden: tuple[int, ...] = (10_000, 5_000)
     """mlp: widths of the hidden layers"""
     sync_batchnorm: bool = False
-    """resnet18 on GPUs: BatchNorm's statistics over all processes' samples instead of each one's own"""
+    """resnet18 on GPUs: BatchNorm computes its statistics over the samples of all processes; false: of each process"""
 
 
 class ClassifierConfig(JobConfig):
@@ -213,24 +213,25 @@ class ClassifierConfig(JobConfig):
         yield from super().mistakes()
         images = self.data.images
         if images and self.model.name == "mlp":
-            yield "model.name", "mlp", f"is for the clusters; for {self.data.name} use lenet or resnet18"
+            yield "model.name", "mlp", f"is for clusters; for {self.data.name}, use lenet or resnet18"
         if not images and self.model.name != "mlp":
             hint = "is for images; use mlp, or set data.name to cifar10, cifar100, images or OWNER/NAME"
             yield "model.name", self.model.name, hint
         if self.data.name == "images" and not self.data.path:
-            yield "data.path", self.data.path, "should be the folder of your images; or name a data set of the Hub"
+            yield "data.path", self.data.path, "should be the folder of your images; or name a data set on the Hub"
         if not images and self.data.path:
-            yield "data.path", self.data.path, "is for images; set data.name images, or leave it away"
+            yield "data.path", self.data.path, "is for images; set data.name to images, or remove data.path"
         if "/" in self.data.name and self.data.path:
-            yield "data.path", self.data.path, f"takes the place of {self.data.name}; set data.name images, or leave it"
+            hint = f"conflicts with data.name {self.data.name}; set data.name to images, or remove data.path"
+            yield "data.path", self.data.path, hint
         if self.model.sync_batchnorm and self.model.name != "resnet18":
-            hint = f"{self.model.name} has no BatchNorm; use resnet18, or leave it off"
+            hint = f"{self.model.name} has no BatchNorm; use resnet18, or remove the flag"
             yield "model.sync_batchnorm", "true", hint
         if any(width < 1 for width in self.model.hidden):
-            yield "model.hidden", list(self.model.hidden), "every width should be at least 1"
+            yield "model.hidden", list(self.model.hidden), "each width should be at least 1"
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        decoding = name in ("data.memory_gb", "data.workers")  # where images are decoded, not which
+        decoding = name in ("data.memory_gb", "data.workers")  # the images stay the same
         return decoding or super().may_change(name, before, step)
 
 
@@ -242,23 +243,23 @@ def classifier_default(flags: Mapping[str, Any]) -> tuple[str, str]:
     data = flags.get("data.path") or flags.get("data.name") or "clusters"
     if data == "clusters":
         return CLUSTERS, ""
-    return OWN_IMAGES, f"note: no --config, so {data} is trained on with {OWN_IMAGES}; docs/small-jobs.md has more"
+    return OWN_IMAGES, f"note: no --config; {data} is trained on with {OWN_IMAGES}; docs/small-jobs.md lists others"
 
 
 class SequenceDataConfig(Section):
     """Sequences of one token each, repeated"""
 
     sequences: int = Field(default=12, ge=1)
-    """sequence i consists of token i; the test sequences are the same ones"""
+    """number of sequences; sequence i repeats token i; the test sequences are the training sequences"""
     length: int = Field(default=10, ge=2)
-    """tokens per sequence; each but the first is predicted from those before it"""
+    """tokens per sequence; the model predicts each token but the first from the tokens before it"""
 
 
 class TransformerModelConfig(Section):
     """A small transformer"""
 
     vocab_size: int = Field(default=100, ge=1)
-    """tokens that there are"""
+    """number of different tokens"""
     n_layer: int = Field(default=2, ge=1)
     """number of blocks"""
     n_head: int = Field(default=4, ge=1)
@@ -286,5 +287,5 @@ class TransformerConfig(JobConfig):
             hint = f"should be even and a multiple of model.n_head ({model.n_head}), like {2 * model.n_head}"
             yield "model.n_embd", model.n_embd, hint
         if self.data.sequences > model.vocab_size:
-            hint = f"should be at most model.vocab_size ({model.vocab_size}), as each has a token of its own"
+            hint = f"should be at most model.vocab_size ({model.vocab_size}): each sequence has its own token"
             yield "data.sequences", self.data.sequences, hint

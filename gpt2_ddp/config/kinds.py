@@ -14,15 +14,15 @@ CONFIGS: dict[str, type[RunConfig]] = {
 
 
 def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
-    """The configuration of a run, from its config.yaml. Missing fields take defaults, unknown ones are left out.
+    """The configuration of a run, from its config.yaml. Missing fields get defaults, unknown fields are dropped.
     Raises: UserError, which names the file `place`, for an unknown kind or an invalid value."""
     if kind not in CONFIGS:
-        hint = f"{place} is of a kind that is unknown here; this release has {', '.join(CONFIGS)}"
+        hint = f"{place} holds an unknown kind of run; this release supports {', '.join(CONFIGS)}"
         raise UserError("kind", kind, hint)
     try:
         return CONFIGS[kind].model_validate(complete(CONFIGS[kind], saved)[0])
     except UserError as error:
-        mistakes = [f"in {place}: {mistake}; give the run's own file back" for mistake in error.mistakes]
+        mistakes = [f"in {place}: {mistake}; restore the run's original file" for mistake in error.mistakes]
         raise UserError.join(mistakes) from error
 
 

@@ -1,4 +1,4 @@
-"""What can be configured in plan.py: a training, and what it is planned for."""
+"""Configuration of plan.py: a training, and the machines to plan for."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,30 +10,30 @@ from gpt2_ddp.config.training import TrainingConfig
 warnings.filterwarnings("ignore", message='Field name "json"')  # pydantic's own of that name is deprecated
 
 GPT2_IDS = 50_257
-"""Of GPT-2's tokenizer, taken for data that are not there and whose recipe does not say."""
+"""Vocabulary size of GPT-2's tokenizer, assumed for missing data without a recipe that sets one."""
 
 
 class PlanConfig(TrainingConfig):
-    """plan.py: what a training by train_gpt2.py takes, and what would be refused, without starting it"""
+    """plan.py: memory, time, disk and price of a training by train_gpt2.py, and its user errors, without starting it"""
 
     gpu: str | None = Field(default=None, exclude=True)
-    """plan for such GPUs, by the name that nvidia-smi prints, like "H100 80GB HBM3"; null: for this machine"""
+    """GPU to plan for, by its name in nvidia-smi, like "H100 80GB HBM3"; null: this machine"""
     gpus: int | None = Field(default=None, ge=1, exclude=True)
-    """processes per node, one per GPU; null: as many as were started here, or 1"""
+    """processes per node, one per GPU; null: as many as the launcher started, or 1"""
     nodes: int = Field(default=1, ge=1, exclude=True)
-    """machines"""
+    """number of machines"""
     gpu_memory: float | None = Field(default=None, gt=0, exclude=True)
-    """memory of a process in GB (1e9 bytes); null: the GPU's, or what is free on this machine"""
+    """memory per process in GB (1e9 bytes); null: the GPU's, or this machine's free memory"""
     mfu: float = Field(default=0.4, gt=0, le=1, exclude=True)
-    """share of the GPUs' peak that is reached, where no rate is given or measured"""
+    """model FLOP/s utilization to assume if no rate is given or measured, as a fraction of the GPUs' peak"""
     tokens_per_second: float | None = Field(default=None, gt=0, exclude=True)
-    """rate of the whole training, evaluations and checkpoints apart; null: measured, or by the MFU"""
+    """tokens per second of all processes, without evaluations and checkpoints; null: measured, or by the MFU"""
     price: float | None = Field(default=None, ge=0, exclude=True)
-    """of a GPU for an hour"""
+    """price of one GPU per hour, in any currency; null: no price is printed"""
     measure: bool = Field(default=False, exclude=True)
-    """train 25 steps here first, in a temporary folder, for the time that steps, evaluations and checkpoints take"""
+    """train 25 steps here first, in a temporary folder, to time steps, evaluations and checkpoints"""
     json: bool = Field(default=False, exclude=True)  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
-    """print JSON in place of text"""
+    """print JSON instead of text"""
 
     @property
     def training(self) -> TrainingConfig:
@@ -43,7 +43,7 @@ class PlanConfig(TrainingConfig):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()
         if self.measure and (self.gpu or self.gpus or self.nodes > 1):
-            hint = "measures this machine, with the processes that a launcher starts; leave gpu, gpus and nodes away"
+            hint = "measures this machine, with the launcher's processes; remove gpu, gpus and nodes"
             yield "measure", "true", hint
         if self.gpu and self.train.device not in ("auto", "cuda"):
-            yield "train.device", self.train.device, f"the plan is for {self.gpu}; leave one of the two away"
+            yield "train.device", self.train.device, f"conflicts with gpu {self.gpu}; remove one of the two"

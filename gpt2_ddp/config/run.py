@@ -1,4 +1,4 @@
-"""Sections and fields of every training run; the training loop reads these."""
+"""Sections and fields that every training run has. The training loop reads them."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,7 @@ from gpt2_ddp.errors import UserError
 
 
 def only(kinds: Any, hint: str) -> BeforeValidator:
-    """A check that a value is one of several kinds, with one error."""
+    """A validator that accepts values of `kinds` and reports one error otherwise: "should be `hint`"."""
 
     def check(value: object) -> object:
         with suppress(ValidationError):
@@ -26,7 +26,7 @@ class ClipConfig(Section):
     """The optimizer"""
 
     grad_clip: float = Field(default=0.0, ge=0)
-    """largest global gradient norm; 0 turns clipping off"""
+    """limit of the global gradient norm; 0: no clipping"""
 
 
 class LoopConfig(Section):
@@ -39,16 +39,16 @@ class LoopConfig(Section):
     """torch.compile; model: the whole model; blocks: each transformer block, which keeps DDP's overlap; auto, with a
     compiler: model for a GPT on one GPU, blocks on several, model on CPUs for long bf16 runs, else off"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """device of the training; auto: cuda, then mps, then cpu"""
+    """device of the training; auto: the first available of cuda, mps, cpu"""
     deterministic: bool = False
-    """deterministic kernels on GPU, so that resumed runs are bitwise equal there too (CPU runs always are)"""
+    """use deterministic kernels on GPUs: resumed runs are then bitwise equal there, too; CPU runs always are"""
     max_minutes: float | None = Field(default=None, gt=0)
-    """time limit in minutes, by which a checkpoint is saved and the run stops; the same command resumes it"""
+    """time limit in minutes; the run saves a checkpoint and stops in time, and the same command resumes it"""
     patience_seconds: float | None = Field(default=None, gt=0)
-    """seconds without progress of a process after which the run ends and reports that process; null: 120, or ten times
-    the slowest stage so far if that is more, and 1800 for the first occurrence of a stage"""
+    """watchdog timeout in seconds: the run ends and names the process that made no progress for so long; null: 1800
+    the first time that a stage runs, then 120, or ten times the slowest stage so far if that is longer"""
     profile_steps: int = Field(default=0, ge=0)
-    """record a torch profiler trace of this many steps, after three warm-up steps, into the run folder"""
+    """steps to record with torch's profiler, after three warm-up steps; the trace goes to the run folder; 0: none"""
 
     @field_validator("compile", mode="before")
     @classmethod
@@ -62,7 +62,7 @@ class GuardConfig(Section):
     """Reaction to bad steps"""
 
     skip: bool = True
-    """skip the update of a step with a bad gradient: not finite, or a norm above the limit of norm_sigmas"""
+    """skip the update of a step whose gradient norm is not finite or above the limit of norm_sigmas"""
     norm_sigmas: float | None = Field(default=None, gt=0)
     """limit of the gradient norm, in standard deviations above its running mean; null: no limit for finite norms"""
     loss_sigmas: float | None = Field(default=None, gt=0)
@@ -78,10 +78,10 @@ class KeepConfig(Section):
     """Checkpoints"""
 
     keep_last: int = Field(default=3, ge=1)
-    """number of newest intact checkpoints to keep, besides the one with the lowest validation loss"""
+    """newest intact checkpoints to keep; the one with the lowest validation loss is kept, too"""
     background: Annotated[Literal["auto"] | bool, only(Literal["auto"] | bool, "auto, true or false")] = "auto"
-    """write checkpoints from a copy in host memory while training continues; false: training waits; auto: if a core and
-    the memory are free, as on GPUs"""
+    """true: write checkpoints from a copy in host memory while the training continues; false: the training waits; auto:
+    true if a core and enough memory are free, as on GPU machines"""
 
 
 class TrackingConfig(Section):
@@ -90,17 +90,17 @@ class TrackingConfig(Section):
     log_every: int = Field(default=10, ge=1)
     """steps between rows of metrics.jsonl"""
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
-    """trackers besides metrics.jsonl, one or several; wandb logs offline when nobody is logged in"""
+    """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
     project: str = Field(default="gpt2_ddp", pattern=r"^\w[^/\\#?%:]*$")
     """project name in the trackers"""
     entity: str | None = None
-    """wandb: user or team of the project; null: your own"""
+    """wandb: user or team that owns the project; null: your default"""
     group: str | None = None
-    """wandb and trackio: name of the group of runs"""
+    """wandb and trackio: name of a group of runs; null: none"""
     tags: tuple[str, ...] = ()
-    """wandb: words to find the run by"""
+    """wandb: tags of the run"""
     peak_flops: float | None = Field(default=None, gt=0)
-    """peak of one device in dense bf16 FLOP/s, for the MFU; null: the value of its data sheet, for known devices"""
+    """peak of one device in dense bf16 FLOP/s, for the MFU; null: the data sheet's value, for known devices"""
 
     @field_validator("log_with", mode="before")
     @classmethod
@@ -117,22 +117,22 @@ class RunConfig(Command):
     """A training run of any kind"""
 
     kind: ClassVar[str] = ""
-    """kind of run, as checkpoints name it"""
+    """Kind of run, as written in checkpoints."""
     kept: ClassVar[tuple[str, ...]] = ("seed", "model", "optim")
-    """sections and fields that a resumed run must keep"""
+    """Sections and fields that must not change when a run is resumed."""
 
     output_dir: str = "runs"
-    """folder of run folders"""
+    """folder that contains the run folders"""
     run_name: str = Field(default="gpt2", min_length=1, pattern=r"^\w[\w.-]*$")
-    """the run's folder is output_dir/run_name; the same command again resumes the run"""
+    """name of the run; its run folder is output_dir/run_name; the same command again resumes the run"""
     seed: int = Field(default=1337, ge=0, lt=2**63)
     """seed of initial weights, data order and dropout"""
     fresh: bool = Field(default=False, exclude=True)
-    """require a new run: the run folder must be empty or absent, since nothing is overwritten"""
+    """require a new run: the run folder must be empty or absent; nothing is overwritten"""
 
     @property
     def shared(self) -> dict[str, Any]:
-        """Fields that must agree on all ranks, by dotted names. Of `PER_MACHINE` paths, only their presence must."""
+        """Fields that must agree on all ranks, by dotted names. For `PER_MACHINE` paths, only their presence counts."""
         found = flat(self.model_dump(mode="json"))
         return found | {name: "a path" if found[name] else None for name in PER_MACHINE if name in found}
 
@@ -163,30 +163,30 @@ class RunConfig(Command):
         return getattr(self.train, "branch_from", None)
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Whether a kept field may differ from `before`, since no step up to `step` depends on it."""
+        """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends on it."""
         return False
 
     def check_resumable(self, kind: str, saved: dict[str, Any], step: int) -> list[str]:
-        """Checks that this continues the training of a checkpoint with the configuration `saved`: the fields in `kept`
-        must be equal. A newer field has its default there; null means the saved value. Returns the fields of `saved`
-        that are unknown now. Raises: UserError, which names every field that differs."""
+        """Checks that this configuration can resume a checkpoint with the configuration `saved`: the fields in `kept`
+        must be equal. Fields missing in `saved` have their defaults there; null keeps the saved value. Returns the
+        fields of `saved` that are unknown now. Raises: UserError, which names every field that differs."""
         if kind != self.kind:
-            hint = f"is a run of another kind, {kind}; choose another run_name"
+            hint = f"the run folder holds a run of another kind, {kind}; choose another run_name"
             raise UserError("run_name", self.run_name, hint)
         mistakes = []
         for name, now, before in differences(self, saved, self.kept):
             if now is not None and not self.may_change(name, before, step):
                 own = Path(self.output_dir, self.run_name, "config.yaml")
-                hint = f"the run was started with {before}; give that back (--config {own}), or choose another run_name"
+                hint = f"the run was started with {before}; restore it (--config {own}), or choose another run_name"
                 if name.startswith("optim.") and hasattr(self.train, "branch_from"):
-                    way, what = ("init_from", "weights") if name == "optim.name" else ("branch_from", "training")
-                    hint += f" (train.{way} takes this one's {what} along)"
+                    way, what = ("init_from", "weights") if name == "optim.name" else ("branch_from", "training state")
+                    hint += f" (train.{way} starts a new run from this run's {what})"
                 mistakes += UserError(name, now, hint).mistakes
         if mistakes:
             raise UserError.join(mistakes)
         return complete(type(self), saved)[1]
 
-    if TYPE_CHECKING:  # each kind has its own sections, in its own order
+    if TYPE_CHECKING:  # each kind declares its own sections, in its own order
         optim: ClipConfig
         train: LoopConfig
         guard: GuardConfig

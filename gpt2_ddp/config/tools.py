@@ -1,4 +1,4 @@
-"""What can be configured in the scripts beside the trainings."""
+"""Configurations of the scripts that do not train."""
 
 import codecs
 import difflib
@@ -15,55 +15,55 @@ from pydantic import Field, field_validator
 from gpt2_ddp.config.base import Command, Tasks
 from gpt2_ddp.errors import UserError
 
-DEVICES = "where to run; auto: cuda, then mps, then cpu"
+DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
-RunOrCheckpoint = Annotated[str, Field(description="a run folder (its newest intact checkpoint) or one checkpoint")]
+RunOrCheckpoint = Annotated[str, Field(description="run folder (its newest intact checkpoint) or checkpoint")]
 
 
 class PrepareConfig(Command):
     """prepare_data.py: text to token shards"""
 
     source: str = "stdlib"
-    """`stdlib` (the source of Python's own standard library), local text, jsonl or parquet files (a file, a folder
-    or a glob), `hub:OWNER/NAME` for a dataset on the Hub, or `bin:GLOB` to index existing llm.c shards in place"""
+    """`stdlib` (the source of Python's standard library); local text, jsonl or parquet files (a file, a folder or a
+    glob); `hub:OWNER/NAME`, a dataset on the Hub; or `bin:GLOB`, existing llm.c shards to index in place"""
     output: str | None = None
-    """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: where they are)"""
+    """folder for the shards and their manifest.json; null: data/ and the source's name (`bin:`: the shards' folder)"""
     tokenizer: str = "bpe"
-    """`bpe` to train a byte-level BPE on the source, `chars` for its characters, `bytes` (256 ids and end-of-text), a
-    tiktoken encoding by name (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
+    """`bpe` (trains a byte-level BPE on the source), `chars` (its characters), `bytes` (256 ids and end-of-text), the
+    name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
-    """size of the BPE to train, end-of-text token included; null: by the size of the files, a power of two: 4,096 for
-    1 MB, 8,192 for 10 MB, 32,768 for 100 MB and more"""
+    """bpe: tokens of the vocabulary, end-of-text included; null: a power of two that depends on the size of the files:
+    4,096 for 1 MB, 8,192 for 10 MB, 32,768 for 100 MB and more"""
     workers: int = Field(default=0, ge=0)
-    """encoding processes; 0: one per core. They do not change the result"""
+    """encoding processes; 0: one per core; the result does not depend on their number"""
     val_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """share of the validation split: of the documents, chosen by the hash of their text, or, where that would choose
-    fewer than about ten, the last part of the tokens"""
+    """fraction of the validation split: of the documents, chosen by the hash of their text; or of the tokens, the last
+    ones, if fewer than about ten documents would be chosen"""
     shard_tokens: int = Field(default=100_000_000, ge=1024, lt=2**31)
-    """tokens per shard, at most"""
+    """most tokens per shard"""
     encoding: str = "auto"
-    """text and jsonl files: `auto` takes UTF-8, and UTF-16 or UTF-32 by its mark, and asks for the rest; the name of a
-    codec of Python's (cp1252, latin-1, shift_jis, ...) is for the files that are none of these"""
+    """text and jsonl files: `auto` reads UTF-8, and UTF-16 or UTF-32 with a byte order mark; a codec of Python (cp1252,
+    latin-1, shift_jis, ...) is used for all other files"""
     on_bad_file: Literal["skip", "stop"] = "skip"
-    """a file that is not text, or is damaged: leave it out and say so, or stop before any work"""
+    """files that are no text, or damaged: skip leaves them out and lists them; stop ends before any work"""
     column: str = "text"
-    """column that holds the text, in jsonl, parquet and Hub sources; `meta.text` is the text in meta"""
+    """column of the text, in jsonl, parquet and Hub sources; `meta.text`: the field text of column meta"""
     split: str = "train"
     """Hub: the dataset's split"""
     subset: str | None = None
-    """Hub: the dataset's configuration, such as sample-10BT"""
+    """Hub: the dataset's configuration, such as sample-10BT; null: its default"""
     revision: str | None = None
-    """Hub: branch, tag or commit"""
+    """Hub: branch, tag or commit; null: the default branch"""
     documents: Literal["file", "line", "paragraph"] = "file"
     """text files: one document per file, per line, or per paragraph (blank lines between)"""
     document_separator: str | None = Field(default=None, min_length=1, max_length=1000)
-    """what is written between documents inside a text, such as `<|endoftext|>`; line breaks around it belong to it"""
+    """text between the documents of a file, such as `<|endoftext|>`; line breaks around it count as part of it"""
     max_documents: int | None = Field(default=None, ge=1)
-    """stop after this many documents"""
+    """number of documents to stop after; null: all"""
 
     @property
     def folder(self) -> str:
-        """`output`, or data/NAME after the file, folder or dataset: `texts/*.txt` goes to data/texts."""
+        """`output`, or data/NAME with the name of the file, folder or dataset: `texts/*.txt` goes to data/texts."""
         if self.output:
             return self.output
         if self.source.startswith("hub:"):
@@ -79,7 +79,7 @@ class PrepareConfig(Command):
             if encoding == "auto" or codecs.lookup(encoding)._is_text_encoding:
                 return encoding
         near = difflib.get_close_matches(encoding, sorted({*aliases, *aliases.values()}), n=1)
-        raise ValueError("; did you mean ".join(["Python has no such codec for text", *near]))
+        raise ValueError("; did you mean ".join(["should be auto or a text codec of Python", *near]))
 
 
 class EvaluateConfig(Command):
@@ -89,18 +89,18 @@ class EvaluateConfig(Command):
 
     checkpoint: RunOrCheckpoint = "runs/stdlib"
     data: str | None = None
-    """folder of token shards; null: the one the run was trained on"""
+    """folder of token shards; null: the run's own"""
     split: str = "val"
-    """split to score: every one of its tokens but the first, once"""
+    """split to score: each of its tokens except the first, once"""
     tokens: int | None = Field(default=None, ge=1)
-    """score this many tokens, evenly spread; null: all"""
+    """number of tokens to score, evenly spread; null: all"""
     tasks: Tasks = ()
-    """score these instead of the split: `cloze` (cut from the split), `hellaswag` or `lambada` (from the Hub), or jsonl
-    files of items, as docs/evaluation.md describes them; one or several, also with commas between"""
+    """tasks to score instead of the split: `cloze` (made from the split), `hellaswag` or `lambada` (from the Hub), or
+    jsonl files of items (docs/evaluation.md); one or several, separated by spaces or commas"""
     task_items: int | None = Field(default=None, ge=1)
     """items of each task, evenly spread; null: all"""
     output: str | None = None
-    """folder for the tasks' items and scores; null: evaluations/ and the checkpoint's name, in the run folder"""
+    """folder for the tasks' items and scores; null: evaluations/CHECKPOINT in the run folder"""
     batch_size: int = Field(default=16, ge=1)
     """windows, or continuations of a task, per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
@@ -109,11 +109,11 @@ class EvaluateConfig(Command):
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.tasks and self.tokens is not None:
-            yield "tokens", self.tokens, "is for the loss, which tasks take the place of; leave one of the two away"
+            yield "tokens", self.tokens, "is for the loss of a split, and tasks replace it; remove tokens or tasks"
         given = {"task_items": self.task_items, "output": self.output}
         for field, value in given.items():
             if value is not None and not self.tasks:
-                yield field, value, "is for tasks; name some, like --tasks cloze"
+                yield field, value, "is for tasks only; add some, like --tasks cloze"
 
 
 class GenerateConfig(Command):
@@ -123,20 +123,20 @@ class GenerateConfig(Command):
 
     checkpoint: RunOrCheckpoint = "runs/stdlib"
     prompts: tuple[str, ...] = ("",)
-    """what to continue, one or several; empty: the start of a document"""
+    """texts to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
-    """file with a prompt in each line, which takes the place of prompts; -: standard input, where at a terminal each
-    line that you type is continued at once, until Ctrl-D"""
+    """file with one prompt per line, used instead of prompts; -: standard input; at a terminal, each line that you type
+    is continued at once, until Ctrl-D"""
     max_new_tokens: int = Field(default=256, ge=1)
-    """tokens to add to each prompt, at most; generation also ends at the end-of-text token"""
+    """most tokens to add to each prompt; the end-of-text token ends the text earlier"""
     temperature: float = Field(default=0.8, ge=0)
-    """divides the logits; 0: always the likeliest token"""
+    """divisor of the logits; 0: always the likeliest token"""
     top_k: int | None = Field(default=50, ge=1)
     """sample among the k likeliest tokens; null: all"""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """sample among the likeliest tokens that hold this share of the probability"""
+    """sample among the likeliest tokens whose probabilities add up to this; 1: all"""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """fixes the samples"""
+    """seed of the samples"""
     num_samples: int = Field(default=1, ge=1)
     """continuations per prompt"""
     device: Device = "auto"
@@ -148,39 +148,39 @@ class PredictConfig(Command):
     positional = "run_and_images"
 
     run_and_images: tuple[str, ...] = ()
-    """a run folder of train_classifier.py (its newest intact checkpoint) or one checkpoint; then images, or folders"""
+    """run folder of train_classifier.py (its newest intact checkpoint) or checkpoint; then images, or their folders"""
     output: str | None = None
-    """jsonl file to write as well, with the probabilities of all classes; null: none"""
+    """jsonl file to write, with the probabilities of all classes; null: none"""
     top: int = Field(default=3, ge=1)
-    """likeliest classes to print of each image"""
+    """number of classes to print per image, likeliest first"""
     batch_size: int = Field(default=256, ge=1)
     """images per forward pass"""
     device: Device = "auto"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if len(self.run_and_images) < 2:
-            yield "run_and_images", " ".join(self.run_and_images), "should be a run, then images: runs/NAME photo.jpg"
+            yield "run_and_images", " ".join(self.run_and_images), "should be a run, then images, like runs/NAME a.jpg"
 
 
 class ExportConfig(Command):
-    """export_hf.py: a folder that transformers, and what builds on it, reads"""
+    """export_hf.py: a checkpoint as a folder in transformers' format"""
 
     positional = "checkpoint"
 
     checkpoint: RunOrCheckpoint = "runs/stdlib"
     output: str | None = None
-    """folder to make; null: in exports/, by the run's name and the step"""
+    """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
-    """write model.gguf for llama.cpp, too, whose converter knows GPT-2's tokenizer but none that was trained here"""
+    """also write model.gguf for llama.cpp; llama.cpp's own converter accepts no tokenizer that was trained here"""
     push_to_hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
-    """also upload the folder to this repository (OWNER/NAME) on the Hub, by the token of `hf auth login`; it is made
-    if it is not there"""
+    """also upload the folder to this repository on the Hub (OWNER/NAME), with the token of `hf auth login`; a missing
+    repository is created; null: no upload"""
     private: bool = True
-    """a repository that is made for it is private; an existing one stays as it is"""
+    """create a missing repository as private; an existing one keeps its visibility"""
 
 
 class ReportConfig(Command):
-    """report.py: report.html and PNG of one or several runs, overlaid"""
+    """report.py: report.html and report.png of one or several runs"""
 
     positional = "runs"
 
@@ -189,12 +189,12 @@ class ReportConfig(Command):
     output: str | None = None
     """folder for report.html and report.png; null: the first run's folder"""
     axis: Literal["auto", "steps", "tokens", "time"] = "auto"
-    """what the picture is drawn along: steps, tokens (or samples), or the time in training steps; auto: steps if a step
-    is as many tokens in all runs, else tokens"""
+    """x axis of the picture: steps, tokens (or samples), or time spent in training steps; auto: steps if a step has the
+    same number of tokens in all runs, else tokens"""
 
 
 class StatusConfig(Command):
-    """status.py: how runs are doing"""
+    """status.py: the state of runs"""
 
     positional = "runs"
 
@@ -203,55 +203,55 @@ class StatusConfig(Command):
 
 
 class VerifyConfig(Command):
-    """verify_run.py: hold everything that a run has recorded against everything else"""
+    """verify_run.py: check that all records of a run agree with each other"""
 
     positional = "run"
 
     run: str = "runs/stdlib"
     """run folder"""
     data: str | None = None
-    """folder of token shards, of a mixture all of them, joined by `:`; null: the ones the run was trained on"""
+    """folder of token shards; for a mixture all folders, joined by `:`; null: the run's own"""
     shards: Literal["full", "sampled", "none"] = "full"
-    """which token shards to hash (about a second per GB): all of them, a few that are drawn anew each time, or none"""
+    """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
     replay: str | None = None
-    """also train again from the checkpoint of one step up to another step, like 1000:1100, on as many processes as the
-    run had, in a folder of its own (in TMPDIR), and compare; null: train nothing"""
+    """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
+    folder (in TMPDIR), on as many processes as the run had; null: train nothing"""
 
     @field_validator("replay")
     @classmethod
     def _two_steps(cls, replay: str | None) -> str | None:
         if replay is not None and not re.fullmatch(r"[0-9]{1,15}:[0-9]{1,15}", replay):
-            raise ValueError("should be two steps, a checkpoint's and a later one, like 1000:1100")
+            raise ValueError("should be the step of a checkpoint and a later step, like 1000:1100")
         return replay
 
 
 class CheckClusterConfig(Command):
-    """check_cluster.py: do all processes arrive, agree in versions, and all-reduce correctly, and how fast"""
+    """check_cluster.py: whether all processes connect, have equal versions and all-reduce correctly, and how fast"""
 
     timeout_seconds: float = Field(default=60, gt=0)
-    """how long to wait for a rank that does not arrive, and for an all-reduce that does not end"""
+    """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
     sizes: tuple[int, ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
-    """bytes to all-reduce, in fp32; gradients travel in DDP's buckets of 25 MiB"""
+    """sizes of the all-reduces in bytes, in fp32; DDP sends gradients in buckets of 25 MiB"""
     repeats: int = Field(default=20, ge=1)
     """timed all-reduces per size"""
     device: Device = "auto"
     training: str | None = None
-    """a configuration of train_gpt2.py, to be told how long its gradients take on this network"""
+    """configuration of train_gpt2.py: also prints how long its gradients take on this network; null: none"""
     step_seconds: float | None = Field(default=None, gt=0)
-    """how long a step of that training computes, as plan.py or a run on one machine says: to be told which share
-    communication takes of it"""
+    """compute time of a step of that training in seconds, from plan.py or a run on one machine: also prints the
+    fraction of a step that communication takes"""
     output: str | None = None
-    """JSON file for everything that was found"""
+    """JSON file for all results; null: none"""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.step_seconds and not self.training:
-            yield "step_seconds", self.step_seconds, "is of a training; name its configuration with --training"
+            yield "step_seconds", self.step_seconds, "needs a training; name its configuration with --training"
 
     @field_validator("sizes")
     @classmethod
     def _whole_floats(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
         if not sizes or any(size < 4 or size % 4 for size in sizes):
-            raise ValueError("each should be a positive multiple of 4, the bytes of a float")
+            raise ValueError("each should be a positive multiple of 4, the bytes of an fp32 number")
         return sizes
 
 
@@ -259,61 +259,60 @@ class CompareConfig(Command):
     """compare_parallel.py: the same training by one process, nn.DataParallel and DDP, timed"""
 
     jobs: tuple[str, ...] = ("regression", "classifier", "gpt2")
-    """what to train: regression, classifier, transformer or gpt2; a configuration of that script may follow a colon,
-    like classifier:configs/jobs/cifar100_lenet.yaml"""
+    """trainings to time: regression, classifier, transformer, gpt2; each may name a configuration of its script after a
+    colon, like classifier:configs/jobs/cifar100_lenet.yaml"""
     processes: tuple[int, ...] = (2,)
-    """DDP's process counts, one row of the table each"""
+    """numbers of DDP processes; each has a row in the table"""
     weak: bool = False
-    """weak scaling: each process has the job's global batch for itself; otherwise all processes share it"""
+    """true: weak scaling, the job's global batch for each process; false: for all processes together"""
     repeats: int = Field(default=3, ge=1)
-    """runs of each way, each in fresh processes; the ways take turns"""
+    """runs of each strategy, in new processes each; the strategies alternate"""
     seconds: float = Field(default=10, gt=0)
-    """about how long one process is timed; it decides how many steps are timed, the same for every way"""
+    """approximate time of the run with one process, in seconds; it fixes the number of timed steps of all strategies"""
     steps: int | None = Field(default=None, ge=1)
-    """time this many steps, whatever they take"""
+    """number of timed steps, used instead of seconds; null: by seconds"""
     epochs: int | None = Field(default=None, ge=1)
-    """train each way for so many passes over the training samples, whatever they take; not together with steps"""
+    """passes over the training samples to train and time, used instead of seconds or steps; null: by seconds"""
     data_path: str | None = None
-    """folder with the data of the one job that reads any: images of a classifier, or tokens of gpt2"""
+    """data folder of the one job that reads data: images of a classifier, or tokens of gpt2; null: the job's own"""
     threads: int = Field(default=1, ge=1)
-    """threads per process, the same for every way, or one process would have the cores of all"""
+    """CPU threads per process, equal for all strategies"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
-    """of every job; only without (fp32) do the ways end with the same parameters"""
+    """mixed precision of every job; the strategies end with equal parameters only with no (fp32)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to train; auto: cuda, then cpu"""
+    """device to train on; auto: cuda if available, else cpu"""
     busy_ok: bool = False
-    """measure though other programs keep the machine busy; a note below the table says so"""
+    """measure even if other programs keep the machine busy; the table then has a note"""
     output: str = "runs/compare"
     """folder for compare.md, compare.json and compare.png"""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.steps and self.epochs:
-            yield "epochs", self.epochs, "says how long to train, and so does steps; give one of them"
+            yield "epochs", self.epochs, "should not be combined with steps; remove one of the two"
 
     @field_validator("processes")
     @classmethod
     def _several_processes(cls, processes: tuple[int, ...]) -> tuple[int, ...]:
         if any(not 2 <= n <= 64 for n in processes) or len(set(processes)) < len(processes):
-            raise ValueError("should be different numbers from 2 to 64; one process is always timed")
+            raise ValueError("should be different numbers from 2 to 64; one process is always timed, too")
         return processes
 
 
 class LabConfig(Command):
-    """ddp_lab.py: what people get wrong in DDP, measured on two CPU processes"""
+    """ddp_lab.py: common mistakes in DDP, measured on two CPU processes"""
 
     only: tuple[str, ...] = ()
-    """names of experiments; empty: all of them"""
+    """names of the experiments to run; empty: all"""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """fixes data and initial weights of the experiments"""
+    """seed of the experiments' data and initial weights"""
     output: str | None = None
-    """file for the table: .json has every number; or else markdown"""
+    """file for the table; .json: all numbers; other names: markdown; null: none"""
     explain: str | None = None
-    """name of an experiment: print its lesson, and the code of both ways, and measure nothing"""
+    """name of an experiment: print its lesson and its code, wrong and right, without measuring; null: none"""
 
 
 def check_writable(output: str) -> None:
-    """Raises UserError if the file `output` cannot be written; for use before long work. Existing files stay as they
-    are."""
+    """Raises UserError if the file `output` cannot be written; for use before long work. Does not change the file."""
     path = Path(output)
     try:
         is_new = not path.exists()

@@ -11,9 +11,9 @@ from gpt2_ddp.config.base import Section, Tasks
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig, only
 
 WINDOWS_PER_BLOCK = 1000
-"""Positions of a block of a mixture's order; every source has its share of each block (`data.mixture`)."""
+"""Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
 MOST_SOURCES = 32
-"""Most sources of a mixture: with more, the largest could not have its share of every block."""
+"""Most sources of a mixture: with more, the largest source could get less than its share of a block."""
 
 
 Auto = Literal["auto"]
@@ -23,12 +23,12 @@ Tokens = Annotated[int | Auto | None, only(PositiveInt | Auto | None, ALL)]
 
 
 class Phase(Section):
-    """New weights of a mixture from a position of its order on"""
+    """New weights of a mixture, from a number of tokens on"""
 
     at_tokens: int = Field(gt=0, lt=2**63)
-    """start in tokens of the order; rounded up to a block of 1,000 windows"""
+    """start of the phase in training tokens; rounded up to a block of 1,000 windows"""
     weights: tuple[float, ...]
-    """weights that replace data.weights from there on"""
+    """weights that replace data.weights from the start of the phase"""
 
 
 class DataConfig(Section):
@@ -38,19 +38,19 @@ class DataConfig(Section):
     """folder of token shards with a manifest.json, written by prepare_data.py; or a mixture of several folders with the
     same tokenizer"""
     weights: tuple[float, ...] = ()
-    """several folders: share of each in the training data, like 7 2 1 (0: none before a later phase); none: in
-    proportion to their windows"""
+    """several folders: relative weight of each in the training data, like 7 2 1 (0: unused until a later phase); none:
+    in proportion to their windows"""
     phases: tuple[Phase, ...] = ()
     """several folders: new weights from a number of tokens on, each as {at_tokens: N, weights: [...]}, or N:W:W:... on
     the command line; a phase may change until the run reaches it"""
     prepare: str | None = None
-    """recipe to run first if shards are missing: a config of prepare_data.py whose output is `path` or one of these"""
+    """configuration of prepare_data.py to run first if shards are missing; its output is path, or a folder of path"""
     verify_hashes: Literal["always", "changed", "never"] = "changed"
-    """shards whose SHA-256 is checked before the first step (about 1 s per GB, shared by a node's processes); always:
-    all; changed: those whose size, times or inode differ from the last check (path/.verified.jsonl), which misses bits
-    that decay on the disk; never: none"""
+    """shards whose SHA-256 is checked before the first step, at about 1 s per GB (estimate), split among the processes
+    of a node; always: all; changed: those whose size, times or inode differ from the last check
+    (path/.verified.jsonl), which misses silent corruption on the disk; never: none"""
     workers: int = Field(default=0, ge=0, le=64)
-    """loader processes per rank; 0 reads in the training process, about 0.1 ms a batch (estimate)"""
+    """loader processes per rank; 0: read in the training process, about 0.1 ms a batch (estimate)"""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class DataConfig(Section):
         return tuple(names)
 
     def moved(self, to: str | None) -> tuple[str, ...]:
-        """The folders, or their new places in `to`, joined by `:`."""
+        """The folders, or their new locations `to`, joined by `:` for several."""
         return self.paths if to is None else tuple(to.split(":")) if len(self.paths) > 1 else (to,)
 
     @field_validator("path", mode="before")
@@ -77,7 +77,7 @@ class DataConfig(Section):
     def _one_folder_or_several(cls, value: object) -> object:
         folders = value if isinstance(value, list | tuple) else [value]
         if not folders or not all(isinstance(folder, str) for folder in folders):
-            raise ValueError("should be a valid string, the name of a folder, or a list of them")
+            raise ValueError("should be the name of a folder, or a list of names")
         return folders[0] if len(folders) == 1 else tuple(folders)
 
     @field_validator("phases", mode="before")
@@ -99,13 +99,13 @@ class ModelConfig(Section):
     n_embd: int = Field(default=768, ge=1)
     """width of the residual stream; a multiple of n_head"""
     block_size: int = Field(default=1024, ge=1)
-    """context length T in tokens: the longest sequence the model sees, and the length of a training window"""
+    """context length T in tokens: length of a training window, and of the model's longest input"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """dropout probability in embeddings, attention and residual branches"""
     bias: bool = True
-    """biases in linear layers and LayerNorms, as GPT-2 has them"""
+    """biases in linear layers and LayerNorms, as in GPT-2"""
     document_mask: bool = False
-    """attention stays within each document of a window, and its positions begin at 0"""
+    """restrict attention to the token's own document; positions begin at 0 in each document"""
 
 
 class OptimConfig(ClipConfig):
@@ -118,25 +118,25 @@ class OptimConfig(ClipConfig):
     min_lr: float = Field(default=6e-5, ge=0)
     """learning rate at the end of the decay and after it"""
     muon_lr: float = Field(default=0.01, gt=0)
-    """muon: peak learning rate of the matrices, which follows the same schedule: muon_lr / lr times the others' rate"""
+    """muon: peak learning rate of the matrices; the schedule is the same: always muon_lr / lr times AdamW's rate"""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """muon: decay rate of the momentum"""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """after the warm-up: cosine decay, warmup-stable-decay, or constant"""
+    """learning rate after the warm-up: cosine decay, wsd (warmup-stable-decay) or constant"""
     warmup_steps: int = Field(default=700, ge=0)
     """steps of linear warm-up to lr"""
     decay_steps: int | None = Field(default=None, ge=1)
-    """step at which the decay reaches min_lr; null: the run's last step, as known when the decay begins"""
+    """step at which the decay reaches min_lr; null: the run's last step, fixed when the decay begins"""
     decay_fraction: float = Field(default=0.2, gt=0, le=1)
-    """wsd: the last part of decay_steps in which the rate falls linearly"""
+    """wsd: fraction of decay_steps, at the end, with a linear decay"""
     weight_decay: float = Field(default=0.1, ge=0)
     """decoupled weight decay of matrices and embeddings; biases and LayerNorms have none"""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's decay rates of the first and second moment"""
+    """AdamW: decay rates of the first and second moment"""
     eps: float = Field(default=1e-8, gt=0)
-    """Adam's epsilon"""
+    """AdamW: epsilon"""
     grad_clip: float = Field(default=1.0, ge=0)
-    """largest global gradient norm; 0 turns clipping off"""
+    """limit of the global gradient norm; 0: no clipping"""
 
     @property
     def decay_begins(self) -> float:
@@ -154,7 +154,7 @@ class OptimConfig(ClipConfig):
     @classmethod
     def _betas_in_range(cls, betas: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError("both should be at least 0 and less than 1")
+            raise ValueError("both values should be at least 0 and less than 1")
         return betas
 
 
@@ -162,25 +162,25 @@ class TrainConfig(LoopConfig):
     """The training loop"""
 
     steps: int | None = Field(default=None, ge=1)
-    """optimizer steps of the whole run, including the parent's steps of a branch (branch_from)"""
+    """optimizer steps of the whole run; the parent's steps count in a branch (branch_from); null: set epochs"""
     epochs: float | None = Field(default=None, gt=0)
     """passes over the training split; replaces steps when set"""
     global_batch_tokens: int = Field(default=524_288, ge=1)
     """tokens per optimizer step over all processes; a multiple of block_size"""
     micro_batch_size: Windows = 16
-    """most windows per forward pass and process; a step uses the largest divisor of the rank's share; auto: as many as
-    fit a GPU, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a resumed run keeps its value on
+    """most windows per forward pass and process; a step uses the largest divisor of the rank's windows; auto: as many
+    as fit a GPU, by scripts/plan.py's estimate and a trial, or 512 tokens on a CPU; a resumed run keeps its value on
     the same number and kind of devices"""
     loss_chunk: Tokens = "auto"
-    """tokens whose logits are in memory at a time; null: all of the micro-batch; auto: 8,192 on GPUs, all on CPUs"""
+    """tokens whose logits are in memory at a time; null: the whole micro-batch; auto: 8,192 on GPUs, null on CPUs"""
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
     """source of a new run's weights: a run folder or checkpoint, a transformers folder with a GPT-2 (config.json,
-    safetensors), or `hub:OWNER/NAME[@REVISION]`; its tokenizer must equal the data's"""
+    safetensors), or `hub:OWNER/NAME[@REVISION]`; its tokenizer must equal the data's; null: random weights"""
     branch_from: str | None = None
-    """run folder or checkpoint that a new run branches off: continues its step, weights, optimizer state and place
-    in the data; learning rate, schedule and the optimizer's settings may differ"""
+    """run folder or checkpoint to branch a new run from: it continues the step, weights, optimizer state and data
+    position; learning rate, schedule and the optimizer's settings may differ; null: none"""
 
 
 class EvalConfig(Section):
@@ -189,21 +189,21 @@ class EvalConfig(Section):
     every: int = Field(default=250, ge=1)
     """steps between evaluations; the first and the last step are always evaluated"""
     tokens: Tokens = "auto"
-    """validation tokens per evaluation, evenly spread over the split and the same each time; auto: 6% of the
-    tokens trained on between two evaluations, at least 16 windows, fixed when the run starts; null: all"""
+    """validation tokens per evaluation, evenly spread over the split, always the same; auto: 6% of the training tokens
+    between two evaluations, at least 16 windows, fixed when the run starts; null: all"""
     patience: int | None = Field(default=None, ge=1)
-    """number of evaluations in a row without a new lowest val_loss after which the run ends; each new lowest saves a
-    checkpoint, and the best is kept; null: train all steps"""
+    """early stopping: evaluations in a row without a new lowest val_loss after which the run ends; each new lowest
+    saves a checkpoint, and the best is kept; null: train all steps"""
     batch_size: int = Field(default=16, ge=1)
     """windows, or continuations of a task, per forward pass and process"""
     tasks: Tasks = ()
-    """tasks of each evaluation: `cloze` (cut from the validation split), `hellaswag` or `lambada` (from the Hub), or
-    jsonl files of items (docs/evaluation.md)"""
+    """tasks scored at each evaluation: `cloze` (made from the validation split), `hellaswag` or `lambada` (from the
+    Hub), or jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=500, ge=1)
-    """items of each task, evenly spread and the same in each evaluation; null: all"""
+    """items of each task, evenly spread, always the same; null: all"""
     weights: tuple[float, ...] = ()
-    """several folders in data.path: weight of each folder's loss in val_loss, which decides the best checkpoint,
-    like 0 0 1; none: data.weights"""
+    """several folders in data.path: weight of each folder's loss in val_loss, like 0 0 1; the lowest val_loss
+    is the best checkpoint; none: data.weights"""
 
 
 class CheckpointConfig(KeepConfig):
@@ -217,8 +217,8 @@ class RollbackConfig(GuardConfig):
     """Reaction to bad steps"""
 
     rollbacks: int = Field(default=3, ge=0)
-    """most rollbacks of a diverged run: each loads the newest good checkpoint and skips the data since then; at the
-    next divergence the run ends with exit code 3"""
+    """most rollbacks of a diverged run: each loads the newest good checkpoint and skips the data read since it; the
+    next divergence ends the run with exit code 3"""
 
 
 class TextTrackingConfig(TrackingConfig):
@@ -251,7 +251,7 @@ class TrainingConfig(RunConfig):
     tracking: TextTrackingConfig = TextTrackingConfig()
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Allows another end of the schedule before the decay, and new sources that count nothing in val_loss."""
+        """Allows a new end of the schedule before the decay begins, and new sources of weight 0 in val_loss."""
         if name == "eval.weights":
             now = self.eval.weights
             return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
@@ -259,7 +259,7 @@ class TrainingConfig(RunConfig):
 
     @property
     def phase_begins(self) -> list[int]:
-        """Position in the order, in windows, at which each of `data.phases` begins."""
+        """Start of each phase in `data.phases`, as a position in the order, in windows."""
         block = WINDOWS_PER_BLOCK * self.model.block_size
         return [-(-phase.at_tokens // block) * WINDOWS_PER_BLOCK for phase in self.data.phases]
 
@@ -270,7 +270,7 @@ class TrainingConfig(RunConfig):
 
     @property
     def auto_eval_tokens(self) -> int:
-        """Tokens of `eval.tokens: auto`: 6% of those trained on between two evaluations, at least 16 windows."""
+        """Tokens of `eval.tokens: auto`: 6% of the training tokens between two evaluations, at least 16 windows."""
         return max(round(0.06 * self.eval.every * self.global_batch_windows), 16) * self.model.block_size
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
@@ -285,14 +285,14 @@ class TrainingConfig(RunConfig):
         if train.steps is None and train.epochs is None:
             yield "train.steps", None, "set train.steps or train.epochs"
         if train.branch_from is not None and train.init_from is not None:
-            hint = "takes all along, train.init_from weights alone; leave one of the two away"
+            hint = "continues the whole training state, train.init_from only the weights; remove one of the two"
             yield "train.branch_from", train.branch_from, hint
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
         for name in ("muon_lr", "muon_momentum"):
             given = getattr(optim, name)
             if optim.name != "muon" and given != OptimConfig.model_fields[name].default:
-                yield f"optim.{name}", given, "is for --optim.name muon; give that too, or leave this away"
+                yield f"optim.{name}", given, "is for --optim.name muon only; add that flag, or remove this one"
         yield from self._mixture_mistakes()
         end = optim.decay_steps
         if end is not None and optim.warmup_steps >= end:
@@ -302,9 +302,9 @@ class TrainingConfig(RunConfig):
     def _mixture_mistakes(self) -> Iterator[tuple[str, object, str]]:
         data, paths = self.data, self.data.paths
         if len({os.path.normpath(path) for path in paths}) < len(paths):
-            yield "data.path", " ".join(paths), "names a folder twice; name it once, data.weights says how much of it"
+            yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
         if len(paths) > MOST_SOURCES:
-            yield "data.path", f"{len(paths)} folders", f"should be {MOST_SOURCES} at most; prepare some as one"
+            yield "data.path", f"{len(paths)} folders", f"should be at most {MOST_SOURCES}; prepare several as one"
         given = {"data.weights": data.weights, "eval.weights": self.eval.weights}
         given = {field: weights for field, weights in given.items() if weights}
         given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
@@ -313,12 +313,12 @@ class TrainingConfig(RunConfig):
                 hint = f"should be {len(paths)} numbers, one for each folder of data.path, in their order"
                 yield field, " ".join(map(str, weights)), hint
             elif min(weights) < 0 or not 0 < sum(weights) < math.inf:
-                yield field, " ".join(map(str, weights)), "should be at least 0 each, and more than that in all"
+                yield field, " ".join(map(str, weights)), "each should be at least 0, with a finite sum above 0"
         for before, phase, begins in zip([0, *self.phase_begins], data.phases, self.phase_begins, strict=False):
             if begins <= before:
                 tokens = WINDOWS_PER_BLOCK * self.model.block_size
                 block = f"{WINDOWS_PER_BLOCK} windows (model.block_size), {tokens} tokens"
-                yield "data.phases", phase.at_tokens, f"should come after the phase before, by a block of {block}"
+                yield "data.phases", phase.at_tokens, f"should begin a block or more after the last phase: {block}"
 
 
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"
@@ -332,5 +332,5 @@ def training_default(flags: Mapping[str, Any]) -> tuple[str, str]:
     data = " ".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
     if os.path.normpath(data) == os.path.normpath(own):
         return BUILT_IN, ""
-    note = f"note: no --config, so {data} is trained on with {OWN_TEXT}; README.md has one for each size of text"
+    note = f"note: no --config; {data} is trained on with {OWN_TEXT}; README.md lists one for each size of text"
     return OWN_TEXT, note

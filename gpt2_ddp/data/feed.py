@@ -345,8 +345,7 @@ def padding_rows(windows: int, processes: int, batch: int) -> int:
 
 
 def nearest_without_padding(windows: int, processes: int, batch: int) -> int:
-    """The number of windows per step nearest to `windows` that splits evenly, in micro-batches of `batch` / 2 to
-    `batch`."""
+    """The number of windows per step nearest to `windows` that splits evenly, into micro-batches of >= `batch` / 2."""
     shares = sorted(range(1, 2 * windows // processes + 2), key=lambda share: abs(share * processes - windows))
     sizes = (share * processes for share in shares)  # one micro-batch per process is among them
     return next(size for size in sizes if 2 * split_batch(size, processes, batch) >= batch)

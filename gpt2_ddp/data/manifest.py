@@ -20,7 +20,7 @@ LARGEST_MANIFEST = 2**26
 """Largest manifest in bytes, for 400,000 shards."""
 HEADER_BYTES = 1024
 """Size of a shard's header."""
-AGAIN = "copy it again from where it is whole, or delete the folder and prepare the data again"
+AGAIN = "copy it again from an intact copy, or delete the folder and prepare the data again"
 
 Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f]+$", max_length=255)]
 Number = Annotated[int, Field(ge=0, lt=2**32)]
@@ -86,12 +86,12 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_small(path, LARGEST_MANIFEST)
     except FileNotFoundError as error:
-        hint = f"has no {MANIFEST}; prepare_data.py writes it beside the shards"
+        hint = f"has no {MANIFEST}; prepare_data.py writes it next to the shards"
         if not path.parent.is_dir():
-            hint = "is not a folder; prepare_data.py makes one"
+            hint = "is not a folder; create it with prepare_data.py"
         elif any(path.parent.glob("*.bin")):
-            indexing = f"index shards made elsewhere with {_index_command(path.parent)}"
-            hint = f"has shards and no {MANIFEST}: run its prepare_data.py command again, or {indexing}"
+            indexing = f"index shards from other programs with {_index_command(path.parent)}"
+            hint = f"has shards but no {MANIFEST}: run its prepare_data.py command again, or {indexing}"
         raise UserError("data", folder, hint) from error
     except OSError as error:
         raise UserError("data", folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
@@ -112,8 +112,8 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         hint = f"is not a manifest of this version ({reason}); delete it and prepare the data again"
         raise UserError("data", path, hint) from error
     if content.pop("sha256", None) != content_sha256(content):
-        hint = f"copy it again from where it is whole, or delete it and run {_index_command(path.parent)}"
-        raise UserError("data", path, f"is not the manifest that was written: its own sha256 differs; {hint}")
+        hint = f"copy it again from an intact copy, or delete it and run {_index_command(path.parent)}"
+        raise UserError("data", path, f"was changed: its own sha256 differs; {hint}")
     return manifest
 
 
@@ -127,11 +127,11 @@ def _check_consistent(manifest: Manifest) -> None:
     for split, shards in manifest.splits.items():
         for shard in shards:
             if shard.bytes != HEADER_BYTES + shard.tokens * itemsize:
-                raise ValueError(f"{shard.file}: {shard.tokens} tokens of {itemsize} bytes are not {shard.bytes} bytes")
+                raise ValueError(f"{shard.file}: {shard.tokens} tokens of {itemsize} bytes, not {shard.bytes} bytes")
             if shard.file in names:
                 raise ValueError(f"{shard.file} is listed twice")
             if splits.setdefault((shard.sha256, shard.bytes), split) != split:
-                raise ValueError(f"{shard.file} holds what the other split has, too")
+                raise ValueError(f"{shard.file} has the same content as a shard of the other split")
             names.add(shard.file)
 
 

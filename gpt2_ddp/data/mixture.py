@@ -148,14 +148,14 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
         vocabulary = [(one.tokenizer_sha256, one.vocab_size, one.eot) for one in (first, manifest)]
         if vocabulary[0] != vocabulary[1]:
             names = " and ".join(f"{one.tokenizer}, {one.vocab_size} ids" for one in (manifest, first))
-            hint = f"is of another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
+            hint = f"has another tokenizer than {paths[0]} ({names}); prepare all with one, like --tokenizer "
             raise UserError("data.path", path, f"{hint}{Path(paths[0]) / first.tokenizer}")
         shards = [(split, shard) for split, shards in manifest.splits.items() for shard in shards]
         for split, shard in shards:
             place, other = known.get((shard.sha256, shard.bytes), (path, ""))
             if place != path and (split, other) != ("val", "val"):
                 hint = f"its {shard.file}, of the {split} split, is in the {other} split of {place}, too"
-                raise UserError("data.path", path, f"{hint}; name the same text once, data.weights says how much of it")
+                raise UserError("data.path", path, f"{hint}; name each text once, and set its weight in data.weights")
         known |= {(shard.sha256, shard.bytes): (path, split) for split, shard in shards}
     return manifests
 
@@ -188,19 +188,19 @@ def past(mixture: Identity, position: int, sources: int) -> list[tuple[int, list
 
 
 def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identity) -> None:
-    """Checks the data of a resumed run: the saved sources, which new ones may follow, with the saved weights for all
-    positions that the run has reached. Raises: UserError where they differ."""
+    """Checks the data of a resumed run. The saved sources must come first; new ones may follow. Weights must be equal
+    for all positions that the run has reached. Raises: UserError if they differ."""
     before = recorded(state)
     if before is None:
         return
     paths, known, size = config.data.paths, before.manifests, config.model.block_size
-    then = "train.init_from takes weights alone" if config.branch_from else "choose another run_name"
+    then = "start a new run with train.init_from" if config.branch_from else "choose another run_name"
     if len(paths) < len(known):
-        hint = f"the run was started with {len(known)} folders; give those back, or {then}"
+        hint = f"the run was started with {len(known)} folders; restore them, or {then}"
         raise UserError("data.path", " ".join(paths), hint)
     for path, ours, theirs in zip(paths, now.manifests, known, strict=False):
         if ours != theirs:
-            hint = f"its tokens are not the ones that the run was started with; give those back, or {then}"
+            hint = f"its tokens differ from those that the run was started with; restore them, or {then}"
             raise UserError("data.path", path, hint)
     position = max([state.get("position", 0), *(stop for _, stop in state.get("passed", []))])
     ours, theirs = (past(one, position, len(paths)) for one in (now, before))
@@ -211,8 +211,8 @@ def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identit
             for one in (ours, theirs)
         )
         later = f"data.phases, from {-(-position // BLOCK) * BLOCK * size} tokens on"
-        hint = f"the run had {had}; give that back, with 0 for a folder that is new, or {then}"
-        hint += f". Other weights may begin behind what it has been at: {later}"
+        hint = f"the run had {had}; restore it, with 0 for new folders, or {then}"
+        hint += f". New weights may begin after the data that the run has read: {later}"
         raise UserError("data.phases" if number else "data.weights", mine, hint)
 
 

@@ -35,14 +35,14 @@ def read_header(path: Path, dtype: np.dtype) -> int:
     except OSError as error:
         raise UserError("shard", path, f"cannot be read ({error.strerror}); {AGAIN}") from error
     if size < HEADER_BYTES:
-        raise UserError("shard", path, f"has {size} bytes, less than a header's {HEADER_BYTES}; {AGAIN}")
+        raise UserError("shard", path, f"has {size} bytes, fewer than a header's {HEADER_BYTES}; {AGAIN}")
     magic, version, tokens = np.frombuffer(header, "<i4")[:3].tolist()
     expected = MAGIC_AND_VERSION[dtype.itemsize]
     if (magic, version) != expected:
         hint = f"has magic and version {(magic, version)}, not {expected} as shards of {dtype.name} tokens; {AGAIN}"
         raise UserError("shard", path, hint)
     if tokens < 1 or size != HEADER_BYTES + tokens * dtype.itemsize:
-        hint = f"has {size} bytes, and its header promises {tokens} tokens of {dtype.itemsize} bytes; {AGAIN}"
+        hint = f"has {size} bytes, but its header gives {tokens} tokens of {dtype.itemsize} bytes; {AGAIN}"
         raise UserError("shard", path, hint)
     return tokens
 
@@ -51,7 +51,7 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
     """Compares a shard's header and size with the manifest. Raises: UserError."""
     path = folder / shard.file
     if (tokens := read_header(path, dtype)) != shard.tokens:
-        raise UserError("shard", path, f"has {tokens} tokens where the manifest says {shard.tokens}; {AGAIN}")
+        raise UserError("shard", path, f"has {tokens} tokens, but the manifest gives {shard.tokens}; {AGAIN}")
 
 
 class TokenStream:
@@ -157,7 +157,7 @@ def verify_shards(
         if remember and line in known:
             continue
         if sha256_file(path) != shard.sha256:
-            raise UserError("shard", path, f"is not the file that was prepared: its SHA-256 differs; {AGAIN}")
+            raise UserError("shard", path, f"its SHA-256 differs from the manifest's; {AGAIN}")
         if record and line not in known:
             _append(folder / RECORD, line)
 

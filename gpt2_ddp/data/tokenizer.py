@@ -49,7 +49,7 @@ class Tokenizer:
         surrogates become U+FFFD. `field` names the text in messages. Raises: UserError if a character has no id."""
         if self.characters is not None and (others := {*replace_surrogates(text)} - self.characters):
             hint = f"not among the {len(self.characters):,} characters of {self.name}"
-            raise UserError(field, "".join(sorted(others)), f"{hint}; leave them out, or use bytes, bpe or gpt2")
+            raise UserError(field, "".join(sorted(others)), f"{hint}; remove them, or use bytes, bpe or gpt2")
         try:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
@@ -110,7 +110,7 @@ def check_tokenizer(tokenizer: Tokenizer, manifest: Manifest, folder: Path) -> N
     for name in ("vocab_size", "eot"):
         recorded, here = getattr(manifest, name), getattr(tokenizer, name)
         if recorded != here:
-            hint = f"says {name} {recorded}, and its tokenizer {tokenizer.name} has {here}; {AGAIN}"
+            hint = f"has {name} {recorded}, but its tokenizer {tokenizer.name} has {here}; {AGAIN}"
             raise UserError("data", folder / MANIFEST, hint)
 
 

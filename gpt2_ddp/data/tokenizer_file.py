@@ -28,7 +28,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         encoding = tiktoken.Encoding(path.name, **_definition(json.loads(data)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        hint = f"is not a byte-level BPE like GPT-2's, nor of characters ({error}); `bpe` trains one on the source"
+        hint = f"is neither a byte-level BPE like GPT-2's nor of characters ({error}); `bpe` trains one on the source"
         raise UserError("tokenizer", path, hint) from error
     return Tokenizer(path.name, encoding, hashlib.sha256(data).hexdigest())
 
@@ -65,10 +65,10 @@ def _characters(vocab: dict[str, int], pre_tokenizer: dict[str, Any]) -> dict[by
 
 def _ranks(model: dict[str, Any], pre_tokenizer: dict[str, Any], special_tokens: set[str]) -> dict[bytes, int]:
     if pre_tokenizer["add_prefix_space"] or not pre_tokenizer.get("use_regex", True):
-        raise ValueError("it adds a blank before the text, or splits it in another way")
+        raise ValueError("it adds a space before the text, or splits it differently")
     ranks = {to_bytes(token): rank for token, rank in model["vocab"].items() if token not in special_tokens}
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
     merged = [ranks[to_bytes(first + second)] for first, second in merges]
     if merged != sorted(set(merged)) or {*BYTE_OF_CHARACTER.values()} - {*ranks} or len(ranks) != 256 + len(merged):
-        raise ValueError("its ids do not follow its merges")
+        raise ValueError("its ids are not in the order of its merges")
     return ranks

@@ -41,7 +41,7 @@ def start_run(config: RunConfig) -> Accelerator:
     for a missing tracker package, and for ranks that cannot connect."""
     for name in config.tracking.log_with:
         if find_spec(name) is None:
-            raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or leave it away")
+            raise UserError("tracking.log_with", name, f"is not installed; `pip install {name}`, or remove it")
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

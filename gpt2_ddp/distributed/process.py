@@ -70,7 +70,7 @@ def _started(pid: int) -> int:
 
 def end_with_parent(number: int) -> None:
     """Sends this process signal `number` when its parent process ends, even by `kill -9`. One of several machines that
-    lost its launcher without a signal is lost: its ranks are killed, and the other machines' launchers go on or end.
+    lost its launcher without a signal is lost: its ranks are killed, and the other machines' launchers continue or end.
 
     Commands of a shell must not call this: `nohup python ... &` should outlive its shell. A thread waits for the end:
     PR_SET_PDEATHSIG would fire when the parent's *thread* ends that started this process, and exists on Linux only.

@@ -143,7 +143,7 @@ def _listen(reader: int, print_line: Callable[[str], None]) -> None:
             reported, ends, name = True, _state.ends_process(), signal.Signals(byte[0]).name
             time.sleep(QUICK_SECONDS if ends else 0)
             if _state.active:
-                print_line(f"{name} heard: stopping")
+                print_line(f"{name} received: stopping")
             time.sleep(PATIENCE_SECONDS - QUICK_SECONDS if ends else 0)
             if ends and _state.ends_process() and _state.active:
                 print_line(_stop_message(name))
@@ -151,7 +151,7 @@ def _listen(reader: int, print_line: Callable[[str], None]) -> None:
 
 
 def _stop_message(name: str) -> str:
-    return f"stopped by {name}: nothing was lost, the same command does it again"
+    return f"stopped by {name}; nothing was lost: run the same command again"
 
 
 def _exit(code: int) -> None:

@@ -1,5 +1,5 @@
-"""Processes from Python, for those who know mp.spawn: `--launch.processes 2` instead of a launcher. No torch here: the
-parent starts them before any thread pool exists."""
+"""Starts processes from Python, like mp.spawn: `--launch.processes 2` instead of a launcher. Imports no torch: the
+parent starts the processes before any thread pool exists."""
 
 import atexit
 import math
@@ -24,21 +24,21 @@ from gpt2_ddp.errors import UserError
 
 T = TypeVar("T")
 
-GRACE_SECONDS = 10  # of the other ranks after one has failed: they may be about to report the same mistake
+GRACE_SECONDS = 10  # for the other ranks after one has failed: they may report the same user error
 
 
 def run_processes(function: Callable[..., T], processes: int | None, *args: object) -> T:
-    """The main rank's result of a module's `function(*args)`, called here, or, for two processes or more, on each rank
-    of a new world of this machine. Function, arguments and result are pickled.
+    """The main rank's result of a module's `function(*args)`. Called in this process or, for two and more, on each rank
+    of a new world on this machine. Function, arguments and result are pickled.
 
     The ranks get torchrun's environment. Signals to this process reach all of them; they end when this process dies.
-    Under a launcher, which has started the ranks already, `function` is called here whatever `processes` says.
+    Under a launcher, which has started the ranks already, `function` is called here for any `processes`.
 
     Raises:
-        UserError: the main rank's, when it raised one; a launcher's variable that is no number.
-        Stopped: when a rank was stopped while there was nothing to save.
-        SystemExit: 1, when a rank crashed; its traceback is on stderr. 2, when another than the main rank met a user's
-            mistake, which it has told.
+        UserError: of the main rank, or of a launcher's variable that is not a number.
+        Stopped: a rank was stopped with nothing to save.
+        SystemExit: 1 if a rank crashed; its traceback is on stderr. 2 after a user error of another rank, which has
+            printed it.
     """
     world_size()  # unsets an empty RANK
     if processes in (None, 1) or "RANK" in os.environ:
@@ -47,7 +47,7 @@ def run_processes(function: Callable[..., T], processes: int | None, *args: obje
 
 
 def start_processes(function: Callable[..., T], processes: int, *args: object) -> T:
-    """As `run_processes`, always on a new world of fresh processes, of which one alone gets no rank."""
+    """As `run_processes`, always on a new world of new processes. A single process gets no rank."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     ranks = list(start_ranks(_run_rank, [(sender, function, args)] * processes))
     sender.close()
@@ -77,8 +77,8 @@ def start_processes(function: Callable[..., T], processes: int, *args: object) -
 def start_ranks(function: Callable[..., object], arguments: Sequence[tuple[object, ...]]) -> Iterator[BaseProcess]:
     """Starts `function(*arguments[rank])` on each rank of a new world, in a fresh process that ends with this one.
 
-    A process that is alone gets no rank. A Ctrl-C of the terminal reaches this process only. A rank that is asked to
-    stop while there is nothing to save ends with 75.
+    A single process gets no rank. A Ctrl-C of the terminal reaches this process only. A rank that is stopped with
+    nothing to save ends with 75.
     """
     context = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -95,7 +95,7 @@ def _call(function: Callable[..., object], arguments: tuple[object, ...]) -> Non
     os.setpgrp()  # the parent passes a Ctrl-C on: once, not twice
     # as usual again: a fresh interpreter for each loader worker would import torch for seconds, in every evaluation
     multiprocessing.set_start_method(None, force=True)
-    with exit_on_signal(lambda line: None):  # the parent says it
+    with exit_on_signal(lambda line: None):  # the parent reports it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # pending ones are delivered
         end_with_parent(signal.SIGTERM)
         function(*arguments)
@@ -108,7 +108,7 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
     except UserError as error:
         answer = (None, error)
     if main:
-        with suppress(BrokenPipeError):  # the parent was killed: there is nobody to tell
+        with suppress(BrokenPipeError):  # the parent was killed
             sender.send(answer)
     sender.close()
     if answer[1] is not None:
@@ -118,8 +118,8 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
 
 
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
-    """The main rank's answer, once all ranks have ended; when one fails, the others soon have to end as well. When one
-    is stopped on its own, the others are told to stop."""
+    """The main rank's answer, once all ranks have ended. After one rank fails, the others are soon ended. After one
+    rank is stopped, the others are signalled to stop."""
     answer, told, deadline = None, False, math.inf
     running = list(ranks)
     while running:
@@ -145,7 +145,7 @@ def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserE
 
 @contextmanager
 def _environment(rank: int, processes: int, port: int) -> Iterator[None]:
-    """What torchrun tells a rank, for the process that is started inside."""
+    """Sets torchrun's environment of a rank, for a process that is started inside."""
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(usable_cores() // processes, 1)))
     if processes > 1:

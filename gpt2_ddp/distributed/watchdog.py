@@ -81,9 +81,9 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     lines, stuck = [], []
     for rank, (beat, silent, gone) in running.items():
         if gone and silent > GRACE:
-            lines.append(f"{names[rank]}: ended without a word, last seen at {_at(beat)}; was it killed?")
+            lines.append(f"{names[rank]}: ended without an error message; last stage: {_at(beat)}; was it killed?")
         elif silent > limit:
-            lines.append(f"{names[rank]}: no sign of life for {silent:.0f} s, last seen at {_at(beat, stack=True)}")
+            lines.append(f"{names[rank]}: no heartbeat for {silent:.0f} s; last stage: {_at(beat, stack=True)}")
             stuck.append(beat.process)
     if lines:
         return Verdict("\n".join(lines), stuck, [])

@@ -121,7 +121,6 @@ class InlineExecutor(Executor):
 
 
 def run_in_worker(function: Callable[..., T], *arguments: Any) -> T:
-    """The result of a module's function in a worker process, which signals can interrupt during long C calls, and which
-    frees its memory."""
+    """The result of a module's function in a worker process: signals can interrupt it, and its memory is freed."""
     with worker_pool(1) as pool:
         return pool.submit(function, *arguments).result()

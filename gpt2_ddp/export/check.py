@@ -1,4 +1,4 @@
-"""Whether transformers makes of an exported folder what was trained, which the checkpoint's own model tells."""
+"""Checks that transformers, loading an exported folder, gives the same results as the checkpoint's own model."""
 
 import math
 from itertools import zip_longest
@@ -14,34 +14,34 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers
 from gpt2_ddp.preparation.source_files import library_files
 
-TEXT_CHARACTERS = 1_000_000  # of Python's own modules, to compare token ids on
+TEXT_CHARACTERS = 1_000_000  # of Python's modules, to compare token ids on
 SCRIPTS = (
     f"{END_OF_TEXT} a{END_OF_TEXT}b  \n\n\t x\r\n\r\n   I'LL don't 1234567 １２３ café cafe\u0301 Größe "
     "Ελληνικά Русский 日本語 中文 한국어 العربية עברית ไทย हिन्दी தமிழ் 👩\u200d👩\u200d👧 🏳\ufe0f\u200d🌈 👍🏽 ½ ﬁ ∑∫ "
     "\u200b\u2028\u3000\ufeff\x00\x7f end   "
 )
-"""What seldom stands in a module: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
+"""Text that is rare in modules: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
 WINDOWS = 2
-"""Of the model's whole context, to compare logits on."""
+"""Windows of the model's whole context, to compare logits on."""
 GREEDY_TOKENS = 200
 TOLERANCE, RELATIVE = 1e-4, 1e-5
-"""Of logits: how far rounding may take two fp32 programs apart, absolutely or relative to the largest logit."""
+"""Largest difference of logits by rounding in fp32, absolute or relative to the largest logit."""
 
 
 class ExportMismatch(Exception):
-    """An export that differs from the checkpoint; the text says in what, and `left` is the folder that keeps it."""
+    """An export that differs from the checkpoint. The message names the difference; `left` is its folder."""
 
     left: Path
 
 
 class Findings(NamedTuple):
-    """What was compared and found equal."""
+    """Numbers of equal tensors, logits and tokens."""
 
     tensors: int  # equal bit for bit
     logits: int  # of a size up to `largest`, which differ by `difference` at most
     difference: float
     largest: float
-    greedy: int  # tokens that both find likeliest, of `generated`; between the others, rounding decides
+    greedy: int  # tokens that are likeliest for both, of `generated`; the others differ by rounding
     generated: int
     ids: int  # equal token ids, of `characters` characters of text
     characters: int
@@ -79,8 +79,8 @@ def _load(folder: Path) -> tuple[Any, Any]:
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, local_files_only=True)
         theirs, info = loaded
         their_tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever it raises for a folder that it cannot read
-        raise ExportMismatch(f"transformers does not load it: {type(error).__name__}: {error}") from error
+    except Exception as error:  # any exception for an unreadable folder
+        raise ExportMismatch(f"transformers cannot load it: {type(error).__name__}: {error}") from error
     finally:
         logging.enable_progress_bar()
     if found := {what: sorted(map(str, keys)) for what, keys in info.items() if keys}:
@@ -93,10 +93,10 @@ def _compare_weights(theirs: Any, model: GPT) -> int:
     try:
         back = from_transformers(theirs.state_dict(), state)
     except ValueError as error:
-        raise ExportMismatch(f"the weights that transformers loads do not fit: {error}") from error
+        raise ExportMismatch(f"the weights loaded by transformers do not match: {error}") from error
     for name, weight in state.items():
         if not torch.equal(back[name].view(torch.int32), weight.view(torch.int32)):
-            raise ExportMismatch(f"{name} is not the checkpoint's as transformers loads it")
+            raise ExportMismatch(f"{name} differs from the checkpoint's after loading with transformers")
     return len(state)
 
 
@@ -107,15 +107,14 @@ def _compare_tokens(theirs: Any, tokenizer: Tokenizer) -> tuple[str, np.ndarray]
     if ids.tolist() != others:
         first = next(at for at, (one, other) in enumerate(zip_longest(ids.tolist(), others)) if one != other)
         said = f"{ids[first : first + 5].tolist()} here and {others[first : first + 5]} there"
-        raise ExportMismatch(f"token ids differ behind {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
+        raise ExportMismatch(f"token ids differ after {tokenizer.decode(ids[max(first - 20, 0) : first])!r}: {said}")
     if theirs.decode(ids) != tokenizer.decode(ids):
         raise ExportMismatch("the text of the token ids differs")
     return text, ids
 
 
 def _text(tokenizer: Tokenizer) -> str:
-    """Some of all scripts and TEXT_CHARACTERS of Python's modules; where ids are characters, all of those and what the
-    text has of them."""
+    """A sample of all scripts and of Python's modules; if ids are characters, all of them and text of them only."""
     parts, length = [SCRIPTS], 0
     for file in library_files():
         parts.append(file.read_bytes().decode(errors="replace"))
@@ -135,20 +134,20 @@ def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float
         window = torch.cat([tokens[:1], tokens[1 + start * size :][: size - 1]])[None]
         ours, others = model(window), theirs(window).logits
         if ours.shape != others.shape:
-            raise ExportMismatch(f"logits have the shape {[*others.shape]} there and {[*ours.shape]} here")
+            raise ExportMismatch(f"logits have shape {[*others.shape]} there and {[*ours.shape]} here")
         count += ours.numel()
         found.append([(ours - others).abs().max().item(), ours.abs().max().item()])
     difference, largest = np.max(found, axis=0).tolist()  # NaN where one is
     if not math.isfinite(largest):
         raise ExportMismatch("the checkpoint's own logits are not finite")
     if not difference <= _bound(largest):
-        raise ExportMismatch(f"logits differ by {difference:.2e}, and {_bound(largest):.2e} would be rounding")
+        raise ExportMismatch(f"logits differ by {difference:.2e}, more than rounding ({_bound(largest):.2e})")
     return count, difference, largest
 
 
 def _compare_greedy(theirs: Any, model: GPT, tokens: Tensor, eot: int) -> tuple[int, int]:
     """How many of the tokens that transformers generates, each the likeliest, are our likeliest too, of how many. The
-    others are our likeliest within rounding. End-of-text is left out: one document goes on."""
+    others are our likeliest within rounding. End-of-text is excluded: one document continues."""
     size = model.config.block_size
     given = max(min(8, size // 2), 1)
     new = max(min(GREEDY_TOKENS, size - given), 1)
@@ -163,7 +162,7 @@ def _compare_greedy(theirs: Any, model: GPT, tokens: Tensor, eot: int) -> tuple[
     if not behind.max() <= 2 * _bound(logits.max().item()):
         row, place = divmod(int(behind.argmax()), new)
         said = f"{int(logits[row, place].argmax())} here and {int(chosen[row, place])} there"
-        raise ExportMismatch(f"greedy tokens differ: behind {written[row, : given + place].tolist()[-8:]} it is {said}")
+        raise ExportMismatch(f"greedy tokens differ: after {written[row, : given + place].tolist()[-8:]}: {said}")
     return int((logits.argmax(dim=-1) == chosen).sum()), chosen.numel()
 
 

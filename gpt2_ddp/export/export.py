@@ -1,6 +1,6 @@
 """export_hf.py: a checkpoint as a folder that transformers, lm-eval and llama.cpp's converter read.
 
-Its model card (README.md), which the Hub shows, says what was trained on what, how well, and how to use it.
+Its model card (README.md), which the Hub shows, has the model, its data, its scores and its use.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ print(generate("The", max_new_tokens=50)[0]["generated_text"])
 {table}
 {curve}
 In training each document begins with end-of-text, id {eot}; the tokenizer does not add it. Written out in a text, \
-`<|endoftext|>` is text like any other (`split_special_tokens`).
+`<|endoftext|>` is encoded as plain text (`split_special_tokens`).
 {notes}
 ## What was checked
 
@@ -73,13 +73,13 @@ SCORES = {"val_loss": "validation loss", "train_loss": "training loss", "val_bit
 
 
 def export_hf(config: ExportConfig) -> int:
-    """The command: exports, prints what was compared, uploads; returns the exit code.
-    Raises: UserError for whatever the user has to mend, before the weights are read where that can be."""
+    """The command: exports, prints the comparisons, uploads; returns the exit code. Raises: UserError, if possible
+    before the weights are read."""
     require_package("transformers", "the export is checked")
     if config.gguf:
         require_package("gguf", "--gguf writes")
     if config.push_to_hub:
-        with _hub(config.push_to_hub, "log in with `hf auth login`, or leave it away") as hub:
+        with _hub(config.push_to_hub, "log in with `hf auth login`, or remove push_to_hub") as hub:
             hub.whoami()
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
@@ -87,9 +87,9 @@ def export_hf(config: ExportConfig) -> int:
     try:
         findings = export(checkpoint, output, config.gguf)
     except ExportMismatch as rejected:
-        print(f"rejected: {rejected}; what was written is left in {rejected.left}", file=sys.stderr)
+        print(f"rejected: {rejected}; the files are in {rejected.left}", file=sys.stderr)
         return 1
-    print(f"{output}: {checkpoint.path} for transformers, which agrees in {findings}")
+    print(f"{output}: {checkpoint.path} in transformers' format; equal: {findings}")
     if config.push_to_hub:
         print(f"uploaded to {upload(output, config.push_to_hub, config.private)}")
     return 0
@@ -98,19 +98,18 @@ def export_hf(config: ExportConfig) -> int:
 def require_package(name: str, purpose: str) -> None:
     """Raises: UserError for a package that is not installed, before the weights are read."""
     if importlib.util.find_spec(name) is None:
-        raise UserError("package", name, f"is not installed, and {purpose} with it; `pip install {name}`")
+        raise UserError("package", name, f"is not installed, but {purpose} with it; run `pip install {name}`")
 
 
 def default_output(checkpoint: Checkpoint) -> Path:
-    """In exports/, by the run's name and the step."""
+    """The folder exports/RUN-step-STEP."""
     return Path("exports", f"{checkpoint.config['run_name']}-step-{checkpoint.state['step']:08d}")
 
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
-    """Makes the folder `output` of a GPT's checkpoint; it is there once transformers was found to compute the same.
-    `gguf`: with a file for llama.cpp.
-    Raises: UserError if `output` is in use, the checkpoint was pruned meanwhile, or the disk refuses; ExportMismatch if
-    transformers computes something else: the folder is left under the name of `.rejected`."""
+    """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
+    file for llama.cpp. Raises: UserError if `output` is in use, the checkpoint was deleted, or writing fails;
+    ExportMismatch if transformers' results differ: the folder is renamed to `.rejected`."""
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)
@@ -147,11 +146,11 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
 def atomic_directory(output: Path) -> Iterator[Path]:
     """Yields a hidden folder to fill, which becomes `output` at the end. After an ExportMismatch it becomes
     `output` with `.rejected`; after other exceptions it is removed.
-    Raises: UserError if `output` is not an empty folder, another process makes it, or the disk refuses."""
+    Raises: UserError if `output` is not an empty folder, another process writes it, or writing fails."""
     with locked_output(output) as aside:
         empty = os.path.isdir(output) and not os.path.islink(output) and not os.listdir(output)
         if os.path.lexists(output) and not empty:
-            raise UserError("output", output, "is there already, and nothing is overwritten; remove it or name another")
+            raise UserError("output", output, "exists, and nothing is overwritten; remove it or name another folder")
         try:
             with writing(output):
                 yield aside
@@ -163,9 +162,9 @@ def atomic_directory(output: Path) -> Iterator[Path]:
 
 
 def upload(folder: Path, repository: str, private: bool) -> str:
-    """Uploads a folder in one commit to OWNER/NAME on the Hub, which is made if it is not there, `private` or not;
-    returns its address. Raises: UserError if the Hub refuses or is not reached."""
-    with _hub(repository, f"the export is whole; `hf upload {repository} {folder}` uploads it later") as hub:
+    """Uploads a folder in one commit to OWNER/NAME on the Hub, and creates a missing repository,
+    `private` or not. Returns its address. Raises: UserError if the upload fails."""
+    with _hub(repository, f"the export is complete; upload it later: `hf upload {repository} {folder}`") as hub:
         url = hub.create_repo(repository, private=private, exist_ok=True)
         hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export of gpt2_ddp")
     return str(url)
@@ -173,7 +172,7 @@ def upload(folder: Path, repository: str, private: bool) -> str:
 
 @contextmanager
 def _hub(repository: str, hint: str) -> Iterator[Any]:
-    """The Hub's client, whose errors become user errors."""
+    """The Hub's client, with its errors as user errors."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -186,7 +185,7 @@ def _hub(repository: str, hint: str) -> Iterator[Any]:
 
 def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     config = model.config
-    biases = "" if config.bias else "; trained without biases, which are zeros here"
+    biases = "" if config.bias else "; trained without biases (zeros in this folder)"
     return {
         "model": f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}{biases}",
         "context": f"{config.block_size:,} tokens",
@@ -195,7 +194,7 @@ def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _data_rows(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the data are; more, where a folder is still there and still the same."""
+    """Description of the data; longer if the folders still exist unchanged."""
     mixture, data = recorded(checkpoint.state), checkpoint.config["data"]
     assert mixture is not None, "every checkpoint has it"
     paths = [data["path"]] if isinstance(data["path"], str) else data["path"]
@@ -209,13 +208,13 @@ def _data_rows(checkpoint: Checkpoint) -> dict[str, Any]:
             manifest = read_manifest(Path(path))
             if manifest.hash == digest:
                 train, val = manifest.tokens("train"), manifest.tokens("val")
-                text = f"{manifest.source}: {train:,} tokens to train on, {val:,} to validate"
+                text = f"{manifest.source}: {train:,} training tokens, {val:,} validation tokens"
         said |= {f"data{which}": f"{text}{share}", f"hash of the data{which}": f"`{digest}`"}
     return said
 
 
 def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
-    """How it was trained, and how well; `sha256` is of the checkpoint's manifest."""
+    """Training and scores of the model; `sha256` is of the checkpoint's manifest."""
     state = checkpoint.state
     scores = state.get("metrics") or {"val_loss": state.get("val_loss")}
     epoch = state.get("epoch_size")

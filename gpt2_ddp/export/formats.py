@@ -1,7 +1,7 @@
 """The files of an export: weights and tokenizer for transformers, and GGUF, the file of llama.cpp.
 
-llama.cpp's own converter refuses every BPE that it does not know by its hash. Names, types and tables of the GGUF are
-those that it writes for a GPT2LMHeadModel, by its package `gguf`. All tensors are fp32; llama.cpp's `llama-quantize`
+llama.cpp's own converter rejects every BPE with an unknown hash. Names, types and tables of the GGUF are equal to those
+that it writes for a GPT2LMHeadModel, with its package `gguf`. All tensors are fp32; llama.cpp's `llama-quantize`
 makes smaller files of it.
 """
 
@@ -37,7 +37,7 @@ def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int
     tokenizer.json; None makes one from tiktoken's tables. `context`: tokens that the model sees."""
     (folder / TOKENIZER_FILE).write_bytes(definition or json.dumps(tokenizer_json(tokenizer)).encode())
     config = {
-        # by name: without it, transformers takes GPT-2's own class, which ignores what the file says of splitting text
+        # by name: otherwise transformers uses GPT-2's class, which ignores the file's pre-tokenizer
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
@@ -81,7 +81,7 @@ def _characters(token: bytes) -> str:
 
 
 def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two tokens that were merged to this one: what the merges before it make of its bytes."""
+    """The two tokens that were merged to this one: the result of the earlier merges on its bytes."""
     parts = [token[index : index + 1] for index in range(len(token))]
     while len(parts) > 2:
         merges = [ranks.get(first + second, len(ranks)) for first, second in pairwise(parts)]
@@ -91,8 +91,8 @@ def _halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def write_gguf(model: GPT, tokenizer: Tokenizer, file: Path) -> None:
-    """Writes the model and its tokenizer, reads the file, and compares every field and tensor with what was meant.
-    Raises: UserError if the disk refuses, or llama.cpp has no such tokenizer; ExportMismatch for a difference."""
+    """Writes the model and its tokenizer, reads the file, and compares every field and tensor.
+    Raises: UserError if writing fails, or llama.cpp has no such tokenizer; ExportMismatch for a difference."""
     from gguf import GGUFReader
 
     fields, tensors = _fields(model, tokenizer), _tensors(model)
@@ -116,8 +116,8 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 
     config, definition = model.config, tokenizer_json(tokenizer)
     merges = definition["model"]["merges"] if definition["pre_tokenizer"].get("use_regex") else []
-    if not merges:  # `bytes` has none, and llama.cpp insists on some
-        hint = "is no byte-level BPE like GPT-2's, and llama.cpp would encode text otherwise; leave --gguf away"
+    if not merges:  # `bytes` has none, but llama.cpp requires some
+        hint = "is not a byte-level BPE like GPT-2's, so llama.cpp would encode text differently; remove --gguf"
         raise UserError("tokenizer", tokenizer.name, hint)
     token_of_id = {rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()}
     token_of_id |= {token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]}

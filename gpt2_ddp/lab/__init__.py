@@ -1,1 +1,1 @@
-"""Short experiments that show what goes wrong with data parallelism."""
+"""Short experiments on common mistakes in data parallelism."""

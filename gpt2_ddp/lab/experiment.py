@@ -1,4 +1,4 @@
-"""What an experiment of the DDP lab is, and the small things that most of them need."""
+"""An experiment of the DDP lab, and helpers for experiments."""
 
 import inspect
 import re
@@ -37,10 +37,10 @@ class Experiment:
 
     @property
     def code(self) -> str:
-        """What is measured: the source of the function, and before it what it uses of its own module."""
+        """The source of the measuring function, after the functions of its module that it uses."""
         decorated = inspect.getsource(self.measure)
         found = decorated[decorated.index("\ndef ") + 1 :]
-        for name, part in reversed(vars(inspect.getmodule(self.measure)).items()):  # what a part uses stands before it
+        for name, part in reversed(vars(inspect.getmodule(self.measure)).items()):  # used parts come first
             ours = getattr(part, "__module__", "") == self.measure.__module__
             if ours and (inspect.isfunction(part) or inspect.isclass(part)) and re.search(rf"\b{name}\b", found):
                 found = f"{inspect.getsource(part)}\n\n{found}"
@@ -101,7 +101,7 @@ def largest(value: float) -> float:
 
 
 def union(values: Iterable[T]) -> list[T]:
-    """What all ranks hold, one after the other."""
+    """The ranks' values, one after the other."""
     parts: list[list[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, list(values))
     return [value for part in parts for value in part]

@@ -1,4 +1,4 @@
-"""The DDP lab: what people get wrong, the wrong way and the right one measured side by side on two CPU processes."""
+"""The DDP lab: common mistakes in DDP, wrong and right, measured on two CPU processes."""
 
 import json
 import multiprocessing
@@ -51,7 +51,7 @@ def run_lab(config: LabConfig) -> int:
         print(explain(choose((config.explain,), "explain")[0]))
         return 0
     if world_size() > 1:
-        hint = f"the lab starts its own two processes: `{command_for('ddp_lab')}`, without a launcher"
+        hint = f"the lab starts its own two processes: run `{command_for('ddp_lab')}` without a launcher"
         raise UserError("processes", world_size(), hint)
     if config.output:
         check_writable(config.output)
@@ -73,26 +73,26 @@ def choose(names: tuple[str, ...], field: str = "only") -> list[Experiment]:
     known = {experiment.name: experiment for experiment in EXPERIMENTS}
     for name in names:
         if name not in known:
-            raise UserError(field, name, f"is no experiment; there are {', '.join(known)}")
+            raise UserError(field, name, f"is not an experiment; choose from {', '.join(known)}")
     return [known[name] for name in names] or EXPERIMENTS
 
 
 def explain(experiment: Experiment) -> str:
-    """For a terminal: the claim, the lesson, both ways, and the code that measures them."""
+    """Text for a terminal: claim, lesson, both ways, and the code that measures them."""
     ways = f"wrong: {experiment.wrong}\nright: {experiment.right}"
     told = textwrap.fill(lesson(experiment), 100, break_long_words=False, break_on_hyphens=False)
     return "\n\n".join(part for part in (experiment.claim, told, ways, experiment.code.rstrip()) if part)
 
 
 def lesson(experiment: Experiment) -> str:
-    """Its paragraph of docs/ddp-lab.md, without the name; empty where no docs/ is, as in an image or a wheel."""
+    """The experiment's paragraph in docs/ddp-lab.md, without the name; empty without docs/, as in an image."""
     text = DOCUMENTATION.read_text(encoding="utf-8") if DOCUMENTATION.exists() else ""
     found = re.search(rf"^\*\*{experiment.name}\.\*\* (.*?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL)
     return " ".join(found[1].split()) if found else ""
 
 
 def as_markdown(rows: list[Row]) -> str:
-    """The experiments as a table: claim, wrong way, right way, what was measured."""
+    """The experiments as a table: claim, wrong way, right way, measurement."""
     lines = []
     for row in rows:
         cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured
@@ -102,7 +102,7 @@ def as_markdown(rows: list[Row]) -> str:
 
 
 def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
-    """Runs them one after the other in one world of two processes; a fresh one after an experiment that broke it."""
+    """Runs experiments one after the other in a world of two processes; starts a new world after a failed one."""
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:
         for experiment in experiments:
@@ -120,7 +120,7 @@ def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, 
 
 
 def _measure(ranks: list[tuple[BaseProcess, Connection]], experiment: Experiment, seed: int) -> tuple[Numbers, str]:
-    """Rank 0's numbers, or what went wrong on the first rank that has an answer missing."""
+    """Rank 0's numbers, or the problem of the first rank without an answer."""
     for _, pipe in ranks:
         pipe.send((experiment.name, seed))
     answers = []
@@ -164,6 +164,6 @@ def _answer(pipe: Connection) -> None:
             name, seed = pipe.recv()
             try:
                 pipe.send((choose((name,))[0].run(accelerator, seed), ""))
-            except Exception as error:  # whatever it is, the table says it and the next experiment begins anew
+            except Exception as error:  # any error goes to the table; the next experiment gets a new world
                 traceback.print_exc()
                 pipe.send(({}, f"{type(error).__name__}: {error}"))

@@ -1,4 +1,4 @@
-"""Experiments on the training loop around DDP: what is weighted, logged, accumulated, scheduled and scaled."""
+"""Experiments on the training loop around DDP: weighting, logging, accumulation, schedules and scaling."""
 
 from math import ceil
 from typing import Any

@@ -1,4 +1,4 @@
-"""Experiments on which rank sees which samples, and on what one rank does alone."""
+"""Experiments on the samples of each rank, and on work of a single rank."""
 
 import io
 import time

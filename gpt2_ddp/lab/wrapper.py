@@ -1,4 +1,4 @@
-"""Experiments on DistributedDataParallel: gradients and weights, and what goes past the wrapper."""
+"""Experiments on DistributedDataParallel: gradients, weights, and calls that bypass the wrapper."""
 
 import time
 from collections.abc import Sequence

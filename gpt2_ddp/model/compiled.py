@@ -19,9 +19,9 @@ WORTH_IT = 1.2e13
 
 
 def check_compiler(how: str, device: torch.device) -> None:
-    """Raises: UserError where `train.compile` asks for a graph and the compiler is missing."""
+    """Raises: UserError if `train.compile` requires a compiler that is missing."""
     if how not in ("auto", "off") and (missing := missing_compiler(device)):
-        raise UserError("train.compile", how, f"needs {missing}; install that, or use auto or off")
+        raise UserError("train.compile", how, f"needs {missing}; install it, or use auto or off")
 
 
 def missing_compiler(device: torch.device) -> str | None:

@@ -1,4 +1,4 @@
-"""Document mask: positions and attention masks by which each document of a window is computed alone.
+"""Document mask: positions and attention masks that separate the documents of a window.
 
 Shapes: B windows of T tokens. A document begins with end-of-text. Tokens before a window's first end-of-text belong to
 a document that began earlier.

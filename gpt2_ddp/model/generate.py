@@ -113,8 +113,7 @@ def _continue(
     draws: Sequence[Callable[[Tensor], Tensor]],
     poll: Callable[[], None],
 ) -> Iterator[tuple[int, int]]:
-    """Rows and their new tokens, of one batch of non-empty prompts; each of `draws` takes logits [B, V] to one new
-    token per row."""
+    """Rows and new tokens of a batch of non-empty prompts; each of `draws` maps logits [B, V] to one token per row."""
     block_size = model.config.block_size
     begins = model.eot if model.config.document_mask else None  # first token of a document, whose past is masked
     windows = [last_document(prompt, begins)[-block_size:] for prompt in prompts]  # context of each row

@@ -146,7 +146,7 @@ def _scores(setting: Setting, n: int) -> float:
 
 
 def _logits(setting: Setting, n: int, trains: bool = False) -> Moment:
-    """fp32: logits and log-softmax, and in the backward pass the gradients of both beside log-softmax. In half
+    """fp32: logits and log-softmax, and in the backward pass the gradients of both and log-softmax. In half
     precision: logits in half and in fp32, and log-softmax."""
     chunk, head = min(n, resolve_loss_chunk(setting.config.train.loss_chunk, setting.kind) or n), []
     if trains and chunk < n:  # the loss computes the head's gradient

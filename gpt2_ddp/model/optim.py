@@ -78,17 +78,17 @@ def schedule_note(step: int, steps: int, config: OptimConfig) -> str:
     """Warning, after `step` steps of `steps` in all, about a schedule that does not end with the run; or empty."""
     end, low, last = config.decay_steps or steps, config.min_lr, lr_at(steps, config)
     branch = "train.branch_from starts a new run from one of its checkpoints with another schedule"
-    hint = f"--optim.decay_steps {steps} moves that end" if config.may_end_at(steps, step) else branch
+    hint = f"--optim.decay_steps {steps} ends the schedule with the run" if config.may_end_at(steps, step) else branch
     if steps <= config.warmup_steps:
-        ends = f"the run ends at step {steps:,}, and its warm-up at step {config.warmup_steps:,}"
-        ends += f": the last rate is {last:.3g}, and optim.lr {config.lr:.3g}"
+        ends = f"the run ends at step {steps:,}, but its warm-up at step {config.warmup_steps:,}"
+        ends += f": the last learning rate is {last:.3g}, not optim.lr ({config.lr:.3g})"
         return f"{ends}; raise train.steps, or lower optim.warmup_steps in a new run"
     if config.schedule == "constant" or low == config.lr:
         return ""
     if steps > end:
-        reached = f"the rate reaches min_lr ({low:.3g}) at step {end:,}, and the run ends at step {steps:,}"
+        reached = f"the schedule reaches min_lr ({low:.3g}) at step {end:,}, but the run ends at step {steps:,}"
         return f"{reached}: {steps - max(step, end):,} steps train at min_lr; {hint}"
     if last - low > (config.lr - low) / 20:
-        ends = f"the run ends at step {steps:,}, and the schedule at step {end:,} (optim.decay_steps)"
-        return f"{ends}: the last rate is {last:.3g}, and min_lr {low:.3g}; {hint}"
+        ends = f"the run ends at step {steps:,}, but the schedule at step {end:,} (optim.decay_steps)"
+        return f"{ends}: the last learning rate is {last:.3g}, not min_lr ({low:.3g}); {hint}"
     return ""

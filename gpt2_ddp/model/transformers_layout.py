@@ -80,13 +80,13 @@ def from_transformers(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor])
     if missing := like.keys() - theirs.keys():
         raise ValueError(f"{min(missing)} is missing")
     if head is not None and not torch.equal(head, theirs["wte.weight"]):
-        raise ValueError(f"{HEAD} is not the embedding, and here the head is tied to it")
+        raise ValueError(f"{HEAD} differs from the embedding, but gpt2_ddp ties the two")
     state = {}
     for name in sorted(theirs):
         tensor = _transposed(name, theirs[name]).float()
         if name not in like:
             if not name.endswith(".bias") or name.removesuffix("bias") + "weight" not in like:
-                raise ValueError(f"{name} is one too many")
+                raise ValueError(f"{name} is unknown")
             if tensor.any():
                 raise ValueError(f"{name} is not zero, and model.bias is false")
             continue
@@ -96,7 +96,7 @@ def from_transformers(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor])
         elif name == "wte.weight" and tensor.shape[1:] == wanted.shape[1:]:
             tensor = torch.cat([tensor, wanted[tensor.size(0) :].float()])
         if tensor.shape != wanted.shape:
-            raise ValueError(f"{name} has the shape {[*theirs[name].shape]}, which does not fit {[*wanted.shape]}")
+            raise ValueError(f"{name} has shape {[*theirs[name].shape]} instead of {[*wanted.shape]}")
         state[name] = tensor.contiguous()
     return state
 

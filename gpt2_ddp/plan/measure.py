@@ -1,4 +1,4 @@
-"""What the training's own code shows: what it refuses, a process's memory, and the time of its steps."""
+"""Measurements with the training's own code: its user errors, a process's memory, and the time of its steps."""
 
 import gc
 import sys
@@ -32,16 +32,16 @@ from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
 
 STEPS, READING = 25, 5
-"""Steps that are trained; steps of which each row gives the rate, and the first row's are warm-up."""
+"""Trained steps; steps per row, of which each row has the rate. The first row is warm-up."""
 REPEATED = {"evaluate": 2, "save": 2, "sample": 1}
-"""How often each is done in the steps that are measured."""
+"""Number of each kind of work in the measured steps."""
 START = 60.0
 """Seconds assumed from the command to the first step."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast a training is.
+    """Speed of a training.
 
     Args:
         tokens_per_second: of the steps, over all processes. source: given, measured, or by the MFU.
@@ -59,10 +59,10 @@ class Rate:
 
 @dataclass
 class Seen:
-    """What a look at a training has shown.
+    """Results of a dry run.
 
     Args:
-        mistakes: user errors, as the lines that are printed behind `error:`.
+        mistakes: user errors, as the lines printed after `error:`.
         state: of the checkpoint that the run resumes from, at `step`; empty for a fresh run.
         task: with its data open; None where they could not be opened.
         base: bytes of a process without its model (`base_memory`). rate, memory: measured by its steps (`measure`).
@@ -78,7 +78,7 @@ class Seen:
 
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
-    """Does what a training does up to its first step (`training.loop.train`, `Run.build`), and ends at the same errors.
+    """Does the work of a training up to its first step (`training.loop.train`, `Run.build`), with the same user errors.
     `processes` are the planned training's; this one is alone, or has as many."""
     seen = Seen()
 
@@ -112,7 +112,7 @@ def _look_at(run: Run, seen: Seen) -> None:
     seen.task = task
     if not run.is_complete:
         task.load_tasks()
-        with torch.device("cpu" if task.config.train.init_from else "meta"):  # weights are looked at in a real one
+        with torch.device("cpu" if task.config.train.init_from else "meta"):  # a real training checks the weights
             task.build_model()
         task.check_hashes(record=False)
         run.newest()
@@ -134,7 +134,7 @@ def base_memory(config: TrainingConfig) -> float:
 
 
 def _record_seconds(run: Run, name: str, seconds: dict[str, float]) -> None:
-    """From now on, `seconds` has how long the last call of the run's method of this name took."""
+    """Records in `seconds` the duration of the last call of the run's method of this name."""
     work = getattr(run, name)
 
     def timed(*args: Any, **options: Any) -> Any:
@@ -177,7 +177,7 @@ def measure(config: TrainingConfig, loaded: float) -> tuple[Rate | None, float]:
     values["eval"] |= {"patience": None}
     with TemporaryDirectory(prefix="plan-") as folder, redirect_stdout(sys.stderr):
         if is_main_process():
-            print(f"{STEPS} steps are trained for the time that they take", file=sys.stderr)
+            print(f"training {STEPS} steps to time them", file=sys.stderr)
         begun = time.perf_counter()
         own = TrainingConfig.model_validate(values | {"output_dir": folder, "run_name": "measured"})
         with Run(own, _Short) as run:
@@ -203,7 +203,7 @@ def measure(config: TrainingConfig, loaded: float) -> tuple[Rate | None, float]:
         begun = time.perf_counter()  # train_gpt2.py ends with a report
         write_report([run.folder.path], run.folder.path)
         end = time.perf_counter() - begun
-    # what the first steps, the first evaluation and the first save take longer than others belongs to the start
+    # the extra time of the first steps, evaluation and save counts as start
     usual = STEPS * config.train.global_batch_tokens / rate
     usual += sum(seconds[name] * times for name, times in REPEATED.items())
     start += max(whole - usual, 0.0)

@@ -1,4 +1,4 @@
-"""A training as a plan: what it does, what it takes, what it costs, and what would be refused."""
+"""The plan of a training: its steps, memory, disk, time and price, and its user errors."""
 
 import difflib
 import json
@@ -33,12 +33,12 @@ from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
 
 DISK = 5e8
-"""Bytes per second that a checkpoint is assumed to be copied, hashed and written with, where that is not measured."""
+"""Assumed bytes per second for copying, hashing and writing a checkpoint, unless measured."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a training is planned for: this machine, or GPUs by their name.
+    """The hardware of a plan: this machine, or GPUs by name.
 
     Args:
         device: a GPU's exact name, or cpu or mps. kind: cuda, cpu or mps.
@@ -56,8 +56,8 @@ class Target:
 
 
 def find_target(config: PlanConfig, started: int) -> Target:
-    """The machine that is planned for, where a launcher started `started` processes. Raises: UserError for a device
-    that is not there, and for an unknown GPU whose memory is not given."""
+    """The machine to plan for; a launcher started `started` processes. Raises: UserError for a missing device, and for
+    an unknown GPU without a given memory."""
     per_node = config.gpus or max(started // config.nodes, 1)
     memory = config.gpu_memory * 1e9 if config.gpu_memory else None
     if config.gpu is None:
@@ -71,16 +71,16 @@ def find_target(config: PlanConfig, started: int) -> Target:
         name = config.gpu if config.gpu in GPUS else f"NVIDIA {config.gpu.removeprefix('NVIDIA ')}"
         if memory is None and name not in GPUS:
             near = ", ".join(difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3))
-            known = f"is not known here; the nearest are {near}" if near else "is not known here"
-            raise UserError("gpu", config.gpu, f"{known}; or say --gpu_memory GB and --tracking.peak_flops FLOP/s")
+            known = f"is unknown; the nearest names are {near}" if near else "is unknown"
+            raise UserError("gpu", config.gpu, f"{known}; or set --gpu_memory and --tracking.peak_flops")
         memory = memory or GPUS[name].memory * 1e9
     peak = config.tracking.peak_flops or peak_flops(name)
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
 
 
 class Corpus(NamedTuple):
-    """What the data decide; None where they are not there. `is_known`: the number of ids is not assumed. `windows` are
-    an epoch's, `steps` the whole run's, `bytes` the shards', and `scored` the tokens of an evaluation."""
+    """Figures that depend on the data; None for missing data. `is_known`: the number of ids is not assumed. `windows`:
+    of an epoch; `steps`: of the whole run; `bytes`: of the shards; `scored`: tokens of an evaluation."""
 
     vocab_size: int
     is_known: bool
@@ -92,7 +92,7 @@ class Corpus(NamedTuple):
 
 
 def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
-    """The corpus of a training; `task` has its data open, or is None where they are not there."""
+    """The corpus of a training. `task` has opened its data; None for missing data."""
     tokens = task.config.eval.tokens if task else config.eval.tokens or "auto"
     scored = config.auto_eval_tokens if tokens == "auto" else tokens
     if task is None:
@@ -105,7 +105,7 @@ def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
 
 
 def _vocabulary(config: TrainingConfig) -> tuple[int, bool]:
-    """How many ids data that are not there will have, and whether that is known."""
+    """The number of ids that missing data will have, and whether it is known."""
     if config.data.prepare:
         with suppress(UserError):
             recipe = load(PrepareConfig, ["--config", config.data.prepare])
@@ -116,8 +116,7 @@ def _vocabulary(config: TrainingConfig) -> tuple[int, bool]:
 
 
 def count(config: TrainingConfig, step: int, steps: int, validates: bool) -> dict[str, int]:
-    """How often something happens in a run from `step` to `steps`. The first and the last step are evaluated, the last
-    is saved."""
+    """Numbers of steps, evaluations, saves and samples from `step` to `steps`. First and last step are evaluated."""
 
     def times(every: int) -> int:
         return steps // every - step // every + (steps % every > 0) if every and steps > step else 0
@@ -131,7 +130,7 @@ def count(config: TrainingConfig, step: int, steps: int, validates: bool) -> dic
 
 
 def seconds(count: dict[str, int], rate: Rate, step_tokens: int) -> dict[str, float]:
-    """Wall time of the whole training, by what it is spent on."""
+    """Wall time of the whole training, by kind of work."""
     return {
         "start": rate.start,
         "steps": count["steps"] * step_tokens / rate.tokens_per_second,
@@ -144,7 +143,7 @@ def seconds(count: dict[str, int], rate: Rate, step_tokens: int) -> dict[str, fl
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes: of a checkpoint, of all that are there at a time, and what the disk has free."""
+    """Bytes: of a checkpoint, of all checkpoints at a time, and free on the disk."""
 
     checkpoint: int
     checkpoints: int
@@ -165,11 +164,11 @@ class Plan:
     """A training on a machine. The public attributes are the figures of the JSON, in its order.
 
     Attributes:
-        steps, tokens, epochs, data_bytes: None where they depend on data that are not there.
-        padding: rows of a step, over all processes. nearest_batch: windows per step that have none.
+        steps, tokens, epochs, data_bytes: None if they depend on missing data.
+        padding: padding rows of a step, over all processes. nearest_batch: nearest windows per step without padding.
         splits: micro-batch and accumulation of each process count up to 64 that divides the global batch.
-        fits: whether `memory` suffices. largest_micro_batch: the one that still fits, of a rank's share; 0 for none.
-        count, rate, seconds, device_hours, price: of what is left to do; None where they are not known.
+        fits: whether `memory` suffices. largest_micro_batch: the largest that fits, up to a rank's share; 0 for none.
+        count, rate, seconds, device_hours, price: of the remaining work; None if unknown.
         refused: user errors of train_gpt2.py.
     """
 
@@ -251,8 +250,8 @@ class Plan:
         return batch, ceil(windows / (processes * batch))
 
     def _assume_rate(self) -> Rate | None:
-        """As given, or by the MFU; None without a known peak in this precision. An evaluation has a third of a step's
-        arithmetic per token."""
+        """The given rate, or one by the MFU; None without a known peak in this precision. An evaluation has a third of
+        a step's arithmetic per token."""
         config, machine, start = self._config, self.machine, START
         speed, source = config.tokens_per_second, "as given"
         is_of_bf16 = self.precision == "no" and machine.kind == "cuda" and not config.tracking.peak_flops
@@ -273,13 +272,13 @@ class Plan:
 
     @property
     def suffices(self) -> bool:
-        """Whether memory and disk do, for what is left to do."""
+        """Whether memory and disk suffice for the remaining work."""
         done = self.count is not None and not self.count["steps"]
         return done or (self.fits and self.disk.checkpoints <= self.disk.free)
 
 
 def show_plan(config: PlanConfig) -> int:
-    """The command. Raises: UserError, after the plan is printed, with what training would refuse."""
+    """The command. Raises: UserError after it has printed the plan, with the user errors of the training."""
     plan = make_plan(config, time.time() - psutil.Process().create_time())
     if is_main_process():
         figures = {name: value for name, value in vars(plan).items() if not name.startswith("_")}
@@ -291,17 +290,17 @@ def show_plan(config: PlanConfig) -> int:
 
 
 def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
-    """The plan, where this process took `loaded` seconds to load its libraries. Raises: UserError for what is wrong
-    with the question, rather than with the training."""
+    """The plan. `loaded`: seconds that this process took to load its libraries. Raises: UserError for errors in the
+    fields of plan.py; errors of the training are in the plan."""
     machine = find_target(config, world_size())
     training = config.training
-    if not machine.is_here:  # what is refused of the device is that of the GPUs, and they have all precisions
+    if not machine.is_here:  # user errors of the device are those of the GPUs, which have all precisions
         own = {"device": "cpu", "mixed_precision": "no"}
         training = training.model_copy(update={"train": training.train.model_copy(update=own)})
     precision = config.train.mixed_precision
     with suppress(UserError):  # it is among those of training
         precision = pick_precision(config.train.mixed_precision, torch.device(machine.kind), "train.")
-    begun = time.perf_counter()  # before there is a meta device, which loads more than a training does
+    begun = time.perf_counter()  # before using the meta device, which loads more libraries than a training
     base = base_memory(training) if machine.kind == "cpu" else None
     loaded += time.perf_counter() - begun  # a training's first step would load the same
     seen = preflight(training, machine.processes)
@@ -316,13 +315,13 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
 def format_plan(plan: Plan) -> list[str]:
     """The plan as lines of text."""
     machine, memory, disk = plan.machine, plan.memory, plan.disk
-    known = "" if plan.vocab_size_is_known else ", which is assumed, as the data are not there"
+    known = "" if plan.vocab_size_is_known else " (assumed: the data do not exist yet)"
     nodes = f", {machine.nodes} nodes" if machine.nodes > 1 else ""
-    total = f", {plan.flops:.3g} FLOP in all" if plan.flops else ""
+    total = f", {plan.flops:.3g} FLOP in total" if plan.flops else ""
     lines = [
         f"{plan.run_name} on {machine.processes} x {machine.device}{nodes}, precision {plan.precision}",
         f"  parameters   {plan.parameters:,}, vocabulary {plan.vocab_size:,}{known}",
-        f"  arithmetic   {plan.flops_per_token / 1e6:,.1f} MFLOP a token{total}",
+        f"  arithmetic   {plan.flops_per_token / 1e6:,.1f} MFLOP per token{total}",
         f"  training     {_training(plan)}",
     ]
     windows, step = plan.global_batch_windows, f"{machine.processes} x {plan.accumulation} x {plan.micro_batch}"
@@ -333,26 +332,26 @@ def format_plan(plan: Plan) -> list[str]:
         lines.append(f"    padding    {plan.padding} rows, {plan.padding / windows:.1%} of a step's time; {none}")
     splits = ", ".join(f"{n} x {times} x {batch}" for n, (batch, times) in list(plan.splits.items())[:16])
     lines.append(f"  divisible by {splits}")
-    lines.append(f"  memory       {_gb(memory.peak)} of {_gb(machine.memory)} GB a process, in {memory.moment}")
+    lines.append(f"  memory       {_gb(memory.peak)} of {_gb(machine.memory)} GB per process, in {memory.moment}")
     lines += [f"    {_gb(size):>8}   {part}" for part, size in memory.parts.items()]
     others = ", ".join(f"{name} {_gb(peak)}" for name, peak in memory.peaks.items() if name != memory.moment)
     host = f"; {memory.host / 1e9:.2f} on the host, for a checkpoint" if memory.host else ""
-    lines.append(f"    besides    {others}{host}")
+    lines.append(f"    elsewhere  {others}{host}")
     if plan.measured_memory:
         lines.append(f"    measured   {_gb(plan.measured_memory)}")
-    largest = f"the largest micro-batch that does is {plan.largest_micro_batch}"
+    largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
     if not plan.largest_micro_batch:
-        largest = "no micro-batch does; try activation_checkpointing, a smaller eval.batch_size"
+        largest = "no micro-batch fits; try activation_checkpointing, or a smaller eval.batch_size"
     lines.append(f"    {'fits' if plan.fits else 'DOES NOT FIT'}; {largest}")
-    kept = f"{_gb(disk.checkpoint)} GB a checkpoint, {_gb(disk.checkpoints)} GB for all that are kept at a time"
-    free = f"{'' if disk.checkpoints <= disk.free else 'DOES NOT FIT, '}{_gb(disk.free)} are free"
-    data = f"data {_gb(plan.data_bytes)} GB" if plan.data_bytes else "the data are not there yet"
+    kept = f"{_gb(disk.checkpoint)} GB per checkpoint, at most {_gb(disk.checkpoints)} GB for all kept ones"
+    free = f"{'' if disk.checkpoints <= disk.free else 'DOES NOT FIT, '}{_gb(disk.free)} GB free"
+    data = f"data {_gb(plan.data_bytes)} GB" if plan.data_bytes else "the data do not exist yet"
     return [*lines, f"  disk         {kept} ({free}); {data}", *_time(plan)]
 
 
 def _training(plan: Plan) -> str:
     if plan.steps is None:
-        return "steps depend on the data, which are not there"
+        return "the number of steps depends on the data, which do not exist yet"
     epochs = f", {plan.epochs:.2f} epochs of {plan.epoch_tokens:,}" if plan.epochs else ""
     done = f"; {plan.step:,} steps are done" if plan.step else ""
     return f"{plan.steps:,} steps, {plan.tokens:,} tokens{epochs}{done}"
@@ -360,8 +359,8 @@ def _training(plan: Plan) -> str:
 
 def _time(plan: Plan) -> list[str]:
     if plan.rate is None or plan.seconds is None:
-        return ["  time         not known: --measure measures it here, --tokens_per_second gives it"]
-    total, price = sum(plan.seconds.values()), f", {plan.price:,.2f} in all" if plan.price is not None else ""
+        return ["  time         unknown: measure it here with --measure, or set --tokens_per_second"]
+    total, price = sum(plan.seconds.values()), f", {plan.price:,.2f} in total" if plan.price is not None else ""
     return [
         f"  time         {_duration(total)} at {plan.rate.tokens_per_second:,.0f} tokens/s, {plan.rate.source}",
         "    " + ", ".join(f"{what} {_duration(time)}" for what, time in plan.seconds.items() if time >= 0.5),

@@ -1,8 +1,8 @@
-"""Documents to the shards of their splits, encoded by several processes in the order of the source.
+"""Encodes documents into the shards of their splits, with several processes, in the order of the source.
 
-Workers read, too, and write the tokens to files, which the main process joins: what passes between processes is small.
-GPT-2's BPE is encoded by `gigatoken` where that is installed (`pip install gpt2_ddp[fast]`): the same ids, many times
-sooner. tiktoken encodes a sample of each piece of work again, to compare them.
+Workers read their input and write tokens to files; the main process joins the files, so processes exchange little data.
+If `gigatoken` is installed (`pip install gpt2_ddp[fast]`), it encodes GPT-2's BPE: the same ids, many times faster.
+tiktoken encodes a sample of each work item again, for comparison.
 """
 
 import base64
@@ -38,18 +38,18 @@ T = TypeVar("T")
 
 CHUNK = 2**20  # characters, or bytes of files, that a process encodes at a time
 LARGE = 8 * CHUNK
-"""Bytes of a file from which on several processes encode it, where it cannot be read but from its beginning on."""
+"""Size in bytes from which several processes encode a file that can only be read from its beginning."""
 AHEAD = 3
-"""Chunks per worker that are under way, or wait to be joined."""
+"""Chunks per worker that are being encoded, or wait to be joined."""
 EXPECTED_DOCUMENTS = 10
-"""Splits are made by hash if the smaller one can expect so many documents; if fewer, there could be none."""
-SAMPLE, EVERY = 512, 2**18  # characters that tiktoken encodes, too, of so many: 0.2 % of them, for 3 % of the time
+"""Least expected documents of the smaller split, for splits by hash; with fewer, it could be empty."""
+SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
-"""Where GPT-2's pattern divides every text, whatever stands around: no token reaches across."""
+"""Places where GPT-2's pattern divides every text: no token crosses them."""
 
 
 class WorkItem(NamedTuple):
-    """What a process encodes at a time: pieces that were read already, with their splits, or else parts of files."""
+    """Work of a process: pieces that were read already, with their splits, or parts of files to read."""
 
     pieces: Sequence[tuple[str, DocumentChunk]] = ()
     parts: Sequence[InputSplit] = ()
@@ -121,7 +121,7 @@ def write_splits(
             splits = {split: writer.close() for split, writer in writers.items()}
             break
         except EncodersDiffer as error:
-            print(f"note: {error}; tiktoken encodes all of it", flush=True)
+            print(f"note: {error}; tiktoken encodes the whole text", flush=True)
             for writer in writers.values():
                 writer.close()
             for file in (*folder.glob("*.bin"), *folder.glob(".*.tmp")):
@@ -163,7 +163,7 @@ def _join(encoded: Iterable[dict[str, Path]], writers: "dict[str, ShardWriter]",
 
 
 def work_items(source: Source, val_fraction: float) -> Iterator[WorkItem]:
-    """The whole source, in its order."""
+    """The whole source, in order."""
     reader, config = Source(source.config, source.unusual), source.config
     is_whole = config.source.startswith("hub:") or config.max_documents
     by_reader = groupby(source.splits(), key=lambda part: part.start is None and part.size > LARGE)
@@ -194,15 +194,15 @@ def with_splits(pieces: Iterable[DocumentChunk], val_fraction: float) -> Iterato
     """The pieces with the splits of their documents."""
     split = ""
     for piece in pieces:
-        if piece.first:  # a number in [0, 1) that only the text decides
+        if piece.first:  # in [0, 1), a function of the text alone
             unit = int.from_bytes(hashlib.sha256(piece.text.encode()).digest()[:6], "big") / 2**48
             split = "val" if unit < val_fraction else "train"
         yield split, piece
 
 
 def in_order(encoder: Encoder, items: Iterator[WorkItem], pool: Executor, workers: int) -> Iterator[Encoded]:
-    """`map` over a pool that looks only a few items ahead. Processes, because tiktoken is a quarter slower in threads;
-    spawned, because forking a process that has threads can deadlock."""
+    """`map` over a pool, only a few items ahead. The pool has processes, since tiktoken is a quarter slower in threads
+    (estimate). They are spawned, since forking a process with threads can deadlock."""
     pending: deque[Future] = deque()
     try:
         for number, item in enumerate(items):
@@ -211,19 +211,19 @@ def in_order(encoder: Encoder, items: Iterator[WorkItem], pool: Executor, worker
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
-    except EncodersDiffer:  # nobody is to write any more
+    except EncodersDiffer:  # no process may write any more
         wait([future for future in pending if not future.cancel()])
         raise
 
 
 class EncodersDiffer(Exception):
-    """gigatoken's ids are not tiktoken's, or there are none, as it has panicked."""
+    """gigatoken's ids differ from tiktoken's, or gigatoken panicked."""
 
 
 class FastEncoder:
-    """What `Tokenizer.encode` does, for text without lone surrogates, of a byte-level BPE with GPT-2's pattern, whose
-    ids but for the special tokens' are without a gap. `encoder`: gigatoken's. It knows no special tokens, or they would
-    be found in the text; and ids from 0 on."""
+    """Encodes like `Tokenizer.encode`, for text without lone surrogates and a byte-level BPE with GPT-2's pattern. Ids,
+    except those of special tokens, have no gap. `encoder`: gigatoken's, with ids from 0 on. It has no special tokens,
+    since it would find them in the text."""
 
     def __init__(self, tokenizer: Tokenizer, encoder: Any):
         self.tokenizer, self.encoder = tokenizer, encoder
@@ -256,16 +256,16 @@ class FastEncoder:
             else:
                 ids = self.encode(text)
         if not np.array_equal(ids, self.tokenizer.encode(text)):
-            raise EncodersDiffer(f"gigatoken and tiktoken do not encode {truncate(text, 60)!r} alike")
+            raise EncodersDiffer(f"gigatoken and tiktoken encode {truncate(text, 60)!r} differently")
 
 
 def first_id(tokenizer: Tokenizer) -> int:
-    """The smallest id that is no special token's."""
+    """The smallest id of a token that is not special."""
     return min(tokenizer.encoding._mergeable_ranks.values())
 
 
 def fast_encoder(tokenizer: Tokenizer) -> FastEncoder | None:
-    """None where gigatoken is not installed, or the tokenizer is not of its kind."""
+    """None if gigatoken is not installed, or does not support the tokenizer."""
     ranks, first = tokenizer.encoding._mergeable_ranks, first_id(tokenizer)
     if tokenizer.encoding._pat_str != GPT2_PATTERN or max(ranks.values()) - first + 1 != len(ranks):
         return None

@@ -1,7 +1,7 @@
-"""Text to token shards. The same source and settings give the same bytes with any number of workers, and a folder is
-usable only when it is whole: its manifest.json is written last, and a preparation that was killed starts over.
+"""Text to token shards. The same source and settings give the same bytes with any number of workers. manifest.json is
+written last and makes the folder usable; after a kill, a preparation starts over.
 
-Shards made by others (llm.c, modded-nanogpt) become usable in place: all are read, then a manifest is written.
+Shards of other programs (llm.c, modded-nanogpt) are indexed in place: all are read, then a manifest is written.
 """
 
 import errno
@@ -45,25 +45,25 @@ from gpt2_ddp.preparation.encode import write_manifest, write_splits
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, record_source
 from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
 
-ACCOUNT = "account"  # what became of the source, in the manifest's recipe, which is no part of the data's identity
-MARK = ".prepare.lock"  # an empty file that marks the files of a folder as ours. Older releases locked it
+ACCOUNT = "account"  # statistics of the source, in the manifest's recipe, which is not part of the data's identity
+MARK = ".prepare.lock"  # an empty file that marks a folder as written by prepare_data.py. Older releases locked it
 LEFT = ("train_*.bin", "val_*.bin", ".train*.tmp", ".val*.tmp", ".*.json*.tmp", TOKENIZER_FILE, RECORD)
-"""What a killed preparation may leave in its folder."""
-BLOCK_BYTES = 2**24  # bytes of another's shard that are read at a time
-BPE_CHARACTERS = 10**9  # a BPE is trained on the first so many characters of the source; more would hardly change it
-SAY_SECONDS = 30  # between lines about the progress, where there is no terminal to draw a bar on
+"""Files that a killed preparation may leave in its folder."""
+BLOCK_BYTES = 2**24  # bytes of an indexed shard to read at a time
+BPE_CHARACTERS = 10**9  # characters of the source to train a BPE on; more would hardly change it
+SAY_SECONDS = 30  # seconds between progress lines, without a terminal
 
 
 def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
-    """Makes a folder of token shards, of which it returns the manifest; one that is ready already is left as it is.
-    `fast`: with gigatoken, where it is installed; the result is the same.
-    Raises: UserError if the source, the tokenizer or the output folder cannot be used, or it holds something else."""
+    """Creates a folder of token shards, and returns its manifest. Keeps a folder that is prepared already. `fast`: use
+    gigatoken if it is installed; the result is the same. Raises: UserError if source, tokenizer or output folder are
+    unusable, or the folder has other content."""
     if config.source.startswith("bin:"):
         return index_shards(config)
     folder = Path(config.folder)
     source = "" if config.source == "stdlib" else os.path.expanduser(config.source)
     if os.path.isdir(source) and os.path.isdir(folder) and os.path.samefile(source, folder):
-        raise UserError("output", folder, "is the source; choose another folder, which may be in it")
+        raise UserError("output", folder, "is the source; choose another folder (one inside it works)")
     config = config.model_copy(update={"output": str(folder)})
     manifest = _finished(folder, config)  # first without the lock, since the folder may be read-only
     if manifest is None:
@@ -71,7 +71,7 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
             check_can_make(folder)
         except OSError as error:
             raise UserError("output", folder, f"cannot be written ({error.strerror}); choose another folder") from error
-        with locked_output(folder, f"another process prepares {folder}; waiting for it") as aside:
+        with locked_output(folder, f"another process is preparing {folder}; waiting for it") as aside:
             manifest = _finished(folder, config)
             if manifest is None:
                 _clear(folder)
@@ -80,23 +80,23 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
                     return _prepare(aside, config, pool, workers, fast)
     else:
         check_unchanged(folder, config, manifest.recipe.get("fingerprint", {}), manifest.source)
-    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it anew")
+    print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
     _print_account(manifest)
     return manifest
 
 
 def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
-    """The manifest of a folder that was prepared in the same way; UserError if in another; None if it is not ready."""
+    """The manifest of a folder with this recipe; None if it is not prepared. Raises: UserError for another recipe."""
     if not os.path.exists(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
     recipe, defaults = _recipe(config), PrepareConfig().model_dump(mode="json", exclude={"source"})
-    made_with = defaults | manifest.recipe  # a field that has come since has its default there
+    made_with = defaults | manifest.recipe  # newer fields have their defaults there
     if recipe.get("vocab_size", 0) is None:  # any will do
         del recipe["vocab_size"]
     differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
     if differing:
-        hint = f"holds shards made with {', '.join(differing)}; choose another output, or delete it"
+        hint = f"has shards made with {', '.join(differing)}; choose another output, or delete it"
         raise UserError("output", folder, hint)
     for shard in (shard for shards in manifest.splits.values() for shard in shards):
         check_shard(folder, shard, token_dtype(manifest.vocab_size))
@@ -104,18 +104,18 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
 
 
 def _recipe(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that decide the tokens."""
+    """The settings that determine the tokens."""
     unused = set() if config.tokenizer == "bpe" else {"vocab_size"}
     return config.model_dump(mode="json", exclude={"output", "workers", *unused})
 
 
 def _clear(folder: Path) -> None:
-    """Removes what a killed preparation left in the folder. Raises: UserError for files of others."""
+    """Removes the files of a killed preparation. Raises: UserError for other files."""
     if (folder / MARK).exists():
         for file in (file for pattern in LEFT for file in folder.glob(pattern)):
             file.unlink()
     elif any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists():
-        hint = "holds files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
+        hint = "has files that prepare_data.py did not write; choose another output, or index shards with bin:GLOB"
         raise UserError("output", folder, hint)
 
 
@@ -124,17 +124,17 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     folder, start = Path(config.folder), time.perf_counter()
     fingerprint: dict[str, Any] = {}
     try:
-        is_hub = config.source.startswith("hub:")  # which is asked nothing more, where it does not answer
+        is_hub = config.source.startswith("hub:")  # no further requests to the Hub if the first one fails
         recorded = None if is_hub else pool.submit(_record, aside, config)  # a worker hashes the files meanwhile
         source = scan(config)
         if next(source.pieces(), None) is None:
-            raise UserError("source", config.source, "has too little text for a train split: it has none")
+            raise UserError("source", config.source, "has no text for a train split; check the source and its column")
         fingerprint = recorded.result() if recorded else record_source(aside, config)
         size = config.vocab_size or suitable_vocab_size(fingerprint.get("bytes"))
         name = _place_tokenizer(aside, source, size)
         tokenizer = load_tokenizer(name)
         if config.tokenizer == "bpe" and tokenizer.vocab_size < size:
-            print(f"the BPE has {tokenizer.vocab_size:,} tokens, not {size:,}: there is no more to merge")
+            print(f"the BPE has {tokenizer.vocab_size:,} tokens, not {size:,}: the text has no further pairs to merge")
         splits = write_splits(aside, source, name, pool, workers, fast)
         check_unchanged(aside, config, fingerprint)
         recipe = _recipe(config) | {"fingerprint": fingerprint, ACCOUNT: asdict(source.stats)}
@@ -143,8 +143,8 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
         publish(aside, folder, last=MANIFEST)
     except (OSError, UserError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError("output", folder, f"{error.strerror}; free some, or choose another folder") from error
-        check_unchanged(aside, config, fingerprint)  # that is why, perhaps
+            raise UserError("output", folder, f"{error.strerror}; free disk space, or choose another folder") from error
+        check_unchanged(aside, config, fingerprint)  # this may be the cause
         raise
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
     _print_account(manifest)
@@ -161,7 +161,7 @@ def _place_tokenizer(folder: Path, source: Source, vocab_size: int) -> str:
     own, name = folder / TOKENIZER_FILE, source.config.tokenizer
     file = Path(name, TOKENIZER_FILE) if os.path.isdir(name) else Path(name)
     if name in ("bpe", "chars", *encoding_names()) and os.path.isfile(file):
-        print(f"note: {name} is the tokenizer of that name; for the file that there is write ./{name}", flush=True)
+        print(f"note: {name} means the tokenizer of that name; write ./{name} for the file", flush=True)
     if name in encoding_names():
         return name
     if name in ("bpe", "chars"):
@@ -188,7 +188,7 @@ def _summary(manifest: Manifest, with_tokenizer: bool = True) -> str:
 
 
 def _print_account(manifest: Manifest) -> None:
-    """Prints what became of the source, if the manifest has it."""
+    """Prints the statistics of the source, if the manifest has them."""
     if ACCOUNT in manifest.recipe:
         stats = TypeAdapter(CorpusStats).validate_python(manifest.recipe[ACCOUNT])
         tokens = {split: manifest.tokens(split) for split in manifest.splits}
@@ -196,7 +196,7 @@ def _print_account(manifest: Manifest) -> None:
 
 
 def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
-    """What was read, what was left out and what was replaced, in words; with the tokens of each split."""
+    """Lines of text: counts of read, omitted and replaced input, and the tokens of each split."""
     if stats.encodings:
         kinds = ", ".join(f"{count:,} {name}" for name, count in stats.encodings.items())
         yield f"  files         {sum(stats.encodings.values()):,} ({kinds})"
@@ -209,12 +209,12 @@ def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
     each = ", ".join(f"{count:,} {split}" for split, count in tokens.items())
     yield f"  tokens        {each}; {stats.bytes / max(1, sum(tokens.values())):.2f} bytes per token"
     if stats.idle_separator:
-        yield f"  note: {truncate(stats.idle_separator)} (document_separator) stands nowhere between two documents"
+        yield f"  note: {truncate(stats.idle_separator)} (document_separator) was not found between documents"
     if stats.end_of_text:
         times = f"{stats.end_of_text:,} time{'s' * (stats.end_of_text > 1)}"
         yield (
-            f"  note: {END_OF_TEXT} stands in the text, {times}, and is taken as words; where it divides documents, "
-            f"--document_separator '{END_OF_TEXT}' splits there"
+            f"  note: {END_OF_TEXT} is in the text {times}, encoded as plain text; to split documents there, add "
+            f"--document_separator '{END_OF_TEXT}'"
         )
 
 
@@ -225,22 +225,22 @@ def index_shards(config: PrepareConfig) -> Manifest:
     that is not whole, has ids outside the vocabulary, or is in both splits."""
     files = sorted(Path(file) for file in glob.glob(os.path.expanduser(config.source.removeprefix("bin:"))))
     if not files:
-        raise UserError("source", config.source, "there are no such files; write bin:FOLDER/*.bin")
+        raise UserError("source", config.source, "no such files; write bin:FOLDER/*.bin")
     folder, name = files[0].parent, config.tokenizer
     if any(path.parent != folder for path in files):
-        raise UserError("source", config.source, "these lie in several folders; index each folder by itself")
+        raise UserError("source", config.source, "the files are in several folders; index each folder by itself")
     if config.output is not None and os.path.realpath(config.output) != os.path.realpath(folder):
-        raise UserError("output", config.output, f"shards are indexed where they are; give {folder}, or nothing")
+        raise UserError("output", config.output, f"shards are indexed in place; set it to {folder}, or remove it")
     if name in ("bpe", "chars"):
-        raise UserError("tokenizer", name, "name the tokenizer that the shards were made with, such as gpt2")
+        raise UserError("tokenizer", name, "name the shards' tokenizer, such as gpt2")
     if name not in encoding_names() and os.path.realpath(Path(name).parent) != os.path.realpath(folder):
-        raise UserError("tokenizer", name, f"copy the file into {folder}, beside the shards, and name it there")
+        raise UserError("tokenizer", name, f"copy the file into {folder}, next to the shards, and name the copy")
     tokenizer = load_tokenizer(name)
     recipe = {"files": [path.name for path in files], "tokenizer_sha256": tokenizer.sha256}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if manifest.recipe != recipe:
-            raise UserError("output", folder, f"has the {MANIFEST} of other shards; delete it to index these")
+            raise UserError("output", folder, f"has a {MANIFEST} of other shards; delete it to index these")
         print(f"{folder} is already indexed: {_summary(manifest, with_tokenizer=False)}")
         return manifest
 
@@ -261,7 +261,7 @@ def _split(path: Path) -> str:
     names = [split for split in ("val", "train") if split in path.name]
     names = [split for split in names if split in re.split("[^a-z]", path.name)] or names  # not for its `interval`
     if len(names) != 1:
-        raise UserError("shard", path, "its name should say either train or val; rename it, or narrow the glob")
+        raise UserError("shard", path, "its name should contain either train or val; rename it, or narrow the glob")
     return names[0]
 
 
@@ -274,16 +274,16 @@ def _index(path: Path, tokenizer: Tokenizer) -> Shard:
             digest.update(block)
             largest = np.frombuffer(block, dtype).max()
             if largest >= tokenizer.vocab_size:
-                hint = f"holds token id {largest}, but {tokenizer.name} has {tokenizer.vocab_size}; name its tokenizer"
+                hint = f"has token id {largest}, {tokenizer.name} has {tokenizer.vocab_size} ids; name its tokenizer"
                 raise UserError("shard", path, hint)
     return Shard(path.name, tokens, HEADER_BYTES + tokens * dtype.itemsize, digest.hexdigest())
 
 
 def make_tokenizer(source: Source, vocab_size: int, path: Path) -> None:
-    """Makes the tokenizer that the source is to have of its own, `bpe` or `chars`, and writes it to `path`."""
+    """Trains the source's own tokenizer, `bpe` or `chars`, and writes it to `path`."""
     if source.config.tokenizer == "bpe":
         print(f"training a BPE of {vocab_size:,} tokens", flush=True)
-        run_in_worker(_train_bpe, source, vocab_size, path)  # where it merges, no signal would come through
+        run_in_worker(_train_bpe, source, vocab_size, path)  # merging blocks signals
     else:
         print("collecting the characters", flush=True)
         write_characters(_texts(source), path)

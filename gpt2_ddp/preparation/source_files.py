@@ -1,4 +1,4 @@
-"""Files of a source: which they are and in which order, what they are encoded in, and whether they have changed."""
+"""Files of a source: their list and order, their encoding, and changes since they were read."""
 
 import codecs
 import fnmatch
@@ -27,19 +27,19 @@ TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py", "locale.py", "_
 """Modules that are tables: more than six in ten of their lines are an entry, a literal and nothing else. With them left
 out, and the tables of `encodings` and the help texts of `pydoc_data`, a model learns to write code, not code points."""
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-BLOCK = 2**20  # bytes, or characters, that are read at a time
-TRACE = 10_000  # one byte in so many may be undecodable, or a control character, in what is still taken as text
+BLOCK = 2**20  # bytes or characters to read at a time
+TRACE = 10_000  # in a text file, at most one byte in so many is undecodable or a control character
 IN_TEXT = [bytes([byte]) for byte in b"\n\t\r\b\v\f\x1b"]
-"""The control characters of texts and of terminals' logs; no text has the others."""
-MARKS = {  # UTF-32's first: the shorter mark is its beginning
+"""Control characters that texts and terminal logs contain."""
+MARKS = {  # UTF-32's first: UTF-16's mark is a prefix of it
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-RECORD = ".source.jsonl"  # beside the shards, a line for each file of the source: [name, bytes, time in ns, SHA-256]
+RECORD = ".source.jsonl"  # next to the shards, a line per file of the source: [name, bytes, time in ns, SHA-256]
 NAMED_CHANGES = 2
-"""Names in messages, of each kind of change."""
+"""Most names in a message, per kind of change."""
 
 
 def find_files(source: str, without: str | None = None) -> Iterator[Path]:
@@ -58,21 +58,21 @@ def find_files(source: str, without: str | None = None) -> Iterator[Path]:
     files = map(Path, found)
     first = next(files, None)
     if first is None:
-        hint = "there is no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
+        hint = "no such file; name a text, jsonl or parquet file, a folder, a glob, hub:OWNER/NAME, or stdlib"
         raise UserError("source", source, hint)
     yield first
     yield from files
 
 
 def library_files() -> list[Path]:
-    """Python's own modules, without tests, tables, and what was installed beside them."""
+    """Python's own modules, without tests, tables and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     found = (path for path in root.rglob("*.py") if not NOT_LIBRARY & set(path.relative_to(root).parts))
     return sorted(path for path in found if not any(path.match(str(root / table)) for table in TABLES))
 
 
 def describe(config: PrepareConfig) -> str:
-    """The source in words, for the manifest."""
+    """Description of the source, for the manifest."""
     return f"stdlib (Python {platform.python_version()})" if config.source == "stdlib" else config.source
 
 
@@ -127,7 +127,7 @@ def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 class DetectedEncoding(NamedTuple):
-    """What a look at a whole file has found."""
+    """Result of scanning a whole file."""
 
     encoding: str | None  # Python's name of the codec to read the file with; None if it is not text
     size: int  # bytes, decompressed
@@ -138,7 +138,7 @@ class DetectedEncoding(NamedTuple):
 def detect_encoding(path: Path, named: str) -> DetectedEncoding:
     """The encoding of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
     UTF-8 nor marked as UTF-16 or UTF-32; `auto`: there are none.
-    Raises: OSError or ValueError if the file cannot be read, or is not what its suffix says."""
+    Raises: OSError or ValueError if the file cannot be read, or its content and suffix differ."""
     with open_bytes(path) as file:
         head = file.read(BLOCK)
         if head.startswith(b"%PDF-"):  # which may be of ASCII characters alone
@@ -154,7 +154,7 @@ def detect_encoding(path: Path, named: str) -> DetectedEncoding:
 
 
 def open_bytes(path: Path) -> io.BufferedReader:
-    """A file's bytes, decompressed if its suffix says so."""
+    """A file's bytes, decompressed if its suffix is that of a compressed file."""
     compression = COMPRESSED.get(path.suffix.lower())
     if compression is None:
         return open(path, "rb")
@@ -186,7 +186,7 @@ def _wide(head: bytes) -> str | None:
 
 
 def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[DetectedEncoding, bool]:
-    """What there is to say of a file, read in this encoding, and whether it is ASCII that escapes nothing."""
+    """Findings about a file in this encoding, and whether it is ASCII without escapes."""
     decoder = codecs.getincrementaldecoder(encoding)(_note.__name__)
     size = controls = undecodable = first = lines = 0
     ascii_only, block = True, head
@@ -250,10 +250,9 @@ def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
 
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], then: str | None = None) -> None:
-    """Compares the source with what it was; files of the same size and time are taken for the same. What cannot be
-    known passes: older releases recorded nothing, the files are gone, the Hub does not answer. `was`: what
-    `record_source` returned. `then`: the source in words, when its tokens were made; None: they are being made.
-    Raises: UserError if it has changed; says how."""
+    """Compares the source with its record. Files of equal size and time count as equal. Unknown states pass: a record
+    of an older release, deleted files, no answer from the Hub. `was`: returned by `record_source`. `then`: the source's
+    description when its tokens were made; None: they are being made. Raises: UserError, with the changes."""
     changes = ""
     if "commit" in was:
         commit = _commit(config) or was["commit"]
@@ -268,7 +267,7 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
         except UserError:
             if then is None:
                 raise
-            print(f"note: {config.source} is not there any more, and was not compared with what it was")
+            print(f"note: {config.source} no longer exists, so changes to it were not checked")
             return
         if _digest(now) != was["sha256"]:
             size = sum(entry.bytes for entry in now)
@@ -277,14 +276,14 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
             if then and then != describe(config):  # of another Python
                 changes += f"; {then} then, {describe(config)} now"
     if changes:
-        hint = f"has changed since its tokens were made ({changes}); choose another output, or delete that folder"
+        hint = f"has changed since it was prepared ({changes}); choose another output, or delete that folder"
         if then is None:
-            hint = f"has changed while it was read ({changes}); give the command again once nobody writes there"
+            hint = f"has changed while it was read ({changes}); run the command again once no program writes to it"
         raise UserError("source", config.source, hint)
 
 
 def _entries(config: PrepareConfig, known: Iterable[Entry] = ()) -> Iterator[Entry]:
-    """The files as they are now; those that are `known` with the same size and time are not read."""
+    """The current files. Files in `known` with the same size and time are not read."""
     root, hashes = _root(config.source), {entry[:3]: entry.sha256 for entry in known}
     for path in tqdm(find_files(config.source, config.output), desc="looking at files", unit=" files", disable=None):
         file, sha256 = (os.path.relpath(path, root), 0, 0), ""

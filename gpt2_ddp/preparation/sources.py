@@ -1,6 +1,6 @@
 """Text of a source as documents: local files, the standard library's source, a dataset on the Hub.
 
-A document is text in blocks, so that one of any length passes through little memory; it ends before the next begins.
+A document is text in blocks, so documents of any length need little memory. A document ends before the next begins.
 """
 
 import json
@@ -29,10 +29,10 @@ from gpt2_ddp.preparation.source_files import (
     open_text,
 )
 
-MANY = 1000  # if none of the first so many rows has the column, none will
+MANY = 1000  # the column is missing if none of the first so many rows has it
 PIECE = 2**20
-"""Characters after which a long document is cut, at the next place where no token of GPT-2's can straddle the cut."""
-LONGEST_PIECE = 4 * PIECE  # where it is cut if there is no such place: the text is not made of words
+"""Characters after which a long document is cut, at the next place that no token of GPT-2 can cross."""
+LONGEST_PIECE = 4 * PIECE  # latest cut if there is no such place, in text without words
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 USUAL = {"utf-8", "parquet"}
@@ -43,19 +43,19 @@ Blocks = Iterable[str]  # the text of a document, in parts of any size
 
 @dataclass
 class Tally:
-    """How many of a kind there were, and where the first few."""
+    """A count, and the places of the first few items."""
 
     count: int = 0
     where: list[str] = field(default_factory=list)
 
     def add(self, where: object, count: int = 1) -> None:
-        """Counts so many more; the first few places are kept."""
+        """Adds to the count; keeps the first few places."""
         self.count += count
         if len(self.where) < EXAMPLES:
             self.where.append(truncate(where))
 
     def of(self, unit: str) -> str:
-        """In words: `2 files (a; b)`."""
+        """Text like `2 files (a; b)`."""
         more = ["..."] * (self.count > len(self.where) >= EXAMPLES)
         places = f" ({'; '.join([*self.where, *more])})" * bool(self.where)
         return f"{self.count:,} {unit[: -1 if self.count == 1 else None]}{places}"
@@ -80,7 +80,7 @@ class CorpusStats:
     idle_separator: str | None = None
 
     def add(self, other: "CorpusStats") -> None:
-        """Counts what was read after this, by another process."""
+        """Adds the counts of text that another process read after this."""
         for name in ("documents", "characters", "bytes", "rows", "without_column", "end_of_text"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.without_text.count += other.without_text.count
@@ -90,7 +90,7 @@ class CorpusStats:
 
 
 class InputSplit(NamedTuple):
-    """Some of the source's documents, which are one stretch of a file."""
+    """A contiguous part of a file, with some of the source's documents."""
 
     path: Path
     encoding: str
@@ -128,7 +128,7 @@ class Source:
                 yield DocumentChunk(text, first=number == 0)
 
     def forget_text(self) -> None:
-        """Sets the counts of the text back, since a source is read several times."""
+        """Resets the counts of the text, since a source is read several times."""
         files = self.stats.encodings, self.stats.undecodable, self.stats.left_out
         self.stats = CorpusStats(*files, idle_separator=self.config.document_separator)
 
@@ -138,7 +138,7 @@ class Source:
         return sum(1 for _ in islice(self._documents(), number)) == number
 
     def splits(self) -> Iterator[InputSplit]:
-        """The parts that all files of the source are made of, in their order."""
+        """The parts of all files of the source, in order."""
         for path in find_files(self.config.source, self.config.output):
             encoding, suffix = self.unusual.get(str(path), "utf-8"), _suffix(path)
             if encoding is None:
@@ -151,10 +151,10 @@ class Source:
                 yield InputSplit(path, encoding, path.stat().st_size)
 
     def check_column(self) -> None:
-        """Refuses a source of whose rows none has text."""
+        """Raises UserError if no row of the source has text."""
         stats, column = self.stats, self.config.column
         if stats.rows and stats.without_text.count == stats.rows:
-            hint = f"none of {stats.rows:,} rows has text there; the first, {stats.without_text.where[0]}, has"
+            hint = f"none of {stats.rows:,} rows has text there; columns of the first, {stats.without_text.where[0]}:"
             raise UserError("column", column, f"{hint} {', '.join(stats.columns) or 'none'}")
 
     def _documents(self) -> Iterator[Blocks]:
@@ -213,10 +213,10 @@ class Source:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    hint = f"line {number} is not JSON ({error}); one object a line"
+                    hint = f"line {number} is not JSON ({error}); write one object per line"
                     raise UserError("source", path, hint) from error
                 if not isinstance(row, dict):
-                    raise UserError("source", path, f"line {number} is not an object; write one object a line")
+                    raise UserError("source", path, f"line {number} is not an object; write one object per line")
                 del line
                 yield self._text(row, f"{path}, line {number}")
 
@@ -235,7 +235,7 @@ class Source:
                         number += 1
                         yield self._text(row, f"{path}, row {number}")
         except UnicodeDecodeError as error:
-            hint = f"holds text after row {number} that is not UTF-8 ({error}), as parquet's has to be; write it again"
+            hint = f"has text after row {number} that is not UTF-8 ({error}), as parquet requires; write the file again"
             raise UserError("source", path, hint) from error
 
     def _of_hub(self) -> Iterator[Blocks]:
@@ -254,7 +254,7 @@ class Source:
                 yield self._text(row, f"{name}, row {number}")
         except (OSError, ValueError, HTTPError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            hint = f"cannot be read from the Hub ({reason}); a local file or folder, or stdlib, needs no network"
+            hint = f"cannot be read from the Hub ({reason}); local files, or stdlib, need no network"
             raise UserError("source", config.source, hint) from error
 
     def _text(self, row: dict[str, Any], where: str) -> Blocks:
@@ -271,25 +271,25 @@ class Source:
             stats.without_text.add(where)
             return [""]
         if not isinstance(text, str):
-            raise UserError("column", column, f"{where}, holds {type(text).__name__}, not text; choose another column")
+            raise UserError("column", column, f"{where}, has {type(text).__name__}, not text; choose another column")
         return [text] if len(text) <= BLOCK else (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
 
 
 def scan(config: PrepareConfig) -> Source:
-    """Looks at all files of the source, from their first byte to their last, before any long work. Raises: UserError if
-    there is no text, there is text in an unknown encoding, or a bad file is to stop the work."""
+    """Reads all files of the source completely, before any long work. Raises: UserError if there is no text, text in an
+    unknown encoding, or a bad file with `on_bad_file: stop`."""
     found, garbled, bad = Source(config), Tally(), None
     stats = found.stats
     files = () if config.source.startswith("hub:") else find_files(config.source, config.output)
     for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
         try:
             seen, reason = _look(regular(path), config.encoding), "is not text"
-        except (OSError, ValueError) as error:  # ValueError: not what its suffix says
+        except (OSError, ValueError) as error:  # ValueError: content and suffix differ
             seen, reason = DetectedEncoding(None, 0), f"cannot be read ({error})"
         if seen.encoding not in USUAL:
             found.unusual[str(path)] = seen.encoding
         if seen.encoding is None:
-            bad = bad or UserError("source", path, f"{reason}; choose text files, by a glob perhaps: 'texts/**/*.txt'")
+            bad = bad or UserError("source", path, f"{reason}; choose text files, like 'texts/**/*.txt'")
             if config.on_bad_file == "stop":
                 raise bad
             stats.left_out.add(f"{path} {reason}")
@@ -348,7 +348,7 @@ def _whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UserError("source", path, f"is not a whole parquet file ({error})") from error
+        raise UserError("source", path, f"is not a complete parquet file ({error})") from error
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:
@@ -414,6 +414,6 @@ def _columns(row: dict[str, Any]) -> Iterator[str]:
 
 
 def _suffix(path: Path) -> str:
-    """What kind of file it is, whether compressed or not."""
+    """The kind of a file, without the suffix of its compression."""
     suffixes = (suffix.lower() for suffix in reversed(path.suffixes))
     return next((suffix for suffix in suffixes if suffix not in COMPRESSED), "")

@@ -1,1 +1,1 @@
-"""Looking back at runs: report.html and report.png."""
+"""Reports on runs: report.html, report.png, status and verification."""

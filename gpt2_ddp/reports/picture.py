@@ -24,20 +24,20 @@ INK = "#1b1f24"
 """Text, axes and grid; in the SVG, the colour of the text around it."""
 COLORS = ("#3f7fe8", "#e8702a", "#1fa37a", "#b25fd6", "#d9a514", "#e0527a", "#27a5c4", "#8a8f98")
 """One per run, used again after eight; readable on white and on black."""
-MAX_POINTS = 1800  # points per panel, over all runs: what a page holds of them is less than 1 MB
-STRETCHES = 63  # of a panel's width, which lines that coincide share among them in turns
-FOOT = 0.03  # height in a panel of the marks where a value is not finite, or something happened
+MAX_POINTS = 1800  # points per panel, over all runs; a page stays below 1 MB
+STRETCHES = 63  # of a panel's width; coinciding lines alternate in them
+FOOT = 0.03  # height in a panel of the marks for events and values that are not finite
 SAME_TEXT = 1.05  # bytes per token differ by less than this between runs of one tokenizer
 BEGINNING = 0.02
-"""Part of the steps whose losses may stick out above the panel: they would press the rest of the curve flat."""
+"""Fraction of the steps whose losses may lie above the panel, since they would flatten the rest of the curve."""
 NAME_LENGTH = 32
 NOT_FINITE = "not a finite number"
-EVENTS = {"rollback": ("rolled back to here", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
-"""What is marked below the loss, and how; `not_finite`: of losses since the row before, which a mean leaves out."""
+EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
+"""Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "report",  # the same metrics give the same bytes
-    "font.sans-serif": ["DejaVu Sans"],  # matplotlib's own; the others would be named with every text of the SVG
+    "font.sans-serif": ["DejaVu Sans"],  # matplotlib's own; other fonts would be named in each text of the SVG
     "text.parse_math": False,  # a run's name is not a formula
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -53,8 +53,8 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Trace:
-    """The line of a run, by its number, in a panel: through `steps` and `values` [n], without values that are not
-    finite. `label` is what it shows, in a panel of several things."""
+    """The line of a run, by number, in a panel: `steps` and `values` [n], without values that are not finite. `label`:
+    name of the quantity, in a panel of several quantities."""
 
     run: int
     panel: Axes
@@ -64,7 +64,7 @@ class Trace:
     values: np.ndarray
 
     def places(self) -> np.ndarray:
-        """x and y [n, 2] as parts of the panel; what lies above it or is not finite stands at its edge."""
+        """x and y [n, 2] as fractions of the panel; values above it, or not finite, are at its edge."""
         values = np.where(np.isfinite(self.values), self.values, self.panel.get_ylim()[0])
         points = self.panel.transData.transform(np.column_stack([self.line.get_xdata(), values]))
         return np.clip(self.panel.transAxes.inverted().transform(points), (0, FOOT), 1)
@@ -89,7 +89,7 @@ class Picture:
         self.range = (begin if end / 4 < begin < end else 0.0, end or 1.0)
 
     def x(self, run: RunRecord, steps: np.ndarray) -> np.ndarray:
-        """Where steps [n] of a run are on the axis."""
+        """Positions of steps [n] of a run on the axis."""
         places = run.along(self.axis, steps)
         assert places is not None, f"{run.name} has no {self.axis}"
         return places / self._size
@@ -99,8 +99,7 @@ class Picture:
         return zip(self.runs, cycle(COLORS), strict=False)
 
     def plot(self, panel: Axes, metric: str, label: str = "", **style: Any) -> list[Line2D]:
-        """One line per run, the longest at the bottom. Returns crosses at the foot of the panel, where a value is not
-        finite."""
+        """Draws one line per run, the longest at the bottom. Returns crosses for values that are not finite."""
         crosses = []
         longest = sorted(enumerate(self.colored()), key=lambda item: -item[1][0].rows[-1]["step"])
         for number, (run, color) in longest:
@@ -122,8 +121,8 @@ class Picture:
         return panel.plot(x, np.full(len(x), FOOT), transform=panel.get_xaxis_transform(), linewidth=0, **style)
 
     def take_turns(self) -> None:
-        """Cuts lines that would hide each other: where some coincide, each shows in its share of the stretches of the
-        panel's width. To be called when all scales are set."""
+        """Cuts lines that would hide each other: coinciding lines alternate along the panel's width. Call it when all
+        scales are set."""
         edges = np.arange(STRETCHES) / STRETCHES
         at = np.linspace(0, 1, 2 * STRETCHES + 1)
         kinds: dict[tuple[int, str], list[Trace]] = {}
@@ -190,7 +189,7 @@ def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
 
 
 def share_tokens(runs: Sequence[RunRecord]) -> bool:
-    """Whether losses per token can be compared: the tokenizer is the same, or seems to be where one is unknown."""
+    """Whether losses per token can be compared: the tokenizer is the same, or seems to be if one is unknown."""
     known = {run.tokenizer for run in runs}
     if None not in known or len(known) > 2:
         return len(known) == 1
@@ -199,12 +198,12 @@ def share_tokens(runs: Sequence[RunRecord]) -> bool:
 
 
 def share_batch(runs: Sequence[RunRecord]) -> bool:
-    """Whether a step is as many tokens in all runs."""
+    """Whether a step has equally many tokens in all runs."""
     return len({round(run.tokens_per_step) for run in runs}) == 1
 
 
 def _legend(picture: Picture) -> tuple[list[Line2D], int]:
-    """The runs by name, if there are several, and how many fit into a row."""
+    """Legend entries of several runs, and how many fit into a row."""
     handles = []
     for name, (run, color) in zip(picture.names, picture.colored(), strict=True):
         batch = "" if share_batch(picture.runs) else f", {short(run.tokens_per_step)} {run.unit} a step"
@@ -231,7 +230,7 @@ def _loss(panel: Axes, picture: Picture) -> None:
         key += picture.plot(panel, "loss_mean", "train", alpha=0.6)
     else:
         panel.set_title("Validation loss (bits per byte, log scale)")
-        remarks = ["without the training losses: they are per", "token, and the runs' tokenizers differ"]
+        remarks = ["training losses not drawn: they are per", "token, and the runs' tokenizers differ"]
         named = zip(runs, picture.names, strict=True)
         remarks += [f"not evaluated: {name}" for run, name in named if not len(run.series(metrics[0])[1])]
         key += [Line2D([], [], linewidth=0, label=remark) for remark in remarks]

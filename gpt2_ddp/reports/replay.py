@@ -1,7 +1,7 @@
-"""A part of a run, trained again from one of its checkpoints, and compared with what the run recorded.
+"""Replay: trains a part of a run again from one of its checkpoints, and compares it with the run's records.
 
-It trains in a temporary folder, which links to the checkpoint's files; the run folder is only read. The same number of
-processes gives the same bits, another one sums in another order.
+It trains in a temporary folder with links to the checkpoint's files; the run folder is only read. The same number of
+processes gives the same bits; another number changes the order of sums.
 """
 
 import math
@@ -39,34 +39,34 @@ from gpt2_ddp.training.task import Due, Task
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")  # sums over ranks, in some order
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
-NEARLY = 5e-6  # relative difference of sums that another order explains
+NEARLY = 5e-6  # relative difference of sums that a different order may cause
 Rows = dict[int, dict[str, Any]]  # rows of metrics.jsonl by step
 
 
 class Span(NamedTuple):
-    """Steps to train again, and the rows that the run has of them."""
+    """Steps to train again, and the run's rows of these steps."""
 
-    start: int  # a checkpoint's, whose step is not trained again
+    start: int  # step of a checkpoint; training begins after it
     stop: int
     rows: Rows
     passed: Any = None  # positions [start, stop] that a rollback to `start` skipped: its checkpoint lacks them
 
 
 def plan(run: Path, steps: str) -> Span:
-    """The span of `--replay 1000:1100`, by small files alone. Raises: UserError, naming the checkpoints."""
+    """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the checkpoints."""
     start, stop = map(int, steps.split(":"))
     rows = {row["step"]: row for row in valid_rows(_rows(run))}
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
     end = max([*rows, *checkpoints], default=0)
     own = {step: row for step, row in rows.items() if start < step <= stop}
     problems = [
-        (start not in checkpoints, f"there is no checkpoint of step {start}"),
-        (stop <= start, "should end after the step that it begins with"),
-        (stop > end, f"the run has got to step {end}"),
-        (not own and stop not in checkpoints, "the run recorded nothing there that could be compared"),
+        (start not in checkpoints, f"no checkpoint of step {start}"),
+        (stop <= start, "should end after its first step"),
+        (stop > end, f"the run's last step is {end}"),
+        (not own and stop not in checkpoints, "the run recorded nothing to compare in these steps"),
     ]
     if wrong := next((problem for is_so, problem in problems if is_so), ""):
-        there = f"there are {', '.join(map(str, checkpoints))}" if checkpoints else "there are none"
+        there = f"existing: {', '.join(map(str, checkpoints)) or 'none'}"
         raise UserError("replay", steps, f"{wrong}; begin at a checkpoint ({there}) and end at a step up to {end}")
     return Span(start, stop, own)
 
@@ -74,21 +74,20 @@ def plan(run: Path, steps: str) -> Span:
 def replay(
     run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
 ) -> Iterator[tuple[str, list[str] | None]]:
-    """Trains the span again, and compares rows, and weights and moments at the end of each stretch between two of the
-    `intact` checkpoints. So a stretch may have its own number of processes, and a defect stays in it. Yields of each
-    stretch what was compared, and its defects; None if it cannot be trained again.
-    Raises: UserError if the data are not those of the run, or this machine cannot train it; SystemExit 75, when a
-    signal stopped it."""
+    """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
+    the `intact` checkpoints, since each stretch may have its own number of processes. Yields for each stretch a text
+    and its defects, None if it cannot be trained again. Raises: UserError if the data are not those of the run, or
+    this machine cannot train it; SystemExit 75 after a signal."""
     checkpoints = {checkpoint.state["step"]: checkpoint for checkpoint in intact}
     if span.start not in checkpoints:
         what = f"replay from step {span.start}"
-        yield what, [f"{what}: its checkpoint is not intact, and nothing can be trained from it"]
+        yield what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
         return
     rollbacks = [row for row in _rows(run) if is_rollback(row)]
     saved = sorted(checkpoints)
     ends = [step for step in saved if span.start < step < span.stop]
     for start, stop in pairwise([span.start, *ends, span.stop]):
-        # who saved the next checkpoint trained the stretch, and its settings may be others than before a stop
+        # the next checkpoint has the settings of this stretch, which may differ from those before a stop
         maker = next((checkpoints[step] for step in saved if step >= stop), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
         back = [row for row in rollbacks if row["step"] <= start][-1:]
@@ -101,10 +100,10 @@ def _replay_stretch(
 ) -> tuple[str, list[str] | None]:
     what = f"replay from step {span.start} to {span.stop}"
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
-    if not begin.state.get("moments", True):  # zero, or those of the steps before: nobody wrote down which
-        return f"{what}: its checkpoint has no moments (checkpoint.save_optimizer), and training again takes them", None
+    if not begin.state.get("moments", True):  # whether the run continued with zeros is not recorded
+        return f"{what}: not possible, its checkpoint has no optimizer state (checkpoint.save_optimizer)", None
     if not _are_skippable(span.passed, begin.state):
-        return what, [f"{what}: its checkpoint does not go with a rollback to it, which passed over {span.passed}"]
+        return what, [f"{what}: its checkpoint does not match a rollback to it, which skipped {span.passed}"]
     files, wrong = [*([maker.path / CONFIG] if maker else []), run / CONFIG], []
     for file in files:
         defects = setting_defects(read_yaml(str(file), "run"), file, begin)
@@ -128,9 +127,9 @@ def _replay_stretch(
         if end and bits:
             ours = again / "checkpoints" / f"step-{span.stop:08d}"
             defects += [defect for name in (MODEL, OPTIMIZER) for defect in _tensors(run, end.path / name, ours / name)]
-    saved = "weights and moments" if end and end.state.get("moments", True) else "weights"
+    saved = "weights and optimizer state" if end and end.state.get("moments", True) else "weights"
     compared = f"{len(span.rows)} row{'s' * (len(span.rows) != 1)}" + f", {saved}" * bits
-    compared += " (but not what its tasks scored)" * bool(begin.state.get("tasks"))
+    compared += " (without task scores)" * bool(begin.state.get("tasks"))
     how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
     return f"{what} by {processes} process{'es' * (processes > 1)}: {compared}, {how}", defects
 
@@ -145,26 +144,26 @@ def _are_skippable(passed: Any, state: dict[str, Any]) -> bool:
 
 
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
-    """What differs between a run's rows and those that were trained again: bit for bit or, if not `exact`, sums over
-    ranks by more than NEARLY."""
+    """Differences between a run's rows and the replayed ones: all bits or, if not `exact`, sums over ranks that differ
+    by more than NEARLY."""
     defects = []
     for step, row in sorted(rows.items()):
         other = again.get(step, {})
         of_sources = (name for name in row if name.startswith(("val_loss/", "tokens/")))
         for name in (*COMPARED, *of_sources):
             old, new = row.get(name), other.get(name)
-            kind, of_source, _ = name.partition("/")  # whose folder may have another name here
+            kind, of_source, _ = name.partition("/")  # the folder may have another name here
             optional = of_source or kind in ("loss_mean", "train_loss", "val_loss")
             if optional and not (name in row and name in other):
                 continue
             tolerance = NEARLY if kind in SUMMED and not exact else 0.0
             if old != new and not (old and new and tolerance and math.isclose(old, new, rel_tol=tolerance)):
-                defects.append(f"metrics.jsonl: {name} of step {step} is {old}, and {new} when trained again")
+                defects.append(f"metrics.jsonl: {name} of step {step} is {old}, but {new} when trained again")
     return defects
 
 
 class ReplayTask:
-    """A task whose run ends with the span, and which logs and evaluates where the run did."""
+    """A task whose run ends with the span, and which logs and evaluates at the run's steps."""
 
     def __init__(self, task: Task, span: Span, save: bool):
         self._task, self._span, self._save = task, span, save
@@ -176,7 +175,7 @@ class ReplayTask:
         return self._span.stop
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The task's own; its feed then passes over what the run passed over here."""
+        """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
         self._task.load_state_dict(state)
         if self._span.passed and tuple(self._span.passed) not in self._task.feed.skipped_ranges:
             self._task.feed.skip_range(*self._span.passed)
@@ -190,7 +189,7 @@ def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None)
     make: Any = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
-        torch.set_num_threads(threads or torch.get_num_threads())  # sums are in an order of their own for each number
+        torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums
         return ReplayTask(make(config, accelerator, saved), span, save)
 
     return train(config, make_task).outcome
@@ -201,7 +200,7 @@ def _rows(run: Path) -> list[dict[str, Any]]:
 
 
 def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -> list[str]:
-    """Which settings, those of `file`, do not continue the training of a checkpoint."""
+    """The settings of `file` that do not match the training of a checkpoint."""
     try:
         read_config(saved.kind, settings, file).check_resumable(saved.kind, saved.config, saved.state.get("step", 0))
     except UserError as error:
@@ -230,7 +229,7 @@ def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[st
 
 
 def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[str]]:
-    """How many processes train again what the processes that saved `state` trained; and why last digits may differ."""
+    """Number of processes for the replay of a stretch that ends with `state`, and reasons for different last digits."""
     trained = processes = state.get("processes", 1)
     version = state.get("versions", {}).get("torch", torch.__version__)
     reasons = [] if version == torch.__version__ else [f"the run had torch {version}"]
@@ -238,18 +237,18 @@ def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[st
     here = device_name(device)
     there = state.get("device", here)
     if there != here:
-        reasons.append(f"the run was on {there}, and this is {here}")
+        reasons.append(f"the run was on {there}, this machine has {here}")
     if device.type == "cuda":
         processes = trained if trained <= torch.cuda.device_count() else 1
         if not config.train.deterministic:
-            reasons.append("GPUs repeat their bits with train.deterministic alone")
+            reasons.append("GPU results are repeatable only with train.deterministic")
     if processes != trained:
         reasons.append(f"the run had {trained} processes")
     if processes != trained or (there != here and "cpu" in (there, here)):
         values = config.model_dump()
         if values["model"].get("dropout"):
-            hint = f"what is random in it depends on its {trained} processes and on {there}"
-            raise UserError("replay", config.kind, f"{hint}; replay it on as many of those")
+            hint = f"its dropout depends on its {trained} processes and on {there}"
+            raise UserError("replay", config.kind, f"{hint}; replay it on the same number and kind of devices")
     return processes, reasons
 
 

@@ -1,4 +1,4 @@
-"""report.html and report.png: what happened in one or several runs.
+"""report.html and report.png of one or several runs.
 
 The page is one HTML document that links to nothing and fetches nothing.
 """
@@ -22,11 +22,11 @@ from gpt2_ddp.reports.picture import Picture, as_png, draw, share_batch
 from gpt2_ddp.reports.runs import AXES, Row, RunRecord, is_finite, read_runs
 
 UNKNOWN = "–"
-NAMES = ("run_name", "output_dir")  # settings that differ between any two runs and say nothing
+NAMES = ("run_name", "output_dir")  # settings that differ between any two runs, without meaning
 SAMPLED_STEPS, SAMPLES, SAMPLE_LENGTH, ALL_SAMPLES = 12, 8, 3000, 300_000
 """Steps of a run whose samples are shown, samples shown of each, characters of each, and of all of them."""
-MATRIX = 20  # classes whose whole confusion matrix is shown, at most
-LISTED = 1000  # classes that are listed, at most: of more, those with the lowest share of right ones
+MATRIX = 20  # most classes for a whole confusion matrix
+LISTED = 1000  # most classes in the table: those with the lowest accuracy
 SHAPE = ("n_layer", "n_head", "n_embd", "block_size")
 
 
@@ -40,8 +40,8 @@ def report(config: ReportConfig) -> int:
 
 
 def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
-    """Writes report.html and report.png about run folders into the folder `output`, each whole or not at all; returns
-    the path of report.html. Rows and files that are missing or torn are left out, and the page says so.
+    """Writes report.html and report.png of run folders into the folder `output`, each complete or not at all. Returns
+    the path of report.html. Missing and torn rows and files are omitted, with a note on the page.
     Raises: UserError if a folder has no metrics to show, or none along `axis`, or `output` cannot be written."""
     loaded = read_runs(runs)
     picture = draw(loaded, choose_axis(loaded, axis))
@@ -53,19 +53,19 @@ def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
 
 
 def choose_axis(runs: list[RunRecord], axis: str) -> str:
-    """The axis that `axis` means, as `ReportConfig` has it. Raises: UserError where a run does not have that one."""
+    """The axis that `ReportConfig.axis` selects. Raises: UserError if a run lacks it."""
     lacking = {each: [run.name for run in runs if run.along(each, np.zeros(1)) is None] for each in AXES}
     if axis == "auto":
         axis = "tokens" if not lacking["tokens"] and not share_batch(runs) else "steps"
     if lacking[axis]:
-        hint = f"the rows of {', '.join(lacking[axis])} do not say it; choose another, or leave that run out"
+        hint = f"the rows of {', '.join(lacking[axis])} lack it; choose another axis, or omit that run"
         raise UserError("axis", axis, hint)
     return axis
 
 
 def page(runs: Sequence[RunRecord], picture: Picture) -> str:
-    """The document, of page.html, page.css and page.js: the picture, and what the runs' files say, escaped. Nothing but
-    our own script runs in it."""
+    """The document, from page.html, page.css and page.js: the picture and the content of the runs' files, escaped. Only
+    page.js runs in it."""
     names = [run.name for run in runs]
     body = ['<section class="beside">', f"<figure>{picture.svg()}</figure>", *_samples(runs), "</section>"]
     body += ["<h2>Summary</h2>", _by_run({run.name: _summary(run) for run in runs})]
@@ -82,13 +82,13 @@ def page(runs: Sequence[RunRecord], picture: Picture) -> str:
     files = [Path(__file__).with_name(f"page.{kind}") for kind in ("html", "css", "js")]
     frame, style, script = (file.read_text(encoding="utf-8") for file in files)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    points = _points(picture).replace("<", "\\u003c")  # no end of the element can stand in it
+    points = _points(picture).replace("<", "\\u003c")  # the element cannot end inside
     return frame.format(title=title, style=style, body="\n".join(body), points=points, script=script, digest=digest)
 
 
 def _points(picture: Picture) -> str:
-    """JSON for the script, which shows the values under the pointer: the panels' boxes, and of each line x and y in the
-    SVG's coordinates, steps and values. A value that is not finite is null."""
+    """JSON for page.js, which shows the values under the pointer: the panels' boxes; for each line, x and y in the
+    SVG's coordinates, steps and values. Values that are not finite are null."""
     boxes, lines = picture.panels(), []
     for trace in picture.traces:
         left, top, right, bottom = boxes[trace.panel]
@@ -168,10 +168,10 @@ def _classes(run: RunRecord) -> list[str]:
     head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
     parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
     if len(names) > LISTED:
-        parts.append(f"<p>The {LISTED:,} with the lowest share of right ones, of {len(names):,}.</p>")
+        parts.append(f"<p>The {LISTED:,} with the lowest accuracy, of {len(names):,}.</p>")
     if run.wrong:
         source = f"data:image/png;base64,{base64.b64encode(run.wrong).decode()}"
-        parts.append(f'<img alt="test images that are taken wrongly" src="{source}">')
+        parts.append(f'<img alt="misclassified test images" src="{source}">')
     return parts
 
 

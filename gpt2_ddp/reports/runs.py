@@ -1,4 +1,4 @@
-"""Run folders as a report reads them: what is missing or torn is left out, with a note."""
+"""Reads run folders for reports. Missing and torn parts are omitted, with a note."""
 
 import json
 import math
@@ -24,13 +24,13 @@ from gpt2_ddp.reports.status import health
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
-LARGEST_PICTURE = 2**23  # bytes of one that is shown, at most; 24 images take 300,000
-AXES = ("steps", "tokens", "time")  # what a run can be drawn along; the time is that of its training, in seconds
+LARGEST_PICTURE = 2**23  # most bytes of a picture; 24 images take 300,000
+AXES = ("steps", "tokens", "time")  # x axes; time is training time in seconds
 
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """A run folder as far as it could be read."""
+    """The readable content of a run folder."""
 
     name: str
     rows: list[Row]  # `tokens` and `tokens_per_second` count the unit; `loss_mean` is that since the row before
@@ -40,10 +40,10 @@ class RunRecord:
     samples: list[Row]
     parameters: int | None  # without position embeddings, in the newest checkpoint; None without one
     tokenizer: str | None  # its SHA-256, by that checkpoint
-    notes: list[str]  # what was left out
+    notes: list[str]  # omitted parts
     unit: str  # tokens or samples
     classes: Row  # of a classifier, from evaluate.py: `step`, `classes` by name, their `confusion`
-    wrong: bytes  # PNG of test images that it takes wrongly; or empty
+    wrong: bytes  # PNG of misclassified test images; or empty
 
     def last(self, metric: str) -> Row:
         """The last row that holds a number as `metric`, or an empty one."""
@@ -64,15 +64,15 @@ class RunRecord:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Of the validation text, by the last evaluation."""
+        """Bytes per token of the validation text, by the last evaluation."""
         row = self.last("val_bits_per_byte")
         loss, bits = row.get("val_loss"), row.get("val_bits_per_byte")
         return loss / bits / math.log(2) if is_finite(loss) and is_finite(bits) and bits > 0 else None
 
     @cached_property
     def clock(self) -> Series:
-        """Steps, and the seconds of training until then, a branch's own: tokens of the logged intervals over their
-        tokens per second, so without evaluations, saves and pauses."""
+        """Steps, and the seconds of training until each step, without a branch's parent: tokens of the logged intervals
+        over their tokens per second, so without evaluations, saves and pauses."""
         begun = next((event for event in self.events if event["event"] == "branch"), {"step": 0})
         seconds, before = 0.0, begun.get(self.unit, begun["step"] * self.tokens_per_step)
         found = [(begun["step"], seconds)]
@@ -85,7 +85,7 @@ class RunRecord:
         return steps, times
 
     def along(self, axis: str, steps: np.ndarray) -> np.ndarray | None:
-        """Where steps [n] lie on one of AXES [n]; None where the rows do not say it."""
+        """Positions of steps [n] on one of AXES [n]; None if the rows lack it."""
         if axis == "steps":
             return steps
         known = self.clock if axis == "time" else self.series("tokens")
@@ -112,17 +112,17 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 def _read_run(folder: Path, name: str) -> RunRecord:
     if not os.path.isfile(folder / "metrics.jsonl"):
         places = [place for place in (folder, folder.parent) if os.path.isdir(place)]
-        problem = "holds no metrics.jsonl" if folder in places else "there is no such folder"
+        problem = "has no metrics.jsonl" if folder in places else "no such folder"
         near = sorted(str(row.parent) for place in places for row in place.glob("*/metrics.jsonl"))
-        hint = "give a run folder, " + (f"like {', '.join(near[:3])}" if near else "as train_gpt2.py writes it")
+        hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else "")
         raise UserError("runs", folder, f"{problem}; {hint}")
     notes: list[str] = []
     rows, events = _read_rows(folder / "metrics.jsonl", notes)
     if not rows:
-        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or give another run")
+        raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or name another run")
     rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
     unit = next(rates, "samples" if any("samples" in row for row in rows) else "tokens")
-    for row in rows:  # JSON has no NaN: tracking writes null where a number was not finite
+    for row in rows:  # JSON has no NaN: rows have null for numbers that are not finite
         row |= {metric: math.nan for metric in NEVER_UNKNOWN if metric in row and row[metric] is None}
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
@@ -153,7 +153,7 @@ def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
     lines = [line for line in read_lines(file) if line.text.strip()]
     if unreadable := sum(line.row is None for line in lines):
-        notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} left out")
+        notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} omitted")
     rows = [line.row for line in lines if line.row and _is_number(line.row.get("step"))]
     return valid_rows(rows), [row for row in rows if is_event(row)]
 

@@ -1,4 +1,4 @@
-"""How runs are doing: running, stalled, dead, or how they ended."""
+"""The state of runs: running, stalled, dead, or their outcome."""
 
 import json
 import time
@@ -12,30 +12,30 @@ from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.errors import UserError
 
 SILENT = 90.0
-"""Seconds without a heartbeat after which a run on another machine counts as dead; there is one every five."""
+"""Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come every 5 s."""
 
 
 class Health(NamedTuple):
-    """How a run is doing, by its status.json."""
+    """State of a run, by its status.json."""
 
-    state: str  # starting, running, stalled, dead, unknown; or how the run has ended
+    state: str  # starting, running, stalled, dead, unknown; or the outcome
     step: int
     age: float  # seconds since its last progress, or since it ended
-    detail: str  # where it is, or why it ended
+    detail: str  # stage and process, or reason of the end
 
 
 def show_status(config: StatusConfig) -> int:
-    """The command: a line for each run. Raises: UserError where none is a run."""
+    """The command: prints a line for each run. Raises: UserError if none is a run."""
     folders = [Path(run) for run in config.runs]
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
         folder = folders[0]
         near = sorted(str(file.parent) for place in (folder, folder.parent) for file in place.glob(f"*/{STATUS}"))
-        hint = "give a run folder" + (f", like {', '.join(near[:3])}" if near else "")
-        raise UserError("runs", folder, f"holds no {STATUS}; {hint}")
+        hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else "")
+        raise UserError("runs", folder, f"has no {STATUS}; {hint}")
     width = max(len(str(folder)) for folder in folders)
     for folder in folders:
-        if folder not in runs:  # `runs/*` also has what compare_parallel.py leaves
+        if folder not in runs:  # `runs/*` also matches the output of compare_parallel.py
             print(f"{folder!s:{width}}  no run")
             continue
         found = health(folder)
@@ -45,8 +45,8 @@ def show_status(config: StatusConfig) -> int:
 
 
 def health(folder: Path, now: float | None = None) -> Health:
-    """How the run of a folder that holds status.json is doing, at `now`, in seconds since 1970. For other processes: in
-    the trainer, it would unlock the folder."""
+    """The state of the run in a folder with a status.json, at `now`, in seconds since 1970. For other processes: in the
+    trainer, this would unlock the folder."""
     now = time.time() if now is None else now
     written = (folder / STATUS).stat().st_mtime
     try:
@@ -58,10 +58,10 @@ def health(folder: Path, now: float | None = None) -> Health:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Health("unknown", 0, now - written, f"{STATUS} is damaged")
     if not facts:
-        words = f"a trainer prepares to go on; it was {state}" if is_locked(folder) else reason.partition("\n")[0]
+        words = f"a trainer is starting; the run was {state}" if is_locked(folder) else reason.partition("\n")[0]
         return Health("starting" if is_locked(folder) else state, step, now - written, words)
     who = Process(**facts)
-    place, silence = f"pid {who.pid} on {who.host}", f"no sign of life for {now - beat:.0f} s"
+    place, silence = f"pid {who.pid} on {who.host}", f"no heartbeat for {now - beat:.0f} s"
     if who.is_gone:
         return Health("dead", step, now - progress, f"{place} is gone, last seen {at}")
     if not who.is_here and now - beat > SILENT:

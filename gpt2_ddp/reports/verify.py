@@ -1,6 +1,6 @@
 """Consistency of a run's records with each other and with its data.
 
-docs/verify.md says what each check finds, and what none can.
+docs/verify.md lists what each check finds, and the limits of all.
 """
 
 import json
@@ -33,18 +33,18 @@ from gpt2_ddp.reports.replay import plan, replay, setting_defects
 from gpt2_ddp.reports.verify_rows import Record, Records, Schedule, in_parts, read_metrics, replay_order
 
 SHOWN = 5
-"""Defects of one kind that are printed; more of them are counted."""
+"""Most defects of one kind to print; the others are counted."""
 SAMPLED = 8
-"""Shards that are hashed where not all are."""
+"""Number of shards that `sampled` hashes."""
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
-"""Facts in starts and states that never change in a run."""
+"""Fields of starts and states that never change in a run."""
 OF_SESSION = ("processes", "device", "versions")
-"""Facts in a start, and in the states of the checkpoints that its process saved."""
+"""Fields of a start, equal in the states of the checkpoints that its process saved."""
 OF_STEP = ("skipped", "val_loss")
 """Fields of a row and of the state of the same step, besides those of the order of the data."""
 
-Finding = tuple[str, list[str] | None]  # what was checked, and its defects; or what could not be, and None
+Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Recorded:
 
     @property
     def end(self) -> int:
-        """The last step of which anything was recorded."""
+        """The last recorded step."""
         return max((record["step"] for record in (self.rows | self.states).values()), default=0)
 
     def events(self, *names: str) -> list[Record]:
@@ -73,7 +73,7 @@ class Recorded:
 def verify_run(command: VerifyConfig) -> int:
     """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
     a `note` for what could not be checked. With `--replay`, trains a part of the run again.
-    Raises: UserError if there is no such run, no such steps to replay, or `--data` is not what it was trained on."""
+    Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
     n_defects = 0
     for what, defects in _check(Path(command.run), command):
         if not defects:
@@ -90,13 +90,13 @@ def verify_run(command: VerifyConfig) -> int:
 
 def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     if not os.path.isfile(run / CONFIG):
-        raise UserError("run", run, "holds no config.yaml; name a run folder, as the training scripts write it")
+        raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
     settings = read_yaml(str(run / CONFIG), "run")
     if not settings:
-        raise UserError("run", run / CONFIG, "is empty; put the run's own file back, or give it another run folder")
+        raise UserError("run", run / CONFIG, "is empty; restore the run's original file, or name another run folder")
     config = read_config(guess_kind(settings), settings, CONFIG)
     span = plan(run, command.replay) if command.replay else None
-    checkpoints, damaged = read_checkpoints(run)  # before the rows: a run that goes on records first
+    checkpoints, damaged = read_checkpoints(run)  # before the rows: a running training writes the row first
     rows, defects = read_metrics(run / METRICS)
     found = Recorded(run, settings, config, rows, checkpoints)
     count = sum("event" not in row for row in rows.values())
@@ -104,13 +104,13 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
     yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
     wrong = damaged + list(_check_checkpoints(found))
-    yield f"checkpoints: {len(checkpoints)}, every file as it was written, all that were kept", wrong
+    yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     heads = {state.get("metrics_chain") for state in found.states.values()}
     newest = takewhile(lambda row: row.get("chain") not in heads, reversed(rows.values()))
     if loose := sum("event" not in row for row in newest):
-        yield f"the last {loose} rows come after the newest checkpoint: nothing else confirms their chain yet", None
+        yield f"the last {loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
     wrong = _check_configuration(found) + list(check_end(found))
-    yield "configuration: the same in config.yaml, starts and checkpoints, with one run id", wrong
+    yield "configuration: equal in config.yaml, starts and checkpoints, with one run id", wrong
     manifests: list[Manifest] = []
     if isinstance(config, TrainingConfig):
         folders, n_folders = config.data.moved(command.data), len(config.data.paths)
@@ -123,12 +123,12 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
     for branch in found.events("branch"):
         manifest = Path(str(branch.get("from"))) / MANIFEST
         same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
-        there = "is still what it was" if same else "is not there as it was"
-        yield f"it began with {manifest.parent}, which {there}: how that was trained, its own run has to prove", None
+        there = "is unchanged" if same else "is missing or changed"
+        yield f"the parent checkpoint {manifest.parent} {there}: verify its own run, too", None
     if span:
         yield from replay(run, span, checkpoints.values(), command.data)
     else:
-        yield "losses, norms and weights: only training again proves them, --replay A:B", None
+        yield "losses, norms and weights: not checked; --replay A:B trains them again", None
 
 
 def read_checkpoints(run: Path) -> tuple[dict[str, Checkpoint], list[str]]:
@@ -139,12 +139,12 @@ def read_checkpoints(run: Path) -> tuple[dict[str, Checkpoint], list[str]]:
         try:
             checkpoint = verify(folder)
         except CorruptCheckpoint as damage:
-            if folder.is_dir():  # and not removed meanwhile by a run that goes on
+            if folder.is_dir():  # not deleted meanwhile by a running training
                 defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
             continue
         place, step = f"checkpoints/{folder.name}/{STATE}", checkpoint.state["step"]
         if folder.name != f"step-{step:08d}":
-            defects.append(f"{place}: is the state of step {step}")
+            defects.append(f"{place}: holds the state of step {step}")
         checkpoints[place] = checkpoint
     return checkpoints, defects
 
@@ -156,11 +156,11 @@ def _check_checkpoints(found: Recorded) -> Iterator[str]:
     there = list_checkpoints(run / "checkpoints")
     gone = [step for step in kept if not (run / _folder(step)).is_dir()]
     gone = [step for step in gone if f"{_folder(step)}/{STATE}" not in found.checkpoints]
-    if gone:  # or removed meanwhile by a run that goes on: that says so in its rows first
+    if gone:  # or deleted meanwhile by a running training, which records that first
         _, still_kept = _saved_and_kept(read_metrics(run / METRICS)[0])
         yield from (f"{_folder(step)}: is missing" for step in dict.fromkeys(gone) if step in still_kept)
     if not there and not kept and saved:
-        yield "checkpoints: none is there, and the run has saved some"
+        yield "checkpoints: all are missing, although the run has saved some"
 
     heads = {row["chain"]: number for number, row in enumerate(rows.values()) if "chain" in row}
     by_step = {row["step"]: row for row in valid_rows(rows.values())}
@@ -171,19 +171,19 @@ def _check_checkpoints(found: Recorded) -> Iterator[str]:
         try:
             step, sha256 = int(folder.name[5:]), sha256_file(folder / MANIFEST)
             misshapen = [*_check_shapes(run, folder, found.config, state)]
-        except FileNotFoundError:  # removed meanwhile by a run that goes on
+        except FileNotFoundError:  # deleted meanwhile by a running training
             continue
         name, is_newest, chain = f"checkpoints/{folder.name}", [folder] == there[-1:], state.get("metrics_chain")
         right, saved_at = saved.get(step, (sha256, 0))
         # a kill may have come before the row of a step saved again, after pending work
         is_again = is_newest and heads.get(chain, -1) >= saved_at
         if sha256 != right and not is_again:
-            yield f"{name}: is not the one that metrics.jsonl recorded, by its manifest's SHA-256"
+            yield f"{name}: its manifest's SHA-256 differs from metrics.jsonl's"
         ours = first is not None and step > first
         if ours and step not in saved and (not is_newest or step <= ended):  # or a kill came before its row
-            yield f"{name}: is none that metrics.jsonl recorded"
+            yield f"{name}: is not recorded in metrics.jsonl"
         if chain not in heads and (ours or chain):
-            yield f"{place}: the rows that it follows, by its metrics_chain, are not those of metrics.jsonl"
+            yield f"{place}: its metrics_chain is not in metrics.jsonl"
         row, origin = by_step.get(state["step"], {}), f"the row of step {state['step']}"
         both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
         yield from _differing(place, state, origin, row, both)
@@ -224,7 +224,7 @@ def _check_shapes(run: Path, folder: Path, config: RunConfig, state: Record) -> 
         return
     if wrong := [name for name in sorted(right.keys() | found.keys()) if right.get(name) != found.get(name)]:
         by_model = f"by the model section {right.get(wrong[0])}"
-        yield f"{place}: {wrong[0]} has the shape {found.get(wrong[0])}, {by_model}"
+        yield f"{place}: {wrong[0]} has shape {found.get(wrong[0])}, {by_model}"
 
 
 def _check_configuration(found: Recorded) -> list[str]:
@@ -280,12 +280,12 @@ def check_end(found: Recorded) -> Iterator[str]:
         else:
             right = (state, step) == (last.get("outcome"), last["step"])
         if last.get("event") not in ("start", "end"):
-            yield f"{STATUS}: says {state}, and metrics.jsonl does not end with an end"
+            yield f"{STATUS}: has state {state}, but metrics.jsonl has no end row"
         elif not right:
             outcome = last.get("outcome", "a start")
-            yield f"{STATUS}: says {state} at step {step}, metrics.jsonl {outcome} at step {last['step']}"
+            yield f"{STATUS}: has {state} at step {step}, metrics.jsonl {outcome} at step {last['step']}"
     elif state in ("completed", "stopped") and newest not in (None, step):
-        yield f"{STATUS}: says {state} at step {step}, and the newest checkpoint is of step {newest}"
+        yield f"{STATUS}: has {state} at step {step}, but the newest checkpoint is of step {newest}"
 
     yield from _check_samples(found, ended=last.get("event") == "end")
 
@@ -319,13 +319,13 @@ def _check_data(
         try:
             known |= {place: found} if (found := recorded(record)) else {}
         except ValueError:
-            defects.append(f"{place}: its mixture is none: {record.get('mixture')}")
+            defects.append(f"{place}: its mixture is invalid: {record.get('mixture')}")
     others = [place for place, found in known.items() if found.manifests != hashes[: len(found.manifests)]]
     if others and command.data and len(others) == len(known):
-        raise UserError("data", command.data, "other tokens than the run was trained on; name their folder with --data")
+        raise UserError("data", command.data, "has other tokens than the run was trained on; name the run's data")
     if others:
-        hint = "--data names a folder that they have moved to"
-        defects.append(f"{' '.join(folders)}: holds other tokens than the run was trained on; {hint}")
+        hint = "if they have moved, name the folder with --data"
+        defects.append(f"{' '.join(folders)}: has other tokens than the run was trained on; {hint}")
     several = len(manifests) > 1
     if several:
         windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
@@ -336,8 +336,8 @@ def _check_data(
             if ours != theirs:
                 defects.append(f"{place}: data.weights and data.phases are {theirs}, by {CONFIG} {ours}")
     if command.shards == "none":
-        yield "data: the manifest that was trained on", defects
-        yield "no shard was read: whether the tokens are those of the manifest is unknown", None
+        yield "data: the manifest of the training", defects
+        yield "no shard was read: the tokens are not checked", None
         return
     for folder, manifest in zip(folders, manifests, strict=True):
         checked, wrong = _check_shards(Path(folder), manifest, command.shards)
@@ -346,7 +346,7 @@ def _check_data(
 
 
 def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list[str]]:
-    """Hashes all shards (`full`) or a few, drawn anew each time (`sampled`)."""
+    """Hashes all shards (`full`) or a few random ones (`sampled`)."""
     shards = [shard for split in sorted(manifest.splits) for shard in manifest.splits[split]]
     chosen = shards if how == "full" else random.sample(shards, min(SAMPLED, len(shards)))
     defects = []
@@ -354,19 +354,19 @@ def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list
         try:
             check_shard(folder, shard, token_dtype(manifest.vocab_size))
             if sha256_file(folder / shard.file) != shard.sha256:
-                defects.append(f"{folder / shard.file}: its SHA-256 is not the one of {folder / MANIFEST}")
+                defects.append(f"{folder / shard.file}: its SHA-256 differs from {folder / MANIFEST}'s")
         except UserError as error:
             defects += error.mistakes
     names = "" if how == "full" else f" ({', '.join(shard.file for shard in chosen)})"
-    return f"data: {len(chosen)} of {len(shards)} shards{names} as they were prepared", defects
+    return f"data: {len(chosen)} of {len(shards)} shards{names} unchanged", defects
 
 
 def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Finding]:
-    """The order of the data in rows and states; what was recorded when; and the learning rates."""
+    """Checks the order of the data in rows and states, the steps of all records, and the learning rates."""
     config, rows, states = found.config, found.rows, found.states
     history = replay_order(config, manifests, rows, states)
     if history is None:
-        yield "the order of the data is not known yet: it takes a checkpoint, or the end of an epoch", None
+        yield "the order of the data is not known yet, before a checkpoint or the end of an epoch", None
         return
     validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
     schedule = Schedule(config, history, validates, begun=bool(found.events("branch")))
@@ -375,8 +375,8 @@ def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Find
     for place, record in placed:
         wrong = [f"{place}: {defect}" for defect in history.check(record)]
         order += wrong
-        if place in rows and not any("does not go" in defect for defect in wrong):  # or it might have us count to it
+        if place in rows and not any("does not match" in defect for defect in wrong):  # its step may be huge
             missing += [f"{place}: {defect}" for defect in schedule.check(record)]
-    yield f"order of the data: every digest up to step {found.end}, recomputed from seed {config.seed}", order
-    when = "; rows, evaluations and checkpoints at the steps that they were due" if schedule.steps is not None else ""
+    yield f"order of the data: all digests up to step {found.end}, recomputed from seed {config.seed}", order
+    when = "; rows, evaluations and checkpoints at their due steps" if schedule.steps is not None else ""
     yield f"learning rates as scheduled{when}", missing

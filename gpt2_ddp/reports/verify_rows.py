@@ -1,8 +1,8 @@
-"""The rows of metrics.jsonl: their chain of hashes, the order of their data, and what was due at which step.
+"""Checks the rows of metrics.jsonl: the chain of hashes, the order of the data, and the records due at each step.
 
-The items of each step follow from the seed, the step's size and their number. A feed that reads nothing takes them
-again, and its digest is compared with rows and checkpoints. What is due follows from the newest start row: each process
-of a run begins with one, which holds its configuration.
+The items of each step follow from seed, step size and number of items. A feed that reads no data repeats the steps, and
+its digest is compared with rows and checkpoints. The newest start row determines the due records: each process of a
+run writes one, with its configuration.
 """
 
 import json
@@ -28,16 +28,15 @@ from gpt2_ddp.training.task import Due
 
 Record = dict[str, Any]
 Records = dict[str, Record]
-"""Rows of metrics.jsonl, events among them, or states of checkpoints, by the place where they stand."""
+"""Rows of metrics.jsonl, including events, or states of checkpoints, by their place in the run folder."""
 
 SHAPES: dict[str, Any] = {"lr": int | float, "config": dict, "steps": int, "kept": list, "checkpoint": dict}
 SHAPES["chain"] = str
-"""What a row's fields are, where they are there and not null."""
+"""Types of a row's fields, unless missing or null."""
 
 
 def read_metrics(file: Path) -> tuple[Records, list[str]]:
-    """The rows of metrics.jsonl, and defects of their steps and their chain. A torn last line, which a kill leaves, is
-    none."""
+    """The rows of metrics.jsonl, and defects of their steps and chain; a torn last line after a kill is allowed."""
     rows: Records = {}
     defects, before, chain = [], -1, FIRST_CHAIN
     for line in read_lines(file):
@@ -55,7 +54,7 @@ def read_metrics(file: Path) -> tuple[Records, list[str]]:
         if own is None:
             defects.append(f"{place}: has no chain")
         elif own != row.get("chain") or own != next_chain(chain, text):
-            defects.append(f"{place}: its chain does not follow: this row was altered, or one before it is missing")
+            defects.append(f"{place}: its chain is wrong: this row was changed, or a row before it is missing")
         elif not rows and row.get("event") != "start":
             defects.append(f"{place}: the chain of rows does not begin with a start")
         chain = own or chain
@@ -74,17 +73,16 @@ class DataState(NamedTuple):
 
 
 class OrderReplay:
-    """The state of the data after each step, as `feed` replays it. Rows count `unit`, of which an item has
-    `per_item`."""
+    """The state of the data after each step, replayed by `feed`. Rows count in `unit`; an item has `per_item` units."""
 
     def __init__(self, feed: Feed, unit: str, per_item: int):
         self.feed, self.unit, self.per_item = feed, unit, per_item
-        self.inherited: list[tuple[int, int]] = []  # positions that the run which this one branched off passed over
+        self.inherited: list[tuple[int, int]] = []  # positions that the parent run skipped
         self.stood = [self._now()]
-        self._left: dict[int, DataState] = {}  # after a step that was gone back to since, as its checkpoint may have it
+        self._left: dict[int, DataState] = {}  # after a step that a later rollback returned to, as in its checkpoint
 
     def check(self, record: Record) -> Iterator[str]:
-        """Defects of the next row or state. After a rollback, other data are right."""
+        """Defects of the next row or state. After a rollback, other data are expected."""
         if is_rollback(record):
             yield from self._go_back(record)
         elif record.get("event") == "branch":
@@ -109,13 +107,13 @@ class OrderReplay:
         items, count = consumed_after(self.feed, step), record.get(self.unit)
         gaps = sum(stop - start for start, stop in self.stood[-1].passed + self.inherited)
         if count != items * self.per_item or position not in (None, items + gaps):
-            yield f"step {step} does not go with {self.unit} {count}, position {position}"
+            yield f"step {step} does not match {self.unit} {count}, position {position}"
             return
         stood = self.at(step)
         if digest != stood.order_digest:
             yield f"order_digest of step {step} is {str(digest)[:12]}, not {stood.order_digest[:12]}"
         elif "passed" in record and json.dumps(record["passed"]) != json.dumps(stood.passed):
-            yield f"passed over {record['passed']}, not {stood.passed}"
+            yield f"skipped {record['passed']}, not {stood.passed}"
         elif "chain" in record and record.get("epoch") != (epoch := round(stood.position / len(self.feed.order), 4)):
             yield f"epoch of step {step} is {record.get('epoch')}, not {epoch}"
         elif "chain" in record and isinstance(self.feed.order, MixedOrder):
@@ -127,15 +125,15 @@ class OrderReplay:
         found = {name: value for name, value in record.items() if name.startswith((f"{self.unit}/", "epoch/"))}
         values = list(right.values())  # and not by their names: folders may have moved
         if [*found.values()] != values[: len(found)] or any(values[max(len(found), 2) :]):
-            yield f"of the sources of step {record['step']} it says {found}, not {right}"
+            yield f"the sources of step {record['step']} are {found}, not {right}"
 
     def _go_back(self, record: Record) -> Iterator[str]:
         feed, step, digest = self.feed, record["step"], record.get("order_digest")
         begun, passed = record.get("from"), record.get("passed", [])
         sound = are_ranges([passed])
-        # so that nonsense does not have us count to it
+        # a wrong step may be huge
         if not isinstance(begun, int) or not 0 <= step < begun or not sound or consumed_after(feed, begun) > passed[1]:
-            yield f"from step {begun} to {step}, over {passed}, does not go together"
+            yield f"from step {begun} to {step} does not match the skipped positions {passed}"
             return
         end, stood = self.at(begun).position, self.at(step)
         del self.stood[step + 1 :]
@@ -149,14 +147,14 @@ class OrderReplay:
         self.stood[step] = stood._replace(order_digest=feed.order_digest, passed=list(feed.skipped_ranges))
         if (passed, digest) != ([start, end], feed.order_digest):
             right = f"{[start, end]}, order_digest {feed.order_digest[:12]}"
-            yield f"passed over {passed}, order_digest {str(digest)[:12]}, not {right}"
+            yield f"skipped {passed}, order_digest {str(digest)[:12]}, not {right}"
 
     def _begin(self, record: Record) -> Iterator[str]:
         """A branch continues the order of its parent run, which is replayed from the beginning."""
         step, position, passed = record["step"], record.get("position"), record.get("passed") or []
         gaps = sum(stop - start for start, stop in passed) if are_ranges(passed) else -1
         if step < len(self.stood) - 1 or position != consumed_after(self.feed, step) + gaps:
-            yield f"branched off at step {step}, which does not go with position {position}"
+            yield f"branched off at step {step}, which does not match position {position}"
             return
         self.inherited = [(start, stop) for start, stop in passed]
         self.at(step)
@@ -172,7 +170,7 @@ class OrderReplay:
 
 
 def are_ranges(value: Any) -> bool:
-    """Whether it is a list of positions [start, stop], as rollbacks and branches record them."""
+    """Whether the value is a list of positions [start, stop], as rollbacks and branches record them."""
     return isinstance(value, list) and all(
         isinstance(one, list) and [*map(type, one)] == [int, int] and 0 <= one[0] < one[1] < 2**62 for one in value
     )
@@ -195,8 +193,8 @@ def replay_order(
 
 
 def in_parts(rows: Records, states: Records) -> tuple[list[tuple[str, Record]], list[str]]:
-    """Rows and states by their part of the run, of which each rollback begins one, states after the rows; and defects
-    of the states of no part."""
+    """Rows and states by part of the run, states after the rows; each rollback begins a part. And defects of states
+    that belong to no part."""
     parts: list[Records] = [{}]
     for place, row in rows.items():
         if is_rollback(row):
@@ -207,7 +205,7 @@ def in_parts(rows: Records, states: Records) -> tuple[list[tuple[str, Record]], 
         if (number := state.get("rollbacks", count)) <= count:
             parts[number][place] = state
         else:
-            defects.append(f"{place}: has {number} rollbacks behind it, metrics.jsonl {count}")
+            defects.append(f"{place}: comes after {number} rollbacks, in metrics.jsonl {count}")
     return [item for part in parts for item in part.items()], defects
 
 
@@ -239,7 +237,7 @@ class Schedule:
         elif event == "branch":
             self.reached = self.saved_to = step
         elif self.steps is not None and not 0 <= step <= self.steps:
-            yield f"step {step} of a run of {self.steps} steps"
+            yield f"step {step} in a run of {self.steps} steps"
         elif event is None:
             yield from self._check_due(row)
             yield from self._check_rate(row)
@@ -255,7 +253,7 @@ class Schedule:
             if due and not due.log:
                 yield f"no row was due at step {row['step']}"
             elif due and due.evaluate != ("val_loss" in row):
-                yield f"step {row['step']} has {'no' if due.evaluate else 'a'} val_loss, against eval.every"
+                yield f"step {row['step']} has {'no' if due.evaluate else 'a'} val_loss, unlike eval.every"
 
     def _check_event(self, row: Record, steps: int) -> Iterator[str]:
         step = row["step"]

@@ -1,1 +1,1 @@
-"""What is trained: pretraining a GPT, the small supervised jobs; and what is done with their checkpoints."""
+"""The tasks: pretraining of a GPT, small supervised jobs; and the uses of their checkpoints."""

@@ -1,4 +1,4 @@
-"""What is done with a checkpoint once it is there: evaluate.py scores it, predict.py classifies images with it."""
+"""Uses of a checkpoint: evaluate.py scores it, predict.py classifies images with it."""
 
 import io
 import json
@@ -34,10 +34,10 @@ from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
 from gpt2_ddp.tasks.trained_model import load_model, load_weights, note_best
 
 Counts = list[dict[int, int]]
-"""Of each class, how many of it are taken for which: no more numbers than samples, however many classes there are."""
+"""Confusion matrix by class and prediction, without zeros: never more numbers than samples."""
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
-WORST = 10  # classes that are told
-PICTURES, COLUMNS = 24, 6  # wrongly classified images that are drawn, and how many in a row
+WORST = 10  # most classes to print
+PICTURES, COLUMNS = 24, 6  # most wrongly classified images to draw, and images per row
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
@@ -61,7 +61,7 @@ def open_splits(
     for folder, manifest in zip(folders, manifests, strict=True):
         if manifest.tokenizer_sha256 != tokenizer.sha256:
             names = f"({manifest.tokenizer}) than the checkpoint's ({tokenizer.name})"
-            hint = f"its tokens are of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
+            hint = f"has tokens of another tokenizer {names}; prepare the text with the checkpoint's tokenizer"
             raise UserError("data", folder, hint)
         check_tokenizer(tokenizer, manifest, Path(folder))
     there = [number for number, manifest in enumerate(manifests) if manifest.tokens(split) > 1]
@@ -72,7 +72,7 @@ def open_splits(
 
 
 def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, Sequence[str]]:
-    """Of a GPT's checkpoint, and the folders of data that are to be scored: others, or its own."""
+    """The loss of a GPT's checkpoint over a split of other data, or of its own."""
     settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(settings, TrainingConfig), "a GPT's"
     return settings, [config.data] if config.data else settings.data.paths
@@ -108,7 +108,7 @@ def _told(config: EvaluateConfig, result: Evaluation) -> str:
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of `config.tasks` in a table; items and scores are saved as soon as a task is done."""
+    """The scores of `config.tasks` as a table. Saves items and scores after each task."""
     model, tokenizer = on_every_rank(accelerator, lambda: load_model(checkpoint))
     size, path = model.config.block_size, checkpoint.path
     folder = Path(config.output or _evaluations(checkpoint))
@@ -127,7 +127,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     for items in on_main(accelerator, load):
         if items.cut:
             note = f"{items.cut:,} of {len(items.requests):,} texts are longer than the model's {size} tokens"
-            accelerator.print(f"note: {items.name}: {note}, and lose their beginning", file=sys.stderr)
+            accelerator.print(f"note: {items.name}: {note}; their beginning is cut off", file=sys.stderr)
         result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
         facts = {"checkpoint": str(path), "step": checkpoint.state["step"], "precision": accelerator.mixed_precision}
         on_main(accelerator, partial(save, folder, items, result, facts))
@@ -146,21 +146,21 @@ def task_table(results: Mapping[str, tuple[ItemSet, Result]]) -> str:
 
 
 def _evaluations(checkpoint: Checkpoint) -> Path:
-    """The folder for what is found out about a checkpoint."""
+    """The folder for evaluations of a checkpoint."""
     path = checkpoint.path
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return run / "evaluations" / path.name
 
 
 def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """A small job is scored on its own test samples; `data` may name another folder of images."""
+    """The scores of a small job on its own test samples; `data` may name another folder of images."""
     saved = dict(checkpoint.config)
     own = saved.get("data", {})
     given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None}
     given |= {"data": None if own.get("path") else config.data, "tasks": ", ".join(config.tasks) or None}
     for field, value in given.items():
         if value is not None:
-            hint = f"is for others; this {checkpoint.kind} run is scored on all of its own test samples: leave it away"
+            hint = f"is for GPT-2 runs; this {checkpoint.kind} run is scored on all of its test samples: remove it"
             raise UserError(field, value, hint)
     if config.data:
         saved["data"] = {**own, "path": config.data}
@@ -169,7 +169,7 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     job = make_job(settings, accelerator, checkpoint.state)
     hashed = checkpoint.state.get("data_hash")  # of training and test samples
     if hashed and not config.data and not hashed.endswith(job.test.sha256()):
-        hint = "has other test samples than those that the run was started with; give them back"
+        hint = "has other test samples than the run was started with; restore them"
         raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
     on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
@@ -188,18 +188,18 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         return line
     found = values[:, plain:].T.long().numpy()
     counts = confusion(found, len(names))
-    if not config.data:  # or they would stand for those of the run
+    if not config.data:  # other samples than the run's own are not saved
         step, folder = checkpoint.state["step"], _evaluations(checkpoint)
         try:
             on_main(accelerator, lambda: save_classes(folder, step, found, counts, names, job.test))
             line += f"; {folder} has the classes"
-        except UserError as error:  # the run may be another's
+        except UserError as error:  # the run's folder may be read-only
             accelerator.print(f"note: {error}", file=sys.stderr)
     return "\n".join([line, *format_confusion(counts, names)])
 
 
 def confusion(found: np.ndarray, classes: int) -> Counts:
-    """How many of class i are taken for class j. `found`: int64 [2, N], classes and predictions of the samples."""
+    """Number of samples of class i predicted as class j. `found`: int64 [2, N], classes and predictions."""
     counts: Counts = [{} for _ in range(classes)]
     for (one, other), count in sorted(Counter(zip(*found.tolist(), strict=True)).items()):
         counts[one][other] = count
@@ -207,7 +207,7 @@ def confusion(found: np.ndarray, classes: int) -> Counts:
 
 
 def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
-    """Lines on the classes that are taken wrongly most often, the worst first."""
+    """Lines on the classes with the highest error rates, worst first."""
     shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
     worst = sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])
     lines = []
@@ -217,13 +217,13 @@ def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
         taken = f"mostly taken for {names[other]} ({most:,})"
         lines.append(f"  {names[k]}: {right:,} of {total:,} right, {right / total:.2%}; {taken}")
     more = len(worst) - WORST
-    return lines + [f"  and {more:,} more classes that are not all right"] * (more > 0)
+    return lines + [f"  and {more:,} more classes with errors"] * (more > 0)
 
 
 def save_classes(
     folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet
 ) -> None:
-    """Writes classes.json and, where there are some, the wrong ones as wrong.png; report.py shows both."""
+    """Writes classes.json and, if there are errors, wrong.png with some of them; report.py shows both."""
     wrong = np.flatnonzero(found[0] != found[1])[:PICTURES]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,7 +236,7 @@ def save_classes(
 
 
 def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
-    """A PNG of images, each with its class and the one that it is taken for."""
+    """A PNG of images, each with its class and the predicted class."""
     from matplotlib.figure import Figure
 
     rows = -(-len(items) // COLUMNS)
@@ -257,7 +257,7 @@ def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: Samp
 def predict(config: PredictConfig) -> int:
     """predict.py: prints a line for each image; returns the exit code.
     Raises: UserError if the run is no classifier of images, or an image cannot be read or is of another size."""
-    from gpt2_ddp.tasks.images.sources import image_files  # Pillow: not for those that score a GPT
+    from gpt2_ddp.tasks.images.sources import image_files  # imports Pillow, which scoring a GPT does not need
 
     run, *named = config.run_and_images
     device = pick_device(config.device)
@@ -265,7 +265,7 @@ def predict(config: PredictConfig) -> int:
     settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(settings, ClassifierConfig), "a classifier's"
     if not settings.data.images:
-        raise UserError("run_and_images", run, "classifies points of clusters, and no images; name another run")
+        raise UserError("run_and_images", run, "is a run on points of clusters, not on images; name another run")
     if config.output:
         check_writable(config.output)
     print(note_best(run, checkpoint), end="", file=sys.stderr)
@@ -291,7 +291,7 @@ def predict(config: PredictConfig) -> int:
 
 
 def _read_batch(files: Sequence[Path], image_size: int | None, shape: Sequence[int]) -> Tensor:
-    """uint8 [b, 3, H, W] as the run took its images."""
+    """Pixels uint8 [b, 3, H, W], prepared like the run's images."""
     from gpt2_ddp.tasks.images.load import decode_image
 
     found = [decode_image(file, str(file), image_size, field="run_and_images") for file in files]
@@ -299,6 +299,6 @@ def _read_batch(files: Sequence[Path], image_size: int | None, shape: Sequence[i
     for file, image in zip(files, found, strict=True):
         if image.shape != (H, W, 3):
             size = f"is {image.shape[1]} x {image.shape[0]} pixels; the run was trained on {W} x {H}"
-            hint = f"{size}, without data.image_size to scale others to: scale it"
+            hint = f"{size}, without data.image_size: scale the image to that size"
             raise UserError("run_and_images", file, hint)
     return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)

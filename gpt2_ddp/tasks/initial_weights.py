@@ -55,7 +55,7 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
     if not os.path.isfile(path / TRANSFORMERS):
         checkpoint = find_checkpoint(path, FIELD)
         if checkpoint.state.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
-            hint = f"its tokens are of another tokenizer ({checkpoint.state['tokenizer']}) than the data's"
+            hint = f"has another tokenizer ({checkpoint.state['tokenizer']}) than the data"
             raise UserError(FIELD, path, f"{hint} ({tokenizer.name}); prepare the text with that one")
         fit_weights(load_file(path / MODEL), model, path)
         return
@@ -65,11 +65,11 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
     for name in {EMBEDDINGS[0], HEAD} & tensors.keys():
         tensors[name] = tensors[name][: tokenizer.vocab_size]
     if positions > config.model.block_size:
-        notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are taken (block_size)")
+        notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are used (block_size)")
     try:
         model.load_state_dict(from_transformers(tensors, model.state_dict()))
     except ValueError as error:
-        raise UserError(FIELD, path, f"cannot be continued: {error}") from error
+        raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
     for note in notes:
         print(f"note: {FIELD} = {truncate(named)}: {note}", file=sys.stderr)
 
@@ -84,7 +84,7 @@ def _fetch(named: str, patterns: list[str]) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
     except (OSError, ValueError, HTTPError) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UserError(FIELD, named, f"cannot be had from the Hub ({reason}); a folder needs no network") from error
+        raise UserError(FIELD, named, f"cannot be downloaded ({reason}); a folder needs no network") from error
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(FIELD, path / name, f"cannot be read ({error}); save the model again") from error
     if not isinstance(content, dict):
-        raise UserError(FIELD, path / name, "holds no fields; save the model again")
+        raise UserError(FIELD, path / name, "contains no fields; save the model again")
     return content
 
 
@@ -101,12 +101,12 @@ def _misfits(named: str, theirs: dict[str, Any], model: ModelConfig) -> Sequence
     """Field, value and hint for what a `GPT` does not support of a config.json, or else for where the model section
     differs. (`reorder_and_upcast_attn` only changes the order.)"""
     if theirs.get("model_type") != "gpt2":
-        return [(FIELD, named, f"is a model of type {theirs.get('model_type')}; only a gpt2 can be continued")]
+        return [(FIELD, named, f"is a model of type {theirs.get('model_type')}; only gpt2 is supported")]
     shape = {**DEFAULTS, **theirs}
     positions = shape["n_positions"]
     allowed = {"activation_function": TANH_GELUS, "n_inner": (None, 4 * shape["n_embd"])}
     choices = [
-        (FIELD, named, f"has {field}: {json.dumps(theirs[field])}, and here it is {json.dumps(ours)} alone")
+        (FIELD, named, f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported")
         for field, ours in {**FIXED, "n_inner": None, "quantization_config": None}.items()
         if theirs.get(field, ours) not in allowed.get(field, (ours,))
     ]
@@ -129,9 +129,9 @@ def _weight_files(path: Path) -> list[Path]:
         names = [MODEL] if os.path.isfile(path / MODEL) else [file.name for file in path.glob("*.safetensors")]
         names *= len(names) == 1
     if not names and (pickles := sorted(file.name for suffix in PICKLES for file in path.glob(suffix))):
-        hint = f"holds its weights as pickles alone ({pickles[0]}), which can run any code when they are read"
-        raise UserError(FIELD, path, f"{hint}; have transformers save it again, as safetensors")
-    for name in names or [f"{MODEL}, nor {INDEX} that names several"]:
+        hint = f"has its weights only as pickles ({pickles[0]}), which may run any code when they are read"
+        raise UserError(FIELD, path, f"{hint}; save it again with transformers, as safetensors")
+    for name in names or [f"{MODEL} and no {INDEX}"]:
         if not os.path.isfile(path / name):
             raise UserError(FIELD, path, f"has no {name}; save the model again")
     return [path / name for name in names]
@@ -144,18 +144,18 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         try:
             read = load_file(file)
         except (OSError, SafetensorError) as error:
-            raise UserError(FIELD, file, f"is not a whole safetensors file ({error}); get it again") from error
+            raise UserError(FIELD, file, f"is not a complete safetensors file ({error}); download it again") from error
         named = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
         if twice := [*named.keys() & tensors.keys()] or [name for name in named if {name, PREFIX + name} <= {*read}]:
-            raise UserError(FIELD, file, f"holds {min(twice)} a second time; save the model again")
+            raise UserError(FIELD, file, f"contains {min(twice)} a second time; save the model again")
         tensors |= named
     for name, tensor in tensors.items():
         if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise UserError(FIELD, path, f"{name} is of type {tensor.dtype}; only fp32, fp16 and bf16 can be continued")
+            raise UserError(FIELD, path, f"{name} has dtype {tensor.dtype}; only fp32, fp16 and bf16 are supported")
         if not tensor.isfinite().all():
-            raise UserError(FIELD, path, f"{name} holds numbers that are not finite; nothing can be continued from it")
+            raise UserError(FIELD, path, f"{name} has numbers that are not finite; use another model")
     if missing := [name for name in EMBEDDINGS if name not in tensors or tensors[name].dim() != 2]:
-        raise UserError(FIELD, path, f"{missing[0]} is missing, or no matrix; save the model again")
+        raise UserError(FIELD, path, f"{missing[0]} is missing or not a matrix; save the model again")
     return tensors
 
 
@@ -164,9 +164,9 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
     `rows`: rows of the weights' vocabulary."""
     theirs, size = _read_tokenizer(path), tokenizer.vocab_size
     if rows < size or (theirs is None and rows > size):
-        raise UserError(FIELD, path, f"has {rows:,} rows of a vocabulary, and the data's tokenizer has {size:,} ids")
+        raise UserError(FIELD, path, f"has a vocabulary of {rows:,} ids, the data's tokenizer has {size:,}")
     if theirs is None:
-        return [f"it has no {TOKENIZER_FILE}; all that is known is that the tokenizer has {size:,} ids as well"]
+        return [f"it has no {TOKENIZER_FILE}; only the number of ids, {size:,}, was compared"]
     encoding = tokenizer.encoding
     bytewise = b"\xff" in encoding._mergeable_ranks
     ours = {
@@ -176,15 +176,15 @@ def _check_ids(path: Path, rows: int, tokenizer: Tokenizer) -> list[str]:
     special = {rank: token for token, rank in encoding._special_tokens.items()}
     for rank, token in sorted((ours | special).items()):
         if (found := theirs.id_to_token(rank)) != token:
-            hint = f"its tokenizer is another one: id {rank} is {found!r} there, and {token!r} in the data's"
+            hint = f"its tokenizer differs: id {rank} is {found!r} there and {token!r} in the data's"
             raise UserError(FIELD, path, f"{hint}; prepare the text with its {TOKENIZER_FILE}")
     text = tokenizer.decode(sorted(ours))
     merges = ["".join(pair) for pair in json.loads(theirs.to_str())["model"].get("merges", [])]
     same_merges = merges == [token for _, token in sorted(ours.items()) if len(token) > 1]
     if not same_merges or theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text).tolist():
-        hint = "its tokenizer has the ids of the data's, but splits or merges text otherwise"
+        hint = "its tokenizer has the ids of the data's, but splits or merges text differently"
         raise UserError(FIELD, path, f"{hint}; prepare the text with its {TOKENIZER_FILE}")
-    return [f"the last {rows - size:,} rows of its vocabulary are of no token of the data"] if rows > size else []
+    return [f"the last {rows - size:,} ids of its vocabulary are not in the data's tokenizer"] if rows > size else []
 
 
 def _read_tokenizer(path: Path) -> Any:

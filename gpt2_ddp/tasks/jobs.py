@@ -52,7 +52,7 @@ def regression_job(config: RegressionConfig) -> Job:
 
 
 def cluster_job(config: ClassifierConfig) -> Job:
-    """Two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions, which an MLP tells apart."""
+    """Two clusters, uniform in the cubes [-1, 0] and [0, 1] of `features` dimensions, which an MLP separates."""
     data = config.data
     generator = torch.Generator().manual_seed(config.seed)
 
@@ -65,12 +65,12 @@ def cluster_job(config: ClassifierConfig) -> Job:
 
 
 def image_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
-    """Images of as many classes as there are by LeNet or ResNet-18, in [-1, 1]."""
+    """Images of any number of classes, classified by LeNet or ResNet-18; pixels in [-1, 1]."""
     synced = config.model.sync_batchnorm
     if synced and accelerator.device.type != "cuda":
-        hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; leave it off"
+        hint = f"needs GPUs: PyTorch has no SyncBatchNorm on {accelerator.device.type}; remove the flag"
         raise UserError("model.sync_batchnorm", "true", hint)
-    from gpt2_ddp.tasks.images.load import load_images  # Pillow and pyarrow: not for those that read no images
+    from gpt2_ddp.tasks.images.load import load_images  # imports Pillow and pyarrow, which other jobs do not need
 
     images = load_images(accelerator, config.data, config.seed, facts)
     model = image_model(config, images.facts)
@@ -89,8 +89,8 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
     """The model for the classes and the size in `facts`, freshly initialised. Raises: UserError for smaller images."""
     classes, (_, H, W) = len(facts["classes"]), facts["image_shape"]
     if config.model.name == "lenet" and min(H, W) < LeNet.least:
-        hint = f"takes images of {LeNet.least} pixels each way at least, not {W} x {H}"
-        raise UserError("model.name", "lenet", f"{hint}; use resnet18, or data.image_size")
+        hint = f"needs images of at least {LeNet.least} x {LeNet.least} pixels, not {W} x {H}"
+        raise UserError("model.name", "lenet", f"{hint}; use resnet18, or set data.image_size")
     model = LeNet(classes, (H, W)) if config.model.name == "lenet" else ResNet18(classes)
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 
@@ -243,14 +243,14 @@ class TransformerLM(nn.Module):
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        model, length = config.model, config.data.length  # the longest sequence that it will see
+        model, length = config.model, config.data.length  # the longest sequence
         block = model.n_embd, model.n_head, model.d_ff, model.dropout
         self.embedding = nn.Embedding(model.vocab_size, model.n_embd)
         self.dropout = nn.Dropout(model.dropout)
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*block, batch_first=True) for _ in range(model.n_layer))
         self.head = nn.Linear(model.n_embd, model.vocab_size)
         self.register_buffer("positions", sinusoids(length, model.n_embd), persistent=False)
-        mask = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)  # True: must not be seen
+        mask = torch.ones(length, length, dtype=torch.bool).triu(diagonal=1)  # True: masked
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def estimated_micro_batch(config: TrainingConfig, vocab_size: int, accelerator: 
 
 
 def tried_micro_batch(model: GPT, accelerator: Accelerator, windows: int, size: int) -> int:
-    """The largest micro-batch up to `size` whose forward and backward pass fits on every device, beside the optimizer
+    """The largest micro-batch up to `size` whose forward and backward pass fits on every device, with the optimizer
     state; 1 if none fits. Collective. `windows`: of a step."""
     model.to(accelerator.device)
     sizes = (number for number in micro_batches(windows, accelerator.num_processes) if 1 < number <= size)

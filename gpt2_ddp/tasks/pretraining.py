@@ -83,7 +83,7 @@ def open_corpus(config: TrainingConfig) -> Corpus:
     file = folders[0][0] / manifests[0].tokenizer
     tokenizer = load_tokenizer(str(file) if os.path.exists(file) else manifests[0].tokenizer)
     if tokenizer.sha256 != manifests[0].tokenizer_sha256:
-        hint = "is not the tokenizer that the shards were made with; put that one back or prepare the data again"
+        hint = "is not the shards' tokenizer; restore that file, or prepare the data again"
         raise UserError("tokenizer", file, hint)
     for folder, manifest in folders:
         check_tokenizer(tokenizer, manifest, folder)
@@ -92,7 +92,7 @@ def open_corpus(config: TrainingConfig) -> Corpus:
     windows = [Windows(TokenStream(folder, manifest, "train"), size) for folder, manifest in folders]
     for (folder, _), source in zip(folders, windows, strict=True):
         if not len(source):
-            hint = f"a window needs {size + 1} tokens, the training split has {len(source.stream)}"
+            hint = f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
             raise UserError("data.path", folder, f"{hint}; use more text or a smaller model.block_size")
     if len(windows) == 1:
         order, weights = Order(config.seed, len(windows[0])), {0: 1.0} if manifests[0].tokens("val") > 1 else {}
@@ -107,7 +107,7 @@ def open_corpus(config: TrainingConfig) -> Corpus:
 
 
 def check_same_data(config: TrainingConfig, corpus: Corpus, state: Mapping[str, Any]) -> None:
-    """Compares the data with those of the saved run. Raises: UserError where they differ."""
+    """Compares the data with those of the saved run. Raises: UserError if they differ."""
     now, saved = corpus.manifests[0].hash, state.get("data_manifest")
     if corpus.mixture or state.get("mixture") or saved not in (None, now):
         from gpt2_ddp.data.mixture import Identity, check_goes_on
@@ -189,22 +189,22 @@ class Pretraining:
             run_script("prepare_data", "--config", recipe)
 
     def load_tasks(self) -> None:
-        """Reads the items of `eval.tasks`, on the main process, and notes what they are. Raises: UserError."""
+        """Reads the items of `eval.tasks` on the main process, and prints a note on them. Raises: UserError."""
         self.item_sets: list[ItemSet] = on_main(self.accelerator, self._read_tasks) if self.config.eval.tasks else []
         saved = self._state.get("tasks", {})
         for items in self.item_sets:
-            chance = "" if items.chance is None else f", of which guessing gets {items.chance:.1%}"
+            chance = "" if items.chance is None else f"; guessing gets {items.chance:.1%} right"
             self._note(f"{items.name} is scored on {len(items.items):,} items{chance}")
             if saved.get(items.name, items.sha256) != items.sha256:
-                note = f"the items of {items.name} are others than before"
-                self._note(f"{note}; scores do not compare with earlier rows'")
+                note = f"the items of {items.name} have changed"
+                self._note(f"{note}; scores are not comparable with earlier rows")
 
     def _read_tasks(self) -> "list[ItemSet]":
         from gpt2_ddp.scoring import load_sets
 
         data, evals = self.config.data, self.config.eval
         if not self.validates:
-            hint = f"are scored where the validation split is, and {' '.join(data.paths)} has none; leave them away"
+            hint = f"need a validation split, and {' '.join(data.paths)} has none; remove them"
             raise UserError("eval.tasks", ", ".join(evals.tasks), hint)
         _, first = next(iter(self._corpus.validation.values()))  # `cloze` is cut from it
         try:
@@ -213,7 +213,7 @@ class Pretraining:
             raise UserError.join([f"eval.{mistake}" for mistake in error.mistakes]) from error
 
     def build_model(self) -> None:
-        """Makes the model with its initial weights. Raises: UserError where `train.init_from` does not fit."""
+        """Makes the model with its initial weights. Raises: UserError if `train.init_from` does not fit."""
         config, accelerator = self.config, self.accelerator
         torch.manual_seed(config.seed)
         receives = bool(self._saved) or not accelerator.is_main_process  # from the checkpoint, or the main process
@@ -229,7 +229,7 @@ class Pretraining:
             on_every_rank(accelerator, load if accelerator.is_main_process else lambda: None, patience=PREPARATION)
 
     def check_hashes(self, record: bool = True) -> None:
-        """Hashes the shards, as `data.verify_hashes` asks (`verify_shards`). Raises: UserError."""
+        """Hashes the shards that `data.verify_hashes` selects (`verify_shards`). Raises: UserError."""
         data, accelerator = self.config.data, self.accelerator
         if data.verify_hashes == "never":
             return
@@ -321,8 +321,8 @@ class Pretraining:
         if now == "auto":
             self._set("eval", tokens=before)
         elif saved and now != before:
-            note = f"evaluations score {now or 'all'} tokens from here on, and {before or 'all'} before (eval.tokens)"
-            self._note(f"{note}; the lowest val_loss is looked for anew, as the two do not compare")
+            note = f"evaluations now score {now or 'all'} tokens, before {before or 'all'} (eval.tokens)"
+            self._note(f"{note}; the losses are not comparable, so the lowest val_loss is reset")
 
     def _resolve_schedule(self, epoch_size: int | None) -> None:
         """Resolves `optim.decay_steps: null` (`default_decay_steps`). A resumed run keeps the saved value, unless that
@@ -339,7 +339,7 @@ class Pretraining:
             if kept != default or not before.may_end_at(length, self._state["step"]):
                 length = kept or length
             elif length != kept:
-                self._note(f"optim.decay_steps, which no step depends on so far, was {kept} and is {length} now")
+                self._note(f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it")
         self._set("optim", decay_steps=length)
 
     def _resolve_micro_batch(self) -> None:
@@ -358,7 +358,7 @@ class Pretraining:
             self.micro_batch = split_batch(config.global_batch_windows, processes, size)
 
     def _try_micro_batch(self) -> None:
-        """Lowers an estimated micro-batch until it fits the GPUs. Prints a note if dropout draws other masks."""
+        """Lowers an estimated micro-batch until it fits the GPUs. Prints a note if dropout masks change."""
         processes = self.accelerator.num_processes
         if self._is_estimate and self.accelerator.device.type == "cuda":
             from gpt2_ddp.tasks.micro_batch import tried_micro_batch
@@ -368,14 +368,14 @@ class Pretraining:
             self.feed.share, self.feed.rows = interleaved(processes, self.micro_batch), self.micro_batch
         before, now = self._state.get("micro_batch", self.micro_batch), self.micro_batch
         if self.config.model.dropout and before != now:
-            self._note(f"dropout draws other masks from here on: the micro-batch was {before} and is {now}")
+            self._note(f"dropout masks differ from now on: the micro-batch was {before} and is {now}")
 
     def _check_branch(self, steps: int | None) -> None:
         """Raises: UserError if a branch has no step after its parent's."""
         begins, train = self._state.get("branched_from"), self.config.train
         if begins and steps is not None and steps <= begins["step"]:
             field = "steps" if train.epochs is None else "epochs"
-            hint = f"{begins['from']} is at step {begins['step']}, which counts; raise it to go on from there"
+            hint = f"{begins['from']} is at step {begins['step']}, which counts; choose a larger value"
             raise UserError(f"train.{field}", getattr(train, field), hint)
 
     def _set(self, section: str, **values: Any) -> None:

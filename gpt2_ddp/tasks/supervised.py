@@ -1,4 +1,4 @@
-"""Supervised training on samples: what all small jobs have in common (see `training.task.Task`)."""
+"""Supervised training on samples: the common part of all small jobs (a `training.task.Task`)."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ from gpt2_ddp.training.task import Due, Poll
 
 
 class SampleSet(Dataset):
-    """Samples that a job trains on, or is scored on; a `data.feed.Source`."""
+    """Training or test samples of a job; a `data.feed.Source`."""
 
     targets: Tensor  # one row per sample
     workers: int = 0  # loader processes that read the samples; 0: the training reads them itself
@@ -43,7 +43,7 @@ class SampleSet(Dataset):
         raise NotImplementedError
 
     def sha256(self) -> str:
-        """Hash of everything in it."""
+        """Hash of all samples."""
         raise NotImplementedError
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,12 +121,12 @@ class Supervised:
         if config.launch.threads:
             torch.set_num_threads(config.launch.threads)
         if launched not in (None, processes):
-            hint = f"the launcher started {processes}; leave one of the two away"
+            hint = f"the launcher started {processes}; remove one of the two"
             raise UserError("launch.processes", launched, hint)
         scale = processes if config.scale_with_processes else 1
         self.batch_size, self.lr = config.train.global_batch_size * scale, config.optim.lr * scale
         if self.batch_size < processes:
-            hint = f"should be at least 1 for each of the {processes} processes that share it"
+            hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
         if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
             hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}"
@@ -134,11 +134,11 @@ class Supervised:
             raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
     def total_steps(self, epoch_size: int | None) -> int | None:
-        """Those of `train.epochs`."""
+        """The steps of `train.epochs`."""
         return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
 
     def load(self, watchdog: Watchdog) -> None:
-        """Makes the job, and compares its data with the run's."""
+        """Creates the job, and compares its data with the run's."""
         config, accelerator = self.config, self.accelerator
         watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
         torch.manual_seed(config.seed)
@@ -152,16 +152,16 @@ class Supervised:
         for fact, here in self.job.facts.items():
             if (there := saved.get(fact, here)) != here:
                 hint = f"has the {fact} {truncate(here, 80)}; the run was started with {truncate(there, 80)}"
-                raise UserError("data", name, f"{hint}: give its data back")
+                raise UserError("data", name, f"{hint}: restore its data")
         if saved.get("data_hash", self.data_hash) != self.data_hash:
-            hint = "are not the data that the run was started with; give those back, or choose another run_name"
+            hint = "has other data than the run was started with; restore them, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
         order, batch = Order(config.seed, len(self.job.train)), GlobalBatch(self.batch_size, shares, by_epoch=True)
         self.feed = Feed(order, batch, self.job.train, accelerator, self.job.train.workers)
         if smallest_micro_batch(self.feed) < self.job.least_rows:
-            hint = "makes a micro-batch of 1 of these samples, of which BatchNorm has no variance in this model; "
-            raise UserError("train.global_batch_size", self.batch_size, hint + "try another, or larger data.image_size")
+            hint = "leaves a micro-batch of 1 sample, which BatchNorm cannot normalise in this model; "
+            raise UserError("train.global_batch_size", self.batch_size, hint + "change it, or raise data.image_size")
         self.model = self.job.model
         self._rate = job_schedule(config, self.lr, math.ceil(len(self.job.train) / self.batch_size))
 
@@ -188,18 +188,18 @@ class Supervised:
         return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))
 
     def sample(self, poll: Poll) -> None:
-        """Nothing: a job writes no text."""
+        """None: jobs have no samples of text."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The batch and rate of all processes, and what the data are."""
+        """Batch and learning rate of all processes, and identity of the data."""
         return {"global_batch_size": self.batch_size, "lr": self.lr, "data_hash": self.data_hash, **self.job.facts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: batch, rate and data have been compared."""
+        """Does nothing: batch, learning rate and data were compared already."""
 
 
 def due(config: JobConfig, step: int, last: bool, ended_epoch: bool, epochs: int) -> Due:
-    """What follows a step; jobs evaluate and save by the epoch, of which so many are over."""
+    """The work that follows a step. Jobs evaluate and save by the epoch; `epochs` of them are complete."""
     return Due(
         log=last or ended_epoch or step % config.tracking.log_every == 0,
         evaluate=last or (ended_epoch and epochs % config.eval.every == 0),
@@ -257,7 +257,7 @@ def build_job_optimizer(model: nn.Module, config: JobOptimConfig, lr: float) -> 
     parameters = list(model.parameters())
     if config.name == "sgd":
         optimizer = without_dynamo(SGD)(parameters, lr, config.momentum, weight_decay=config.weight_decay, fused=True)
-        if config.momentum:  # there from the start: a first step that is skipped would leave it uninitialised
+        if config.momentum:  # created now: a skipped first step would leave it uninitialised
             for parameter in parameters:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         return optimizer

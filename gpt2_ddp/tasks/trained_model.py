@@ -60,18 +60,18 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        hint = "is gone; a run that goes on removes old checkpoints: give the same command again"
+        hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
 def note_best(named: str, checkpoint: Checkpoint) -> str:
-    """A line, where a run is named and its newest checkpoint is not the one with the lowest val_loss."""
+    """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
     best = Best(*(checkpoint.state.get("best_evaluation") or ()))
     place = checkpoint.path.with_name(f"step-{best.step:08d}")
     if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
         return ""
-    lowest = f"the run's lowest val_loss, {best.val_loss:.4f}, is {place}'s"
-    return f"note: this is {checkpoint.path}, the newest; {lowest}\n"
+    lowest = f"the one with the lowest val_loss, {best.val_loss:.4f}, is {place}"
+    return f"note: using {checkpoint.path}, the newest; {lowest}\n"
 
 
 class TextStream:
@@ -95,7 +95,7 @@ class TextStream:
 
 
 def generate_text(config: GenerateConfig) -> int:
-    """generate.py: prints the samples that `config` asks for, and the speed on stderr; returns the exit code.
+    """generate.py: prints the samples of `config`, and the speed on stderr; returns the exit code.
     Raises: UserError, as for a checkpoint that is no GPT's."""
     typed = config.prompts_file == "-" and sys.stdin is not None and sys.stdin.isatty()
     batches = _typed_prompts() if typed else [_read_prompts(config)]
@@ -110,7 +110,7 @@ def generate_text(config: GenerateConfig) -> int:
 
 
 def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
-    """Prints the samples, a single one while it is written; after a stop, of each what there is."""
+    """Prints the samples; a single sample while it is generated. After a stop, prints the incomplete samples."""
     rows = [tokenizer.encode(prompt, "prompts").tolist() for prompt in prompts for _ in range(config.num_samples)]
     written: list[list[int]] = [[] for _ in rows]
     stream = TextStream(tokenizer, lambda text: print(text, end="", flush=True)) if len(rows) == 1 else None
@@ -139,7 +139,7 @@ def _print_samples(config: GenerateConfig, model: GPT, tokenizer: Tokenizer, pro
 
 
 def _typed_prompts() -> Iterator[list[str]]:
-    print("type what the model is to continue; Ctrl-D ends\n> ", end="", file=sys.stderr, flush=True)
+    print("type a prompt, then Enter; Ctrl-D ends\n> ", end="", file=sys.stderr, flush=True)
     for line in iter(sys.stdin.readline, ""):
         yield [line.rstrip("\n")]
         print("> ", end="", file=sys.stderr, flush=True)
@@ -153,10 +153,10 @@ def _read_prompts(config: GenerateConfig) -> Sequence[str]:
     try:
         text = (sys.stdin or io.StringIO()).read() if name == "-" else read_small(Path(name), LONGEST).decode()
     except OSError as error:
-        raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a file of text") from error
+        raise UserError("prompts_file", name, f"cannot be read ({error.strerror}); name a text file") from error
     except UnicodeDecodeError as error:
         raise UserError("prompts_file", name, "is not UTF-8; save it as UTF-8") from error
     prompts = [line for line in text.removeprefix("\ufeff").replace("\r\n", "\n").split("\n") if line]
     if not prompts:
-        raise UserError("prompts_file", name, "is empty; write a prompt in each line")
+        raise UserError("prompts_file", name, "is empty; write one prompt per line")
     return prompts

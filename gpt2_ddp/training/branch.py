@@ -16,21 +16,21 @@ BRANCHES = "branches.jsonl"
 
 
 def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
-    """The checkpoint of `train.branch_from`, every file hashed, and the new run's first checkpoint made of it. Raises:
-    UserError if there is none, or `config` does not continue its training; names every field that differs."""
+    """The checkpoint of `train.branch_from`, every file hashed, and the new run's first checkpoint. Raises: UserError
+    if there is none, or if fields that a branch must keep differ; names each of them."""
     field, path = "train.branch_from", Path(config.branch_from or "")
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
-        raise UserError(field, config.branch_from, f"is of a {parent.kind} run, and one of the same kind is wanted")
+        raise UserError(field, config.branch_from, f"is of a {parent.kind} run; name one of a {config.kind} run")
     kept = (*(part for part in config.kept if part != "optim"), "optim.name")
-    hint = "give that back: a branch goes on with its training, under another schedule"
-    hints = {"optim.name": "give that back, or take its weights alone along, by train.init_from"}
+    hint = "restore it: a branch keeps this field"
+    hints = {"optim.name": "restore it, or start from the weights alone with train.init_from"}
     mistakes = []
     for name, now, before in differences(config, parent.config, kept):
         mistakes += UserError(name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}").mistakes
     if mistakes:
         raise UserError.join(mistakes)
-    parent = find_checkpoint(path, field)  # takes long; may be an older one of the same run
+    parent = find_checkpoint(path, field)  # hashes all files; may find an older checkpoint of the run
     return parent, branch_off(parent, config)
 
 
@@ -63,10 +63,10 @@ def register_branch(parent: Checkpoint, run: Path, run_id: str) -> None:
         with file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
     except OSError as error:
-        print(f"warning: {file} cannot be written ({error.strerror}): only {run} knows where it began", file=sys.stderr)
+        print(f"warning: {file} cannot be written ({error.strerror}); only {run} records its parent", file=sys.stderr)
 
 
 def describe_overrides(config: RunConfig, parent: Checkpoint) -> str:
     """The optimizer and schedule settings that differ from the parent's, as text."""
     found = differences(config, parent.config, ("optim",))
-    return ", ".join(f"{name} {now} ({before} there)" for name, now, before in found) or "the same schedule"
+    return ", ".join(f"{name} {now} (parent: {before})" for name, now, before in found) or "the same schedule"

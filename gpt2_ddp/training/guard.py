@@ -50,9 +50,8 @@ class Guard:
         return max(self._first_step, self.judged if self.first_bad is None else self.first_bad - 1)
 
     def judge(self, step: int, loss: Tensor, bad: Tensor) -> Verdict:
-        """The verdict on step `step - LATE`, `step` being the last one taken. Collective, once a step; does not wait
-        for the device. `loss` is this rank's part of the step's mean loss, scalar; `bad` is 1 if its gradient was bad,
-        fp32 scalar."""
+        """The verdict on step `step - LATE`, after step `step`. Collective, once a step; does not wait for the device.
+        `loss`: this rank's part of the step's mean loss, scalar; `bad`: 1 if its gradient was bad, fp32 scalar."""
         self._numbers.append(_Numbers(torch.stack([loss, bad])))
         count, loss_sum, not_finite, bad_gradient = self._sums.exchange(self._numbers[0].integers())
         if not count:  # before the first step
@@ -63,11 +62,11 @@ class Guard:
         self.judged, sigmas = step, self.config.loss_sigmas
         limit = float(self.losses.limit(sigmas)) if sigmas else math.inf
         if bad_gradient:
-            self.problem = "its gradient is not finite, or its norm is out of the ordinary"
+            self.problem = "its gradient norm is not finite or above the limit"
         elif not math.isfinite(loss):
             self.problem = "its loss is not finite"
         elif loss > limit:
-            self.problem = f"its loss, {loss:.4f}, is out of the ordinary, which ends at {limit:.4f}"
+            self.problem = f"its loss, {loss:.4f}, is above the limit, {limit:.4f}"
         else:
             if sigmas:
                 self.losses.add(loss)
@@ -78,7 +77,7 @@ class Guard:
         return Verdict.DIVERGED if step - self.first_bad + 1 >= self.config.patience else Verdict.BAD
 
     def state_dict(self) -> dict[str, Any]:
-        """State for checkpoints: a resumed run judges as one without a stop. Collective."""
+        """State for checkpoints, so that a resumed run gives the same verdicts. Collective."""
         numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)
         return {
             "judged": self.judged,

@@ -26,7 +26,7 @@ from gpt2_ddp.training.task import MakeTask
 
 @dataclass(frozen=True)
 class Result:
-    """The result of `train`, in plain values that travel between processes.
+    """The result of `train`, in plain values that processes can send to each other.
 
     Args:
         step: optimizer steps in all. seconds: wall time of this call, evaluations and checkpoints included.
@@ -149,14 +149,13 @@ def finish_pending(run: Run) -> None:
 
 
 def is_ruined(run: Run) -> bool:
-    """Whether the weights or the newest validation loss are not finite, or no step has changed anything. Collective;
-    sets `run.reason`."""
+    """Whether weights or validation loss are not finite, or no step changed anything. Collective; sets `run.reason`."""
     finite_weights = torch.stack([parameter.isfinite().all() for parameter in run.parameters]).all().item()
     nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
     loss = run.scores.get("val_loss")
     ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
     if ruined:
-        run.reason = "its parameters or its validation loss are not finite, or no step changed them"
+        run.reason = "weights or validation loss are not finite, or no step changed the weights"
     return ruined
 
 
@@ -200,13 +199,13 @@ def train_step(run: Run) -> StepResult:
 def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
     """Prints a warning at the first bad step of this process."""
     if verdict is not Verdict.OK and run.guard.bad_steps == 1:
-        done = "left out" if run.config.guard.skip else "trained on"
-        what = f"step {run.guard.judged} is bad: {run.guard.problem}; {done}, and no further one is mentioned here"
+        done = "skipped" if run.config.guard.skip else "applied"
+        what = f"step {run.guard.judged} is bad: {run.guard.problem}; its update is {done}; no later one is printed"
         run.metrics.print(f"warning: {what}")
 
 
 def roll_back(run: Run) -> bool:
-    """Loads the newest checkpoint from before the bad steps, and skips the data since then. Collective. False if
+    """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. False if
     no rollback or no good checkpoint is left; sets `run.reason`."""
     guard, checkpoints = run.guard, run.checkpoints
     run.wait_for_save()
@@ -215,7 +214,7 @@ def roll_back(run: Run) -> bool:
         if checkpoints:  # once the rollback is recorded
             checkpoints.remove_after(run.step)
         a, b = run.task.feed.skipped_ranges[-1]
-        run.metrics.print(f"warning: {problem}; went back to step {run.step}, and passes over the data at [{a}, {b})")
+        run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{a}, {b})")
         run.throughput.restart()
         return True
     run.reason = problem + (f", after {run.rollbacks} rollbacks" if run.rollbacks else "")

@@ -71,7 +71,7 @@ class LossSum:
 
 
 class Throughput:
-    """Units (tokens, samples) per second of training, without the time while it is paused. Made by all ranks together.
+    """Units (tokens, samples) per second of training, without pauses. All ranks must create it together.
     `peak_flops` is of one device (`tracking.peak_flops`); None: the value of its data sheet."""
 
     def __init__(self, task: Task, device: torch.device, peak_flops: float | None = None):
@@ -105,12 +105,12 @@ class Throughput:
         names = [name for name in self._unknown if name != "cpu"]
         if not (names and self.task.flops_per_unit):
             return ""
-        flag = "--tracking.peak_flops sets it (dense bf16 FLOP/s of one device, like 989.5e12 for an H100 SXM)"
-        return f"no MFU is given: the peak of {', '.join(names)} is not known here; {flag}"
+        flag = "set --tracking.peak_flops (dense bf16 FLOP/s of one device, like 989.5e12 for an H100 SXM)"
+        return f"note: no MFU: the peak FLOP/s of {', '.join(names)} is unknown; {flag}"
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time inside out."""
+        """Excludes the time of the `with` block."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # steps still in the queue belong to the training
         start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""What a GPU can do at most, and its memory, by its exact name."""
+"""Peak FLOP/s and memory of GPUs, by exact name."""
 
 from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """Dense bf16 FLOP/s with fp32 accumulation, in 1e12, and its source, which often prints twice as much (sparsity).
-    Memory in GB (1e9 bytes, at least so many)."""
+    """Dense bf16 FLOP/s with fp32 accumulation, in 1e12; memory in GB (1e9 bytes), rounded down; the source, which
+    often prints twice the FLOP/s, with sparsity."""
 
     tera: float
     memory: int
@@ -65,8 +65,8 @@ GPUS = {
     "NVIDIA GeForce RTX 5080": Gpu(112.6, 16, BLACKWELL),
     "NVIDIA GeForce RTX 5090": Gpu(209.5, 32, BLACKWELL),
 }
-"""By the name that `torch.cuda.get_device_name` gives. A MIG slice, a laptop's GPU and a "D" have names of their own,
-and are not here: a name that is like another says nothing."""
+"""By the name that `torch.cuda.get_device_name` returns. MIG slices, laptop GPUs and "D" models have other names; they
+are not listed, since similar names may differ in speed."""
 
 
 def peak_flops(name: str) -> float | None:

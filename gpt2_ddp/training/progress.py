@@ -49,13 +49,13 @@ class Best(NamedTuple):
 
 
 class Progress:
-    """How far a run is, and whether it is complete.
+    """State of a run: steps taken, scores, pending work, completion.
 
     Args:
         patience: evaluations in a row without a new lowest val_loss that end the run; None: no limit.
 
     Attributes:
-        steps: of the whole run; None until they are known. step: those taken.
+        steps: number of steps of the whole run; None until known. step: number of steps taken.
         branched_from: reference to the parent run's checkpoint (`training.branch`); None without a parent.
         metrics_chain: chain of the last row before the newest loaded checkpoint.
         scores: the newest value of each name. best: the best evaluation.
@@ -110,11 +110,11 @@ class Progress:
 
     @property
     def early_end(self) -> str:
-        """Why the run ends before its last step; empty if it does not."""
+        """Reason to end the run before its last step; empty without one."""
         patience, best = self.patience, self.best
         if patience is None or best.since < patience:
             return ""
-        return f"eval.patience = {patience}: since step {best.step}, no val_loss was below its {best.val_loss:.4f}"
+        return f"eval.patience = {patience}: no val_loss below {best.val_loss:.4f} since step {best.step}"
 
     @property
     def is_new_best(self) -> bool:

@@ -37,7 +37,7 @@ from gpt2_ddp.training.task import MakeTask, Poll, Task
 
 
 class Run(Progress):
-    """A training of one task, from the newest checkpoint in its folder.
+    """A training of one task. It resumes from the newest checkpoint in its folder.
 
     Opening a run connects the processes, locks the folder and performs only cheap checks. It leaves no new folder
     behind on failure. Then `build` does the long work, `start` begins training and `finish` ends it. An exception
@@ -104,9 +104,9 @@ class Run(Progress):
         parent's checkpoint, and the branch's first one."""
         if own:
             for field in config.check_resumable(own.kind, own.config, own.state.get("step", 0)):
-                self.accelerator.print(f"note: {field} of the run's configuration is not known any more, and ignored")
+                self.accelerator.print(f"note: {field} in the run's configuration is unknown now, and ignored")
             if config.branch_from and config.branch_from != own.config["train"].get("branch_from"):
-                self.accelerator.print("note: train.branch_from is for a new run; this one has checkpoints of its own")
+                self.accelerator.print("note: train.branch_from is ignored: this run has checkpoints already")
         if not config.branch_from or own:
             return None, None
         from gpt2_ddp.training.branch import find_parent
@@ -120,8 +120,7 @@ class Run(Progress):
 
         def compare() -> None:
             if not lock.exists() or lock.stat().st_ino != there:
-                hint = f"is not the same folder on {socket.gethostname()} as on rank 0's machine"
-                hint += "; an elastic job may go on on any machine: use a shared disk"
+                hint = f"is another folder on {socket.gethostname()} than on rank 0's machine; use a shared disk"
                 raise UserError("output_dir", config.output_dir, hint)
 
         on_every_rank(self.accelerator, compare)
@@ -140,7 +139,7 @@ class Run(Progress):
         self.close()
 
     def close(self) -> None:
-        """Unlocks the folder once nothing is written to it any more, and ends the watchdog."""
+        """Waits for a background save, unlocks the folder and ends the watchdog."""
         if self.checkpoints:
             self.checkpoints.background.join()
         if self.folder:
@@ -216,7 +215,7 @@ class Run(Progress):
         if parent:
             from gpt2_ddp.training.branch import describe_overrides
 
-            accelerator.print(f"note: branches off {parent.path}, with {describe_overrides(config, parent)}")
+            accelerator.print(f"note: branches off {parent.path}: {describe_overrides(config, parent)}")
 
     def _resolve_compile(self, newest: Checkpoint | None) -> str:
         """`train.compile` with `auto` resolved: the checkpoint's value, if number and kind of devices are the same."""
@@ -226,7 +225,7 @@ class Run(Progress):
         flops = task.flops_per_unit * task.units_per_item * task.feed.step_size * left / accelerator.num_processes
         how, missing = resolve_compile(self.config.train.compile, before, task.model, accelerator, flops)
         if missing:
-            accelerator.print(f"note: trains without torch.compile, which needs {missing} (train.compile)")
+            accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
         self.watchdog.compiles = how != "off"
         return how
 
@@ -276,8 +275,8 @@ class Run(Progress):
         self.metrics.print(self._describe_start())
         if self.is_elastic:
             store = torchrun_option("rdzv_endpoint")
-            what = f"goes on with any {elastic_nodes()} machines, from the newest checkpoint"
-            self.metrics.print(f"note: elastic: {what}; only the machine of the rendezvous, {store}, may not be lost")
+            what = f"the run resumes on any {elastic_nodes()} machines, from the newest checkpoint"
+            self.metrics.print(f"note: elastic: {what}; only the rendezvous machine, {store}, must stay up")
         if note := self.throughput.why_no_mfu():
             self.metrics.print(note)
 
@@ -286,10 +285,9 @@ class Run(Progress):
         shares = feed.share(feed.step_size)
         rows = [max(len(part), feed.rows) for ranks in shares for part in ranks]
         padding = sum(rows) / feed.step_size - 1
-        begins = f"goes on from step {self.step}" if self.step else "starts"
-        count, kind = accelerator.num_processes, accelerator.device.type
-        what = f"{sum(map(Tensor.numel, self.parameters)):,} parameters, {count} x {kind}"
-        what += f", precision {describe_precision(accelerator)}"
+        begins = f"resumes from step {self.step}" if self.step else "starts"
+        count, kind, precision = accelerator.num_processes, accelerator.device.type, describe_precision(accelerator)
+        what = f"{sum(map(Tensor.numel, self.parameters)):,} parameters, {count} x {kind}, precision {precision}"
         what += f"; a step is {len(shares)} x {max(rows) * task.units_per_item:,} {task.unit} per process"
         return f"{self.config.run_name} {begins}: {what}" + f", {padding:.1%} of them padding" * (padding > 0)
 
@@ -300,16 +298,16 @@ class Run(Progress):
         reason = self.stop.reason if outcome == "stopped" else self.reason or self.early_end
         if self.folder:
             self.folder.record_end(outcome, self.step, reason)
-        resume = "; the same command goes on from there" if outcome == "stopped" else ""
+        resume = "; the same command resumes it" if outcome == "stopped" else ""
         end = f"{self.config.run_name} {outcome} at step {self.step}{f' ({reason})' if reason else ''}"
         self.metrics.print(f"{end}{resume}")
         if best := self.best_checkpoint:
-            self.metrics.print(f"its lowest val_loss, {self.best.val_loss:.4f}, is that of {best}")
+            self.metrics.print(f"lowest val_loss: {self.best.val_loss:.4f}, in {best}")
 
     def record_completed(self) -> None:
-        """For a run that is complete already: prints a note, and records the end if its last process did not."""
-        more = f"{self.early_end}; raise that" if self.early_end else "raise its number of steps or epochs"
-        self.accelerator.print(f"{self.config.run_name} is complete at step {self.step}; {more} to go on")
+        """Prints a note for a run that is already complete. Records the end if the last process did not."""
+        more = f"{self.early_end}; raise it" if self.early_end else "raise its steps or epochs"
+        self.accelerator.print(f"{self.config.run_name} is complete at step {self.step}; {more} to train further")
         if self.folder:
             self.folder.record_completed(self.step, self.rollbacks, self.metrics_chain, self.early_end)
         self.accelerator.end_training()
@@ -349,8 +347,8 @@ class Run(Progress):
         self.task.load_state_dict(state)
 
     def snapshot(self) -> Snapshot | None:
-        """Content of a checkpoint of the current step, on the main process; None on the others. The next step changes
-        its tensors, which are the run's own. Collective."""
+        """Content of a checkpoint of the current step, on the main process; None on the others. Its tensors are the
+        run's own, so the next step changes them. Collective."""
         state, model = finite(self.state_dict()), self.task.model
         if self.folder is None:
             return None
@@ -369,8 +367,8 @@ class Run(Progress):
             checkpoint.load_optimizer_state(self.accelerator, loaded.optimizer, self.task.model, self.optimizer.plain)
         else:
             checkpoint.reset_optimizer_state(self.optimizer.plain)
-            what = f"the checkpoint of step {state['step']} has no moments of the optimizer (checkpoint.save_optimizer)"
-            self.accelerator.print(f"note: {what}: they begin at zero again")
+            what = f"the checkpoint of step {state['step']} has no optimizer state (checkpoint.save_optimizer)"
+            self.accelerator.print(f"note: {what}: it starts at zero")
         self.load_state_dict(state)
 
     def save(self) -> None:
@@ -415,8 +413,8 @@ class Run(Progress):
             check_replicas(self.accelerator, self.task.model, self.optimizer.plain, self.step)
 
     def record_step(self, step: int, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
-        """Records a step that was taken: the sum of its losses over this rank's `n_valid` units, and 1 if it changed
-        nothing; both are fp32 scalars."""
+        """Records a step. `loss_sum`: its losses over this rank's `n_valid` units; `skipped`: 1 if it changed nothing;
+        both are fp32 scalars."""
         self.step = step
         self.skipped += skipped
         self.epoch.add(loss_sum, n_valid, skipped)

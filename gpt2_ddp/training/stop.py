@@ -16,7 +16,7 @@ from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second
 T = TypeVar("T")
 
 SIGNAL_SECONDS = 3.0
-"""How much later than the first machine the last one may receive a signal that is meant for all."""
+"""Longest delay between machines, in seconds, for a signal that is sent to all of them."""
 
 
 class Interrupted(BaseException):
@@ -26,7 +26,7 @@ class Interrupted(BaseException):
 class StopRequest:
     """A stop that all ranks agree on, requested by a signal to any rank or by the main process's clock.
 
-    A single process stops after the present step, several stop after it or the next one, since they agree one call
+    A single process stops after the current step. Several stop after it or the next one, since they agree one call
     late (`AsyncSum`). A SIGINT more than a second after the first signal ends the process at once.
 
     Args:
@@ -68,7 +68,7 @@ class StopRequest:
         self.request(signal.Signals(number).name)
 
     def request(self, reason: str) -> None:
-        """Asks all ranks to stop after the present step or the next one."""
+        """Requests that all ranks stop after the current step or the next one."""
         self.reason = self.reason or reason
 
     @contextmanager
@@ -97,8 +97,8 @@ class StopRequest:
         return self.is_agreed
 
     def is_of_other_machines(self) -> bool:
-        """Whether an elastic launcher has to start this rank again, since only other machines' launchers ended theirs.
-        Waits for a signal to this one."""
+        """Whether an elastic launcher must start this rank again: only other machines' launchers ended their ranks.
+        Waits up to `SIGNAL_SECONDS` for a signal to this one."""
         deadline = time.monotonic() + SIGNAL_SECONDS
         while not self._ends_all and not has_signal() and time.monotonic() < deadline:
             time.sleep(0.1)

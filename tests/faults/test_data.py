@@ -122,9 +122,9 @@ def test_the_identity_of_data_is_pinned(tmp_path):
     (lambda splits: {"train": splits["train"] + splits["train"][:1], "val": splits["val"]}, "is listed twice"),
     (lambda splits: {"train": splits["train"], "val": splits["train"][:1]}, "is listed twice"),
     (lambda splits: {"train": splits["train"], "val": [replace(splits["train"][1], file="val_000000.bin")]},
-     "holds what the other split has"),
+     "has the same content as a shard of the other split"),
     (lambda splits: {"train": splits["train"], "test": splits["val"]}, r"splits\.test.*\^\(train\|val\)"),
-    (lambda splits: {"train": [replace(splits["train"][0], bytes=1)]}, "are not 1 bytes"),
+    (lambda splits: {"train": [replace(splits["train"][0], bytes=1)]}, "not 1 bytes"),
     (lambda splits: {"train": [replace(splits["train"][0], file="a\0b")]}, "file"),
     (lambda splits: {"train": [replace(splits["train"][0], sha256="0")]}, "sha256"),
 ])  # fmt: skip
@@ -137,7 +137,7 @@ def test_splits_that_make_no_sense(data, changes, message):
 def test_shards_of_others_that_are_in_both_splits_are_not_indexed(data):
     (data / MANIFEST).unlink()
     shutil.copy(data / "train_000001.bin", data / "val_000001.bin")
-    with pytest.raises(UserError, match=r"val_000001\.bin holds what the other split has"):
+    with pytest.raises(UserError, match=r"val_000001\.bin has the same content as a shard of the other split"):
         index_shards(PrepareConfig(source=f"bin:{data}/*.bin", tokenizer=str(data / "tokenizer.json")))
     assert not (data / MANIFEST).exists()
 
@@ -238,16 +238,16 @@ def test_tokenizers_that_tiktoken_would_panic_at(corpus, tmp_path, case):
     values = json.loads((corpus / "tokenizer.json").read_text())
     TOKENIZERS[case](values, tokens_by_id(values)[-1])
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match="is not a byte-level BPE") as caught:
+    with pytest.raises(UserError, match="is neither a byte-level BPE") as caught:
         load_tokenizer(str(tmp_path))
     check_told(caught.value)
     (tmp_path / "tokenizer.json").write_text('{"model":' * 100_000)
-    expect_error("is not a byte-level BPE", load_tokenizer, str(tmp_path))
+    expect_error("is neither a byte-level BPE", load_tokenizer, str(tmp_path))
 
 
 def test_a_manifest_that_says_otherwise_of_its_tokenizer(data):
     for changes in ({"vocab_size": 511}, {"vocab_size": 513}, {"eot": 1}):
         edit_manifest(data, **changes)
-        expect_error(f"says {next(iter(changes))} ", open_data, data)
+        expect_error(f"has {next(iter(changes))} ", open_data, data)
         edit_manifest(data, vocab_size=512, eot=0)
     open_data(data)

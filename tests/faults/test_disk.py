@@ -122,7 +122,7 @@ def script_on_a_disk_that_refuses(arguments: list[str], run: Path, place: str, n
     ("place", "number", "hint", "together"),
     [
         ("write checkpoints/.step-00000006.tmp/optimizer.safetensors", errno.EDQUOT, "quota", True),
-        pytest.param("write metrics.jsonl", errno.EIO, "mend that disk", False, marks=pytest.mark.slow),
+        pytest.param("write metrics.jsonl", errno.EIO, "check that disk", False, marks=pytest.mark.slow),
     ],
 )
 def test_all_ranks_end(corpus, tmp_path, halfway, place, number, hint, together):
@@ -216,7 +216,7 @@ def test_a_disk_too_small_for_two(corpus, tmp_path, small_disk, background):
     room, the same command ends."""
     config = training_config(corpus, small_disk, WIDE | {"checkpoint.background": background})
     arguments, run = write_config(tmp_path, config), small_disk / "run"
-    expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "make room")
+    expect_full(run_ranks(run_script, 1, "train_gpt2", arguments), run, "No space left", "free space")
     assert steps(run) == [0, 5]
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     ((code, said),) = run_ranks(run_script, 1, "train_gpt2", arguments)

@@ -38,7 +38,7 @@ def test_a_run_whose_every_gradient_is_nan_has_diverged(corpus, tmp_path):
     config = training_config(corpus, tmp_path, GUARD)
     assert run_ranks(train_with_faults, 2, config, ALL) == ["diverged"] * 2
     assert status(tmp_path / "run")["state"] == "diverged"
-    assert "3 bad steps in a row up to step 3: its gradient is not finite" in status(tmp_path / "run")["reason"]
+    assert "3 bad steps in a row up to step 3: its gradient norm is not finite" in status(tmp_path / "run")["reason"]
     assert "after 3 rollbacks" in status(tmp_path / "run")["reason"]
     found = [row for row in untimed(tmp_path / "run") if "event" in row]
     assert [(row["step"], row["from"], row["passed"]) for row in found] == [
@@ -50,7 +50,7 @@ def test_a_job_that_diverges_stops_and_does_not_go_back(tmp_path):
     config = job_config("regression", tmp_path, {"guard": {"patience": 4}, "train.epochs": 4})
     ((outcome, _, errors),) = run_ranks(said, 1, train_with_faults, config, (12 * 20, 10**9))
     assert outcome == "diverged"
-    assert errors.count("is bad: its gradient is not finite") == 1
+    assert errors.count("is bad: its gradient norm is not finite") == 1
     assert status(tmp_path / "run")["state"] == "diverged"
     assert not any("event" in row for row in untimed(tmp_path / "run"))
     assert int(newest_checkpoint(tmp_path / "run").name[5:]) == 18
@@ -267,7 +267,7 @@ def test_only_the_first_bad_step_is_warned_of():
     for step in range(1, 20):
         warn_of_bad_step(run, guard.judge(step, torch.tensor(1.0), torch.tensor(float(step in (4, 9)))))
     assert len(lines) == 1
-    assert lines[0].startswith("warning: step 4 is bad: its gradient is not finite, or")
+    assert lines[0].startswith("warning: step 4 is bad: its gradient norm is not finite or")
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():

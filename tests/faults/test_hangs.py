@@ -166,7 +166,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
     found = scene(tmp_path, 3, stage, victim, kill)
     said = [line for text in found.said for line in text.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
-    assert said[0].startswith(f"error: rank {victim} on {HOST}: ended without a word, last seen at ")
+    assert said[0].startswith(f"error: rank {victim} on {HOST}: ended without an error message; last stage: ")
     assert "Traceback" not in "".join(found.said)
     if victim:
         assert (found.status["state"], found.status["reason"]) == ("failed", said[0].removeprefix("error: "))

@@ -94,7 +94,7 @@ def test_absurd_command_lines(tmp_path, seed, cases):
 def test_many_mistakes_are_told_in_part():
     with pytest.raises(UserError) as caught:
         load(PrepareConfig, ["--source", *(f"{number}.txt" for number in range(1000))])
-    assert (len(caught.value.mistakes), caught.value.mistakes[-1]) == (MOST + 1, "and more mistakes like these")
+    assert (len(caught.value.mistakes), caught.value.mistakes[-1]) == (MOST + 1, "and more errors like these")
 
 
 def test_messages_are_short_lines():
@@ -160,7 +160,7 @@ def test_a_nul_is_in_no_text(tmp_path):
         value = ["x\0y"] if field == "prompts" else "x\0y"
         (tmp_path / "c.yaml").write_text(yaml.safe_dump({section: {key: value}} if section else {key: value}))
         steps = ["--train.steps", "1"] * (command is TrainingConfig)
-        with pytest.raises(UserError, match=rf"{field} = .*x\\x00y.*: should hold no NUL"):
+        with pytest.raises(UserError, match=rf"{field} = .*x\\x00y.*: should not contain a NUL"):
             load(command, ["--config", str(tmp_path / "c.yaml"), *steps])
 
 

@@ -119,8 +119,8 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
-    last = f"stopped by {signal.Signals(number).name}: nothing was lost, the same command does it again"
-    assert [line for line in errors.splitlines() if not line.endswith("heard: stopping")] == [last]
+    last = f"stopped by {signal.Signals(number).name}; nothing was lost: run the same command again"
+    assert [line for line in errors.splitlines() if not line.endswith("received: stopping")] == [last]
     assert not (tmp_path / "new").exists()
     assert len(workers) >= 2
     assert not psutil.wait_procs(workers, timeout=5)[1]

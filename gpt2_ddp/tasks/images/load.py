@@ -1,4 +1,4 @@
-"""Images as samples: decoded to pixels, kept where they fit into memory, otherwise decoded whenever they are read."""
+"""Images as samples: decoded to pixels; kept if they fit into memory, otherwise decoded at each read."""
 
 import hashlib
 import io
@@ -72,7 +72,7 @@ class StoredImages(SampleSet):
         _, H, W = self.shape
         for item, image in zip(items, decoded, strict=True):
             if image.shape[:2] != (H, W):
-                hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; have all of them scaled "
+                hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; scale all images "
                 raise UserError("data.path", self.where(item), f"{hint}to one size, like --data.image_size {min(H, W)}")
         images = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).contiguous()
         return images, self.targets[torch.from_numpy(items)]
@@ -175,11 +175,11 @@ def _hold_out(n: int, source: str, config: ClassifierDataConfig, seed: int) -> t
     """The rows of n images that are for training and for testing, in order; and a note."""
     held = min(max(round(n * config.test_fraction), 1), n - 1)
     if held < 1:
-        raise UserError("data.path", source, "has one image; give some to train on and some to test on")
+        raise UserError("data.path", source, "has one image; training and testing need at least one each")
     order = Order(seed, n).items_at(np.arange(n)).astype(np.int64)
-    told = f"{held:,} of {n:,} images, drawn by seed {seed}, are held out (data.test_fraction)"
+    told = f"{held:,} of {n:,} random images (seed {seed}) are test images (data.test_fraction)"
     rows = {"test": np.sort(order[:held]), "train": np.sort(order[held:])}
-    return rows, f"{source} has no split test, val or validation: {told}"
+    return rows, f"{source} has no split named test, val or validation: {told}"
 
 
 def _notes(
@@ -190,7 +190,7 @@ def _notes(
         counts = torch.bincount(images.targets, minlength=len(classes)).tolist()
         if missing := [of for of, count in zip(classes, counts, strict=True) if not count]:
             missing_names = join_first(missing)
-            yield f"{source}: no {name} image of {len(missing):,} of the {len(classes):,} classes: {missing_names}"
+            yield f"{source}: no {name} images of {len(missing):,} of {len(classes):,} classes: {missing_names}"
     trained = {digest: item for item, digest in enumerate(digests["train"])}
     twice = [item for item, digest in enumerate(digests["test"]) if digest in trained]
     if twice:
@@ -212,7 +212,7 @@ def number_classes(
         known = [*map(str, range(count))] if numbers and count else sorted(there, key=int if numbers else str)
     classes = [*(known or given or ())]
     number_of = {name: number for number, name in enumerate(classes)}
-    told = join_first(classes) or "whole numbers from 0, or texts"
+    told = join_first(classes) or "whole numbers from 0, or text"
     told = f"0 to {len(classes) - 1}" if classes and classes == [*map(str, range(len(classes)))] else told
     for split, names in named.items():
         wrong = next((row for row, name in enumerate(names) if name not in number_of), None)
@@ -220,8 +220,8 @@ def number_classes(
             hint = f"has the label {truncate(splits[split].labels[wrong])}; labels are {told}"
             raise UserError("data.path", splits[split].where(wrong), hint)
     if not 2 <= len(classes) <= (count or len(classes)):
-        wanted = f"{count} at most" if count else "2 at least"
-        hint = f"has {len(classes)} classes ({told}), where there should be {wanted}; data.name images takes any"
+        wanted = f"at most {count}" if count else "at least 2"
+        hint = f"has {len(classes)} classes ({told}), not {wanted}; data.name images allows any number of classes"
         raise UserError("data.path", source, hint)
     return classes, {split: [number_of[str(name)] for name in names] for split, names in named.items()}
 
@@ -251,13 +251,13 @@ def decode_image(
             found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size, field))
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         # by its own words, the file would be named again, or an object in memory
-        told = "of no format that Pillow knows" if isinstance(error, UnidentifiedImageError) else error
+        told = "Pillow does not know the format" if isinstance(error, UnidentifiedImageError) else error
         strerror = getattr(error, "strerror", None)  # where the system refused
         hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({told})"
         raise UserError(field, where, hint) from error
     if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
         shape = " x ".join(map(str, found.shape))
-        hint = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: for others set data.name images"
+        hint = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: set data.name to images"
         raise UserError("data.path", where, hint)
     return found
 
@@ -269,7 +269,7 @@ def _open(stored: Stored) -> Image.Image:
         content, path = stored.get("bytes"), stored.get("path")
         return _open(Path(path) if content is None and path else content)  # pyright: ignore[reportArgumentType]
     if not isinstance(stored, bytes | Path):  # a table's cell may hold anything
-        raise TypeError(f"there is {truncate(stored, 40)} instead")
+        raise TypeError(f"found {truncate(stored, 40)}")
     return Image.open(io.BytesIO(stored if isinstance(stored, bytes) else regular(stored).read_bytes()))
 
 
@@ -280,17 +280,17 @@ def _upright_rgb(image: Image.Image, where: str, size: int | None, field: str) -
     elif image.mode == "I":  # how Pillow opens some files of 16 bits, and those of 32
         values = np.asarray(image)
         if values.min() < 0 or values.max() >= 2**16:
-            raise UserError(field, where, "is an image of 32 bits per pixel; save it with 8 or 16")
+            raise UserError(field, where, "has 32 bits per pixel; save it with 8 or 16")
         image = Image.fromarray((values >> 8).astype(np.uint8))
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     elif image.mode not in PLAIN:
-        raise UserError(field, where, f"is an image of Pillow's mode {image.mode}; save it as 8-bit RGB")
+        raise UserError(field, where, f"has Pillow's mode {image.mode}; save it as 8-bit RGB")
     image = image.convert("RGB")
     if size is not None and image.size != (size, size):
         side = min(image.size)
         left, top = ((length - side) // 2 for length in image.size)
-        # cropped first: `ImageOps.fit` would mix in what is beside the square
+        # cropped first: `ImageOps.fit` would mix in pixels outside the square
         image = image.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
     return image

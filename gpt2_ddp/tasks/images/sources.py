@@ -32,15 +32,15 @@ LABEL_COLUMNS = ("label", "fine_label", "labels", "class")
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".tif", ".tiff", ".webp", ".avif"}
 SUFFIXES |= {".pbm", ".pgm", ".pnm", ".ppm"}
 BESIDE = {".csv", ".db", ".html", ".ini", ".json", ".jsonl", ".md", ".txt", ".xml", ".yaml", ".yml"}
-"""Suffixes of files that often lie beside images; no note mentions them."""
+"""Suffixes of files that often accompany images; no note mentions them."""
 HINT = (
-    "give one with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or the "
-    "unpacked archive of CIFAR or MNIST"
+    "name a folder with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or "
+    "of the unpacked archive of CIFAR or MNIST"
 )
 LARGEST = 2**31  # bytes of a file that is read whole
 ERRORS = OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError
 ERRORS = *ERRORS, pickle.UnpicklingError, zlib.error
-"""What reading a damaged file raises, of a pickle, gzip, JSON or parquet."""
+"""Errors of reading a damaged pickle, gzip, JSON or parquet file."""
 MNIST = ("train", "train"), ("test", "test"), ("test", "t10k")
 """Splits, and the first word of their files' names; later ones take precedence."""
 CIFAR = {
@@ -49,7 +49,7 @@ CIFAR = {
 }
 """Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
 ARRAYS = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
-"""What the pickle of an array calls, by name."""
+"""Functions and classes that the pickle of an array calls, by name."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[st
     field, source = ("data.path", config.path) if config.path else ("data.name", config.name)
     splits = _open_folder(config, config.path) if config.path else _open_hub(config)
     if "train" not in splits:
-        hint = f"has no split train, but {', '.join(sorted(splits)) or 'none'}; name files or folders train and test"
+        hint = f"has no split train ({', '.join(sorted(splits)) or 'none'}); name files or folders train and test"
         raise UserError(field, source, hint)
     found, used = {"train": splits["train"]()}, ["train"]
     for name in [name for name in TEST if name in splits]:
@@ -85,14 +85,14 @@ def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[st
             found["test"] = split
             used.append(name)
             break
-    rest = sorted(name or "files of no split" for name in splits if name not in used)
-    notes = [f"{source}: {', '.join(rest)} left out; {' and '.join(used)} used"] if rest else []
+    rest = sorted(name or "files without a split" for name in splits if name not in used)
+    notes = [f"{source}: {', '.join(rest)} not used; {' and '.join(used)} used"] if rest else []
     return found, notes + [split.left_out for split in found.values() if split.left_out]
 
 
 def _open_folder(config: ClassifierDataConfig, folder: str) -> Splits:
     if not os.path.isdir(folder):
-        raise UserError("data.path", folder, f"there is no such folder; {HINT}")
+        raise UserError("data.path", folder, f"no such folder; {HINT}")
     files = _files_below(folder, "data.path")
     if any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json")):
         return _open_saved(config, folder)
@@ -121,7 +121,7 @@ def _reading(field: str, source: str, hint: str) -> Iterator[None]:
         raise UserError(field, source, hint.format(reason=reason, kind=type(error).__name__)) from error
 
 
-UNREADABLE = "cannot be read ({reason}); give intact files"
+UNREADABLE = "cannot be read ({reason}); replace damaged files"
 
 
 def _open_saved(config: ClassifierDataConfig, folder: str) -> Splits:
@@ -149,8 +149,8 @@ def _open_hub(config: ClassifierDataConfig) -> Splits:
         huggingface_hub.HfApi().dataset_info(source, timeout=10)
     except (OSError, HTTPError):  # load_dataset would retry for long; the cache may have it
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    hint = "cannot be had from the Hub here ({kind}); download the parquet files of "
-    hint += f"huggingface.co/datasets/{source} where there is a network and give their folder as --data.path"
+    hint = "cannot be downloaded from the Hub here ({kind}); download the parquet files of "
+    hint += f"huggingface.co/datasets/{source} on a machine with a network, and name their folder in --data.path"
     with _reading("data.name", config.name, hint):
         found: Any = datasets.load_dataset(source)
     return _splits_of(config, found)
@@ -166,7 +166,7 @@ def _read_parquet(config: ClassifierDataConfig, split: str, files: Sequence[Path
         features = datasets.Features.from_arrow_schema(schemas[0])
         everywhere = [name for name in features if all(schema.names.count(name) == 1 for schema in schemas)]
     columns = _pick_columns({name: features[name] for name in everywhere}, config, split)
-    hint = f"split {split} {UNREADABLE}, and room in the cache of datasets (HF_DATASETS_CACHE)"
+    hint = f"split {split} {UNREADABLE}, and check the free space for HF_DATASETS_CACHE"
     with _reading("data.path", str(config.path), hint):
         names = {split: [glob.escape(str(file.absolute())) for file in files]}
         rows = datasets.load_dataset("parquet", data_files=names, split=split, columns=columns)
@@ -198,7 +198,7 @@ def _pick_columns(features: Mapping[str, Any], config: ClassifierDataConfig, spl
         names = [name for name in ((given,) if given else usual) if name in features]
         if not names and (given or len(typed) != 1):
             wanted = given or " or ".join(usual)
-            hint = f"split {split} has no column {wanted}, but {', '.join(features) or 'none'}, in all of its files"
+            hint = f"split {split} has no column {wanted} in all of its files (found: {', '.join(features) or 'none'})"
             raise UserError(f"data.{field}_column", given, f"{hint}; name it")
         found.append([*names, *typed][0])
     return found
@@ -214,7 +214,7 @@ def split_files(folder: str, files: Sequence[Path]) -> dict[str, list[Path]]:
     if {*found} != {""}:
         return dict(found)
     if len(words := sorted({_first_word(file.name) for file in files})) > 1:
-        hint = f"has parquet files {', '.join(words)}, none of which is a split's; name them train and test"
+        hint = f"has parquet files {', '.join(words)}; rename those of each split to train and test"
         raise UserError("data.path", folder, hint)
     return {"train": found[""]}
 
@@ -234,7 +234,7 @@ def image_files(names: Sequence[str], field: str) -> Iterator[Path]:
         if not found:
             raise UserError(field, name, f"{_no_images(files)}; name others")
         if others := _others(files):
-            print(f"note: {truncate(name)}: {others} left out", file=sys.stderr)
+            print(f"note: {truncate(name)}: not used: {others}", file=sys.stderr)
         yield from found
 
 
@@ -250,13 +250,13 @@ def _files_below(folder: str, field: str) -> list[Path]:
         return []
     for file in found:
         if os.path.isdir(file) or not os.access(file.parent, os.X_OK, effective_ids=True):
-            raise UserError(field, file, "cannot be listed; it takes the rights r and x to all of its folders")
+            raise UserError(field, file, "cannot be listed; allow reading it (permissions r and x of all folders)")
     return found
 
 
 def _no_images(files: Iterable[Path]) -> str:
     others = _others(files)
-    return f"has no images in it{others and f', but {others}'}"
+    return f"has no images{others and f', but {others}'}"
 
 
 def _others(files: Iterable[Path]) -> str:
@@ -278,13 +278,13 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
     nested, flat = ({names[0] for names in images.values() if (len(names) > 2) == deep} for deep in (True, False))
     if nested - flat and not of_splits:
         hint = f"has folders of folders ({', '.join(sorted(nested - flat)[:4])}), but none named train; name the splits"
-        raise UserError("data.path", folder, f"{hint} train and test, or put each class's images into its own folder")
+        raise UserError("data.path", folder, f"{hint} train and test, or put each class's images into one folder")
     splits: Splits = {}
     found: dict[str, list[Path]] = defaultdict(list)
     for file, names in images.items():
         if len(names) < 2 + of_splits:
             depth = "SPLIT/CLASS" if of_splits else "CLASS"
-            raise UserError("data.path", file, f"is not in a folder {depth}, as others are; {HINT}")
+            raise UserError("data.path", file, f"is not in a folder {depth}, but others are; {HINT}")
         found[names[0].lower() if of_splits else "train"].append(file)
     for split, chosen in found.items():
         top = Path(folder, images[chosen[0]][0]) if of_splits else Path(folder)
@@ -299,9 +299,9 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
 def _left_out(folder: Path, files: Iterable[Path], classes: Set[str]) -> str:
     """A line on the files in a split's folder that are not used, and the folders without images; empty if none."""
     folders = {entry.name for entry in os.scandir(folder) if os.path.isdir(entry) and entry.name[0] != "."}
-    notes = [f"{others} left out; save as .png or .jpg what is to be taken"] if (others := _others(files)) else []
+    notes = [f"not used: {others}; save images as .png or .jpg"] if (others := _others(files)) else []
     if empty := sorted(folders - classes):
-        notes.append(f"there are no images in {join_first(empty)}")
+        notes.append(f"no images in {join_first(empty)}")
     return f"{folder}: {'; '.join(notes)}" if notes else ""
 
 
@@ -323,7 +323,7 @@ def read_archive(folder: Path, label_column: str | None) -> dict[str, tuple[np.n
         if images and labels:
             pixels, numbers = _read_idx(images[0]), _read_idx(labels[0])
             if pixels.ndim != 3 or numbers.shape != pixels.shape[:1]:
-                hint = f"holds {pixels.shape} pixels for {numbers.shape} labels; give the files of one set"
+                hint = f"has {pixels.shape} pixels for {numbers.shape} labels; use files of one set"
                 raise UserError("data.path", images[0], hint)
             found[split] = pixels, numbers.tolist()
     return found
@@ -339,7 +339,7 @@ def _read_idx(path: Path) -> np.ndarray:
         shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
         return np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape)
     except ERRORS as error:
-        raise UserError("data.path", path, f"cannot be read ({error}); give MNIST's own files") from error
+        raise UserError("data.path", path, f"cannot be read ({error}); use MNIST's original files") from error
 
 
 def _read_cifar(folder: Path, names: str, files: list[str], kinds: list[str]) -> tuple[np.ndarray, list[str]]:
@@ -369,7 +369,7 @@ class _Unpickler(pickle.Unpickler):
             return ARRAYS[name]
         if (module, name) == ("_codecs", "encode"):
             return lambda text, encoding: text.encode("latin1")
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it loads {module}.{name}")
 
 
 def _unpickle(path: Path) -> dict[str, Any]:
