@@ -1,4 +1,4 @@
-"""Records the README's picture: a run that is killed goes on with another number of processes, and is verified.
+"""Records the README's picture: a killed run resumes with another number of processes, and is verified.
 
     python docs/record.py        # a minute on two cores; writes docs/resume-dark.svg and docs/resume-light.svg
 
@@ -68,12 +68,12 @@ def record(folder: Path) -> list[tuple[str, str]]:
 
 
 def shown(command: str, printed: str) -> Text:
-    """As it stands in the picture: what says where the data were prepared and what to do next is left out."""
+    """The text of the picture, without the lines about the data and the next commands."""
     text = Text.assemble(("$ ", "bold"), (command, "bold red" if command == KILL else "bold"), "\n")
     for line in printed.partition("report: ")[0].splitlines():
         if not re.match(r"demo |step |ok |runs/demo", line):
             continue
-        same = re.match(rf"step +{KILLED_AT}/", line) or "goes on" in line or "intact" in line
+        same = re.match(rf"step +{KILLED_AT}/", line) or "resumes" in line or "intact" in line
         text.append(re.sub(r"  (\d+ min )?\d+ s left$", "", line) + "\n", "green" if same else "")
     return text
 
