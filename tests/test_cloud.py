@@ -115,7 +115,9 @@ def test_a_pod_is_one_of_the_image(machine):
 def test_a_pod_has_a_gpu_for_each_process_and_time_to_save(machine):
     pod, container, _, processes = machine()
     assert container["resources"]["limits"]["nvidia.com/gpu"] == processes
-    documented = [int(s) for s in re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())]
+    documented = [
+        int(s) for s in re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
+    ]
     assert pod["terminationGracePeriodSeconds"] >= max(documented)
 
 

@@ -1,6 +1,7 @@
 """Configuration and command lines: precedence, mistakes, `--help`, and every shipped preset."""
 
 import itertools
+import json
 import os
 import re
 import shlex
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpt2_ddp.config.base import complete
+from gpt2_ddp.config import cli
+from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
@@ -364,3 +366,24 @@ def test_a_command_whose_output_nobody_reads_ends_like_others(main, code):
     command = f"{imports}; run_command(StatusConfig, lambda config: {main})"
     done = subprocess.run([sys.executable, "-c", command], stdout=writer, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr.count(b"\n") > 0) == (code, code == 1)
+
+
+@pytest.mark.parametrize(("command", "default"), [(TrainingConfig, training_default), (RegressionConfig, None)])
+def test_help_has_the_defaults_of_a_run_without_flags(command, default):
+    config = flat(load(command, [], default).model_dump())
+    for action in cli._parser(command, default)._actions:
+        if action.dest in config:
+            value, shown = config[action.dest], str(action.help).rpartition("(default: ")[2].removesuffix(")")
+            text = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+            expected = json.dumps(value) if value is None or isinstance(value, bool) else text
+            assert shown == expected or float(shown) == float(expected), action.dest
+
+
+def test_help_has_every_kind_of_value_that_a_flag_takes():
+    text = " ".join(cli._parser(TrainingConfig, None).format_help().split())
+    for flag in (
+        "checkpoint.background {auto,true,false}",
+        "train.loss_chunk {INT,auto,null}",
+        "guard.skip [{true,false}]",
+    ):
+        assert f"--{flag} " in text

@@ -215,7 +215,10 @@ def test_another_training_is_refused(corpus, tmp_path, halfway):
     configs: list[RunConfig] = [training_config(corpus, tmp_path / "runs", changes) for changes, _ in REFUSED]
     configs += [training_config(other, tmp_path / "runs"), job_config("regression", tmp_path / "runs")]
     expected = [message for _, message in REFUSED]
-    expected += ["differ from those that the run was started with", "run_name = run: the run folder holds a run of another kind, gpt2"]
+    expected += [
+        "differ from those that the run was started with",
+        "run_name = run: the run folder holds a run of another kind, gpt2",
+    ]
     before = files(tmp_path)
     for refusals in run_ranks(without_long_work, 2, configs):
         for message, refusal in zip(expected, refusals, strict=True):
