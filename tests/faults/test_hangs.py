@@ -145,7 +145,8 @@ def test_a_rank_that_stands_still_is_named(tmp_path, stage, fault, victim):
     step = {"evaluate": 9, "save": 18}.get(stage, STEP)
     (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: rank {victim} on {HOST}: no ")
-    assert line.endswith(f"; last stage: {stage}, step {step}")
+    where = " at" if fault is endless else "; last stage:"
+    assert line.endswith(f"{where} {stage}, step {step}")
     assert ("in endless" in said) == (fault is endless)
     assert "Traceback" not in said
     assert found.codes[1 - victim] == 1
