@@ -425,14 +425,14 @@ def test_refused_or_killed_anywhere(kill, tmp_path):
 
 
 def tensors_of(model: GPT) -> dict[str, torch.Tensor]:
-    return to_transformers(model.state_dict(), model.vocab_size)
+    return to_transformers(model.state_dict(), model.config, model.vocab_size)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_there_and_back_is_bitwise_and_the_padding_stays_ones_own(bias: bool):
     model, other = tiny(bias=bias), GPT(tiny(bias=bias).config, 65)
     padding = other.wte.weight[65:].clone()
-    back = from_transformers(tensors_of(model), other.state_dict())
+    back = from_transformers(tensors_of(model), other.config, other.state_dict())
     other.load_state_dict(back)
     for name, weight in model.state_dict().items():
         if name == "wte.weight":
@@ -460,7 +460,7 @@ def test_what_does_not_fit_is_named(change, bias, words):
     tensors = tensors_of(model)
     change(tensors)
     with pytest.raises(ValueError, match=words):
-        from_transformers(tensors, model.state_dict())
+        from_transformers(tensors, model.config, model.state_dict())
 
 
 class Server(ThreadingHTTPServer):

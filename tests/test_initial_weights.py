@@ -55,7 +55,7 @@ def theirs(tmp_path: Path) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    save_file(to_transformers(model.state_dict(), TOKENIZER.vocab_size), folder / "model.safetensors")
+    save_file(to_transformers(model.state_dict(), model.config, TOKENIZER.vocab_size), folder / "model.safetensors")
     fields = transformers_config(model.config, TOKENIZER.vocab_size, TOKENIZER.eot)
     (folder / "config.json").write_text(json.dumps(fields))
     shutil.copy(GOLDEN / "corpus/tokenizer.json", folder)
@@ -95,7 +95,7 @@ def test_what_transformers_saved_is_continued_and_comes_back_bitwise(tmp_path, c
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     shutil.copy(GOLDEN / "corpus/tokenizer.json", tmp_path)
     ours = start(config(tmp_path))
-    back = to_transformers(ours.state_dict(), TOKENIZER.vocab_size)
+    back = to_transformers(ours.state_dict(), ours.config, TOKENIZER.vocab_size)
     assert same(back, {name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"})
     tokens = torch.randint(TOKENIZER.vocab_size, (3, 32))
     with torch.no_grad():
@@ -118,14 +118,17 @@ def test_old_names_and_half_precision(theirs, dtype):
     wanted = {name: value.to(dtype).float() for name, value in load_file(theirs / "model.safetensors").items()}
     change_tensors(theirs, lambda tensors: {n: v.to(dtype) for n, v in old_style(tensors).items()})
     change_fields(theirs, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh")
-    back = to_transformers(start(config(theirs)).state_dict(), TOKENIZER.vocab_size)
+    back = to_transformers(start(config(theirs)).state_dict(), config(theirs).model, TOKENIZER.vocab_size)
     assert same(back, wanted)
 
 
 def test_a_model_without_biases_drops_those_that_are_zero(theirs, capsys):
     change_tensors(theirs, lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()})
     ours = start(config(theirs, bias=False))
-    back, wanted = to_transformers(ours.state_dict(), TOKENIZER.vocab_size), load_file(theirs / "model.safetensors")
+    back, wanted = (
+        to_transformers(ours.state_dict(), ours.config, TOKENIZER.vocab_size),
+        load_file(theirs / "model.safetensors"),
+    )
     assert all(torch.equal(back[name], wanted[name]) for name in wanted)
 
 

@@ -29,7 +29,8 @@ def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     _write_json(folder / "generation_config.json", generation)
     file = folder / "model.safetensors"
     with writing(file):
-        write_hashed(file, as_safetensors(to_transformers(model.state_dict(), model.vocab_size), {"format": "pt"}))
+        tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
+        write_hashed(file, as_safetensors(tensors, {"format": "pt"}))
 
 
 def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int, folder: Path) -> None:
@@ -148,7 +149,7 @@ def _tensors(model: GPT) -> dict[str, np.ndarray]:
 
     names = get_tensor_name_map(MODEL_ARCH.GPT2, model.config.n_layer)
     tensors = {}
-    for name, tensor in to_transformers(model.state_dict(), model.vocab_size).items():
+    for name, tensor in to_transformers(model.state_dict(), model.config, model.vocab_size).items():
         their_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert their_name, f"gguf has a name for {name}"
         is_matrix = ".h." in name and tensor.dim() == 2

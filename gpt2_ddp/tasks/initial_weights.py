@@ -67,7 +67,7 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
     if positions > config.model.block_size:
         notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are taken (block_size)")
     try:
-        model.load_state_dict(from_transformers(tensors, model.state_dict()))
+        model.load_state_dict(from_transformers(tensors, config.model, model.state_dict()))
     except ValueError as error:
         raise UserError(FIELD, path, f"cannot be continued: {error}") from error
     for note in notes:
