@@ -22,19 +22,22 @@ CLASSES = {
     "nanochat": "NanoChatForCausalLM",
 }
 PREFIX = "transformer."  # of GPT-2
-FIXED = {
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
-"""Fields of a GPT-2's config.json that `GPT` fixes, with the defaults of transformers' class."""
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 HEAD = "lm_head.weight"
-MASKS = (".attn.bias", ".attn.masked_bias")
-"""Older releases saved the causal mask under these names."""
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Older releases saved the causal mask and the wavelengths under these names."""
+LLAMA_SHAPE = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "block_size": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+}
+GPT2_SHAPE = {name: name for name in ("n_layer", "n_head", "n_embd", "n_inner")} | {"block_size": "n_positions"}
+SHAPE = {name: GPT2_SHAPE if name == "gpt2" else LLAMA_SHAPE for name in CLASSES}
+"""Field of the model section -> field of a config.json."""
 NAMES = {
     "wte": ["model.embed_tokens"],
     "ln_f": ["model.norm"],
@@ -52,45 +55,54 @@ NAMES = {
 NANOCHAT = NAMES | {"mlp.c_fc": ["mlp.fc1"], "mlp.c_proj": ["mlp.fc2"]}
 
 
+def shape(config: ModelConfig) -> dict[str, Any]:
+    """The fields of the model section that stand in a config.json, too, with their defaults resolved."""
+    values = config.model_dump() | {"n_kv_head": config.key_heads, "n_inner": mlp_width(config)}
+    return {name: values[name] for name in SHAPE[config.architecture]}
+
+
+def fixed_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json that follow from architecture and shape, with the defaults of transformers' class."""
+    kind = ARCHITECTURES[config.architecture]
+    if config.architecture == "gpt2":
+        return {
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": kind.tied,
+        }
+    return {
+        "head_dim": config.n_embd // config.n_head,
+        "hidden_act": "silu" if kind.gated else "relu2",
+        "rms_norm_eps": RMS_EPSILON,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "final_logit_softcapping": kind.soft_cap,
+        "tie_word_embeddings": kind.tied,
+    }
+
+
 def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
     """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
-    common = {
+    gpt2, values = config.architecture == "gpt2", shape(config)
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if gpt2 else ("attention_dropout",)
+    return {
         "architectures": [CLASSES[config.architecture]],
         "model_type": config.architecture,
         "vocab_size": vocab_size,
         "bos_token_id": eot,
         "eos_token_id": eot,
+        "pad_token_id": None,  # its embedding would have no gradient
         "torch_dtype": "float32",
-    }
-    if config.architecture != "gpt2":
-        kind = ARCHITECTURES[config.architecture]
-        return common | {
-            "hidden_size": config.n_embd,
-            "intermediate_size": mlp_width(config),
-            "num_hidden_layers": config.n_layer,
-            "num_attention_heads": config.n_head,
-            "num_key_value_heads": config.key_heads,
-            "head_dim": config.n_embd // config.n_head,
-            "max_position_embeddings": config.block_size,
-            "hidden_act": "silu" if kind.gated else "relu2",
-            "rms_norm_eps": RMS_EPSILON,
-            "rope_theta": config.rope_theta,  # of transformers 4
-            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-            "attention_bias": False,
-            "attention_dropout": config.dropout,
-            "final_logit_softcapping": kind.soft_cap,
-            "tie_word_embeddings": kind.tied,
-            "pad_token_id": None,  # its embedding would have no gradient
-        }
-    return common | {
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,  # transformers no longer has it; llama.cpp's converter reads it alone
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_inner": config.n_inner,
-        **FIXED,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
+        **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
+        **fixed_fields(config),
+        **dict.fromkeys(dropouts, config.dropout),
+        # transformers no longer has it; llama.cpp's converter reads it alone
+        **({"n_ctx": config.block_size} if gpt2 else {}),
     }
 
 
@@ -115,9 +127,7 @@ def to_transformers(state: Mapping[str, Tensor], config: ModelConfig, vocab_size
         theirs = their_names(name, config)
         if name in ("wte.weight", HEAD):
             weight = weight[:vocab_size]
-        rows = config.n_embd // config.n_head * config.key_heads
-        sizes = [weight.size(0) - 2 * rows, rows, rows] if len(theirs) == 3 else weight.size(0) // len(theirs)
-        for their_name, part in zip(theirs, weight.split(sizes), strict=True):
+        for their_name, part in zip(theirs, weight.split(_sizes(theirs, weight.size(0), config)), strict=True):
             tensors[their_name] = _transposed(name, part).contiguous() if gpt2 else part.contiguous()
         bias = name.removesuffix("weight") + "bias"
         if gpt2 and name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
@@ -139,7 +149,7 @@ def from_transformers(
         ValueError: a tensor is missing, unknown, of another shape, a nonzero bias without place, or an untied head.
     """
     gpt2, prefix = config.architecture == "gpt2", PREFIX if config.architecture == "gpt2" else ""
-    theirs = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if not name.endswith(MASKS)}
+    theirs = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
     head = theirs.pop(HEAD, None) if gpt2 else None
     names = {name: [part.removeprefix(prefix) for part in their_names(name, config)] for name in like}
     if missing := {part for parts in names.values() for part in parts} - theirs.keys():
@@ -153,18 +163,28 @@ def from_transformers(
             raise ValueError(f"{name} is not zero, and model.bias is false")
     state = {}
     for name, wanted in like.items():
-        parts = [_transposed(name, theirs[part]) if gpt2 else theirs[part] for part in names[name]]
-        fitting = [part for part in parts if part.shape[1:] == wanted.shape[1:]]
-        tensor = torch.cat(fitting).float() if fitting else parts[0]
-        if name == "wpe.weight":
-            tensor = tensor[: wanted.size(0)]
-        elif name in ("wte.weight", HEAD) and fitting:
-            tensor = torch.cat([tensor, wanted[tensor.size(0) :].float()])
-        if tensor.shape != wanted.shape:
-            shapes = [[*theirs[part].shape] for part in names[name]]
-            raise ValueError(f"{names[name][0]} has the shape {shapes[0]}, which does not fit {[*wanted.shape]}")
-        state[name] = tensor.contiguous()
+        sizes, parts = _sizes(names[name], wanted.size(0), config), []
+        for part, place in zip(names[name], wanted.split(sizes), strict=True):
+            parts.append(_fit(name, _transposed(name, theirs[part]) if gpt2 else theirs[part], place))
+            if parts[-1].shape != place.shape:
+                raise ValueError(f"{part} has the shape {[*theirs[part].shape]}, which does not fit {[*place.shape]}")
+        state[name] = torch.cat(parts)
     return state
+
+
+def _fit(name: str, tensor: Tensor, place: Tensor) -> Tensor:
+    """The tensor in fp32 without the positions that `place` lacks, and with the padding rows of `place`."""
+    if name == "wpe.weight":
+        tensor = tensor[: place.size(0)]
+    if name in ("wte.weight", HEAD) and tensor.shape[1:] == place.shape[1:]:
+        tensor = torch.cat([tensor.float(), place[tensor.size(0) :].float()])
+    return tensor.float()
+
+
+def _sizes(theirs: list[str], rows: int, config: ModelConfig) -> list[int]:
+    """Rows of the tensors `theirs` of which one of ours has `rows`."""
+    keys = config.n_embd // config.n_head * config.key_heads
+    return [rows - 2 * keys, keys, keys] if len(theirs) == 3 else [rows // len(theirs)] * len(theirs)
 
 
 def _transposed(name: str, tensor: Tensor) -> Tensor:
