@@ -63,7 +63,7 @@ def test_the_first_losses_are_equal(tmp_path, monkeypatch):
     weights = model.state_dict()
     tokens, ours = first_step(monkeypatch, GPT, weights, step.ours, run)
     bare_tokens, bare = first_step(monkeypatch, GPT, weights, step.bare, run, CPU)
-    theirs = to_transformers(weights, IDS)
+    theirs = to_transformers(weights, run.model, IDS)
     kind = transformers.GPT2LMHeadModel
     their_tokens, found = first_step(monkeypatch, kind, theirs, step.hugging_face, run, CPU)
     assert torch.equal(tokens, bare_tokens)

@@ -61,11 +61,24 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
     return folder / "run"
 
 
+OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
+SHAPES = {
+    "gpt2": {"n_inner": 48},
+    **{kind: {"architecture": kind, **OTHERS} for kind in ("llama", "qwen3", "nanochat")},
+}
+"""What a model has of each architecture, other than the defaults."""
+
+
 @pytest.fixture
-def checkpoint(corpus: Path, tmp_path: Path) -> Path:
-    """A checkpoint of a model without biases, with a BPE of 512 ids."""
-    file = corpus / "tokenizer.json"
-    return checkpoint_of(tiny(512, bias=False), load_tokenizer(str(file)), file, tmp_path)
+def checkpoint(request: pytest.FixtureRequest, corpus: Path, tmp_path: Path) -> Path:
+    """A checkpoint of a model without biases, with a BPE of 512 ids; a GPT-2, or of the architecture asked for."""
+    file, changes = corpus / "tokenizer.json", SHAPES[request.param] if hasattr(request, "param") else {}
+    return checkpoint_of(tiny(512, bias=False, **changes), load_tokenizer(str(file)), file, tmp_path)
+
+
+def kinds(*names: str) -> pytest.MarkDecorator:
+    """Runs a test with checkpoints of these architectures."""
+    return pytest.mark.parametrize("checkpoint", names, indirect=True)
 
 
 @pytest.fixture
@@ -91,22 +104,27 @@ def tokenizers(name: str, corpus: Path, tmp_path: Path) -> tuple[Tokenizer, Path
     return load_tokenizer(name), None
 
 
-@pytest.mark.parametrize(("name", "bias"), [
-    pytest.param("gpt2", True, marks=pytest.mark.slow), ("bpe", False), ("chars", True), ("bytes", False),
+@pytest.mark.parametrize(("name", "bias", "kind"), [
+    pytest.param("gpt2", True, "gpt2", marks=pytest.mark.slow), ("bpe", False, "gpt2"), ("chars", True, "gpt2"),
+    ("bytes", False, "gpt2"), ("bpe", True, "llama"), ("bytes", True, "qwen3"), ("chars", True, "nanochat"),
 ])  # fmt: skip
-def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_path, little_text, capsys):
+def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus, tmp_path, little_text, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     tokenizer, file = tokenizers(name, corpus, tmp_path)
-    model = tiny(tokenizer.vocab_size, bias=bias, dropout=0.1, block_size=48).eval()
+    model = tiny(tokenizer.vocab_size, bias=bias, dropout=0.1, block_size=48, **SHAPES[kind]).eval()
     place = checkpoint_of(model, tokenizer, file, tmp_path)
     assert exported(place, tmp_path / "made") == 0
     assert "bit for bit" in capsys.readouterr().out
 
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
     assert not any(info.values())
-    assert theirs.config.attn_pdrop == theirs.config.resid_pdrop == theirs.config.embd_pdrop == 0.1
-    assert (theirs.config.vocab_size, theirs.config.n_ctx, theirs.dtype) == (tokenizer.vocab_size, 48, torch.float32)
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert not bias or f"of {theirs.num_parameters():,} parameters" in card, "biases that are zeros do not count"
+    dropouts = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
+    assert {getattr(theirs.config, name) for name in dropouts} == {0.1}
+    assert (theirs.config.vocab_size, theirs.dtype) == (tokenizer.vocab_size, torch.float32)
+    assert theirs.config.max_position_embeddings == getattr(theirs.config, "n_ctx", 48) == 48
     their_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
     assert their_tokenizer.is_fast
     text = "abc(a, b):\n    (a<|endoftext|>)" if name != "chars" else "abc(a, b):\n    (a)"
@@ -121,6 +139,14 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, corpus, tmp_p
     settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
     said = pipeline("text-generation", model=str(tmp_path / "made"))(text, **settings)[0]["generated_text"]
     assert said == tokenizer.decode(ours)
+
+
+@kinds("llama")
+def test_the_card_of_another_architecture(checkpoint, tmp_path, little_text):
+    assert exported(checkpoint, tmp_path / "made") == 0
+    card = (tmp_path / "made" / "README.md").read_text()
+    for said in ("(`LlamaForCausalLM`)", "tags: [llama]", "2 heads (1 of keys and values), width 32, MLP 48 |"):
+        assert said in card
 
 
 def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
@@ -177,6 +203,11 @@ def swap_merges(definition: dict[str, Any]) -> None:
     merges[0], merges[5] = merges[5], merges[0]
 
 
+def swap(tensors: dict[str, torch.Tensor], one: str, other: str) -> None:
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+KEYS = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv"]
 PROJECTION, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
     "a bit of a weight": (edit_weights(lambda tensors: tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)),
@@ -197,9 +228,18 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", WRONG)
+WRONG_LLAMA = {
+    "other wavelengths": (edit_json("config.json", lambda config: config["rope_parameters"].update(rope_theta=1e4)),
+     "logits differ"),
+    "keys and values exchanged": (edit_weights(lambda tensors: swap(tensors, *KEYS)), "h.0.attn.c_attn.weight differs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "checkpoint"), [
+    *((what, "gpt2") for what in WRONG), *((what, "llama") for what in WRONG_LLAMA),
+], indirect=["checkpoint"])  # fmt: skip
 def test_what_differs_is_rejected_and_kept(what, checkpoint, tmp_path, little_text, monkeypatch, capsys):
-    change, words = WRONG[what]
+    change, words = (WRONG | WRONG_LLAMA)[what]
 
     def tampered(folder: Path, *args: Any) -> check.Findings:
         change(folder)
@@ -249,6 +289,7 @@ def test_a_checkpoint_that_is_removed_while_it_is_checked(checkpoint, tmp_path, 
     assert (tmp_path / "made/README.md").is_file()
 
 
+@kinds("gpt2", "llama", "qwen3")
 def test_with_a_file_for_llama_cpp(checkpoint, tmp_path, little_text, monkeypatch):
     assert exported(checkpoint, tmp_path / "made", "--gguf", "true") == 0
     assert {"model.gguf", "model.safetensors", "README.md"} <= {path.name for path in (tmp_path / "made").iterdir()}
@@ -273,6 +314,17 @@ def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
     expect_error(r"transformers: is not installed", exported, checkpoint, tmp_path / "made")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+@kinds("nanochat")
+@pytest.mark.parametrize(("known", "flags", "hint"), [
+    ("LLAMA_CPP", ["--gguf", "true"], "only gpt2, llama, qwen3 can be exported for llama.cpp; leave --gguf away"),
+    ("CLASSES", [], "only gpt2, llama, qwen3 can be exported for transformers"),
+])  # fmt: skip
+def test_an_architecture_that_a_program_does_not_have_is_refused(checkpoint, tmp_path, monkeypatch, known, flags, hint):
+    monkeypatch.setattr(export, known, formats.LLAMA_CPP)
+    expect_error(f"model.architecture = nanochat: {hint}", exported, checkpoint, tmp_path / "made", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_checkpoint_that_its_run_prunes_meanwhile(checkpoint, tmp_path):
@@ -425,14 +477,14 @@ def test_refused_or_killed_anywhere(kill, tmp_path):
 
 
 def tensors_of(model: GPT) -> dict[str, torch.Tensor]:
-    return to_transformers(model.state_dict(), model.vocab_size)
+    return to_transformers(model.state_dict(), model.config, model.vocab_size)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_there_and_back_is_bitwise_and_the_padding_stays_ones_own(bias: bool):
     model, other = tiny(bias=bias), GPT(tiny(bias=bias).config, 65)
     padding = other.wte.weight[65:].clone()
-    back = from_transformers(tensors_of(model), other.state_dict())
+    back = from_transformers(tensors_of(model), other.config, other.state_dict())
     other.load_state_dict(back)
     for name, weight in model.state_dict().items():
         if name == "wte.weight":
@@ -460,7 +512,7 @@ def test_what_does_not_fit_is_named(change, bias, words):
     tensors = tensors_of(model)
     change(tensors)
     with pytest.raises(ValueError, match=words):
-        from_transformers(tensors, model.state_dict())
+        from_transformers(tensors, model.config, model.state_dict())
 
 
 class Server(ThreadingHTTPServer):

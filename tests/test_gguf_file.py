@@ -16,7 +16,9 @@ from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
+from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import CLASSES
 from gpt2_ddp.preparation.prepare import write_characters
 
 DEFINITION = Path(__file__).parent / "golden/corpus/tokenizer.json"
@@ -30,8 +32,16 @@ LINEAR = {
 """What llama.cpp calls the layers of a block."""
 
 
-def made(bias: bool = True, vocab_size: int = TOKENIZER.vocab_size) -> GPT:
-    model = GPT(ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, bias=bias), vocab_size)
+SHAPES = {
+    "gpt2": {"n_inner": 48},
+    "llama": {"architecture": "llama", "n_kv_head": 2, "n_inner": 48, "rope_theta": 500.0},
+    "qwen3": {"architecture": "qwen3", "n_kv_head": 2, "n_inner": 48, "rope_theta": 500.0},
+}
+SHAPE = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
+
+
+def made(vocab_size: int = TOKENIZER.vocab_size, **changes: Any) -> GPT:
+    model = GPT(ModelConfig(**SHAPE | changes), vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += torch.randn_like(parameter)
@@ -40,6 +50,8 @@ def made(bias: bool = True, vocab_size: int = TOKENIZER.vocab_size) -> GPT:
 
 def expected(model: GPT) -> dict[str, torch.Tensor]:
     """The tensors by llama.cpp's own names, in its orientation, [out, in]."""
+    if model.lm_head is not None:
+        return expected_llama(model)
     layers = {"output_norm": model.ln_f}
     for number, block in enumerate(model.h):
         layers |= {f"blk.{number}.{name}": layer(block) for name, layer in LINEAR.items()}
@@ -48,6 +60,26 @@ def expected(model: GPT) -> dict[str, torch.Tensor]:
         bias = torch.zeros(layer.weight.size(0)) if layer.bias is None else layer.bias
         wanted |= {f"{name}.weight": layer.weight, f"{name}.bias": bias}
     return wanted
+
+
+def expected_llama(model: GPT) -> dict[str, torch.Tensor]:
+    """The same of a Llama or a Qwen3 with four heads of eight features, and two of keys."""
+    tables = {"token_embd": model.wte, "output": model.lm_head}
+    wanted = {name: table.weight[: model.vocab_size] for name, table in tables.items()}
+    wanted["output_norm"] = model.ln_f.weight
+    for number, block in enumerate(model.h):
+        q, k, v = block.attn.c_attn.weight.split([32, 16, 16])
+        if model.config.architecture == "llama":
+            pairs = [0, 4, 1, 5, 2, 6, 3, 7]  # a head's features, those that rotate together side by side
+            q, k = (torch.cat([head[pairs] for head in rows.split(8)]) for rows in (q, k))
+        else:
+            norms = {"attn_q_norm": block.attn.q_norm.weight, "attn_k_norm": block.attn.k_norm.weight}
+            wanted |= {f"blk.{number}.{name}": weight for name, weight in norms.items()}
+        gate, up = block.mlp.c_fc.weight.chunk(2)
+        weights = {"attn_q": q, "attn_k": k, "attn_v": v, "ffn_gate": gate, "ffn_up": up}
+        weights |= {name: LINEAR[name](block).weight for name in ("attn_output", "ffn_down", "attn_norm", "ffn_norm")}
+        wanted |= {f"blk.{number}.{name}": weight for name, weight in weights.items()}
+    return {f"{name}.weight": weight for name, weight in wanted.items()}
 
 
 def fields(file: Path) -> dict[str, Any]:
@@ -61,9 +93,9 @@ def encoded(tokens: list[str], merges: list[str]) -> list[int]:
     return bpe.encode(TEXT).ids
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, bias):
-    model = made(bias)
+@pytest.mark.parametrize(("kind", "bias"), [("gpt2", True), ("gpt2", False), ("llama", True), ("qwen3", True)])
+def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, kind, bias):
+    model = made(bias=bias, **SHAPES[kind])
     write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     wanted = expected(model)
@@ -72,11 +104,33 @@ def test_each_tensor_is_where_llama_cpp_looks_for_it(tmp_path, bias):
         assert np.array_equal(tensors[name].data, tensor.numpy(force=True)), name
         assert tensors[name].tensor_type == gguf.GGMLQuantizationType.F32
     found = fields(tmp_path / "model.gguf")
-    shape = {"context_length": 16, "embedding_length": 32, "block_count": 2, "feed_forward_length": 128}
-    shape |= {"attention.head_count": 2}
-    assert {name: found[f"gpt2.{name}"] for name in shape} == shape
-    assert found["general.architecture"] == "gpt2"
-    assert found["gpt2.attention.layer_norm_epsilon"] == pytest.approx(1e-5)
+    shape = {"context_length": 16, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48}
+    shape |= {"attention.head_count": 4, "vocab_size": TOKENIZER.vocab_size}
+    if kind == "gpt2":
+        shape["attention.layer_norm_epsilon"] = pytest.approx(1e-5)
+    else:
+        shape |= {"attention.head_count_kv": 2, "attention.key_length": 8, "attention.value_length": 8}
+        shape |= {"rope.dimension_count": 8, "rope.freq_base": 500.0}
+        shape["attention.layer_norm_rms_epsilon"] = pytest.approx(1e-6)
+    assert {name.removeprefix(f"{kind}."): value for name, value in found.items() if name.startswith(kind)} == shape
+    assert found["general.architecture"] == kind
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_llama_cpp_itself_writes_what_the_model_writes(tmp_path, kind):
+    xllamacpp = pytest.importorskip("xllamacpp")
+    torch.manual_seed(0)
+    shape = {"n_embd": 128, "n_inner": 96, "block_size": 64}  # fewer tokens of a wide model are near to each other
+    model = made(**SHAPES[kind] | shape).eval()
+    write_gguf(model, TOKENIZER, tmp_path / "model.gguf")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = str(tmp_path / "model.gguf"), 64, 1
+    ids = TOKENIZER.encode("def main(").tolist()
+    (ours,) = generate(model, [ids], TOKENIZER.eot, Sampling(8, temperature=0.0))
+    request = {"prompt": "def main(", "n_predict": 8, "temperature": 0, "logit_bias": [[TOKENIZER.eot, False]]}
+    answer = xllamacpp.Server(params).handle_completions(request)
+    assert answer["choices"][0]["text"] == TOKENIZER.decode(ours)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
 @pytest.mark.parametrize("name", ["a trained BPE", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -110,7 +164,7 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):
     ("add_tensor", lambda name, value: (name, value + (name == "blk.1.ffn_up.bias")), "blk.1.ffn_up.bias of"),
     ("add_tensor", lambda name, value: (name, value.T if "attn_output" in name else value), "attn_output.weight of"),
     ("add_array", lambda name, value: (name, value[1:] if "merges" in name else value), "tokenizer.ggml.merges of"),
-    ("add_uint32", lambda name, value: (name, value + ("head" in name)), "head_count of model.gguf is 3 instead"),
+    ("add_uint32", lambda name, value: (name, value + ("head" in name)), "head_count of model.gguf is 5 instead"),
 ])  # fmt: skip
 def test_what_was_not_written_as_it_is_is_rejected(tmp_path, monkeypatch, method, damaged, message):
     right = getattr(gguf.GGUFWriter, method)
@@ -119,23 +173,31 @@ def test_what_was_not_written_as_it_is_is_rejected(tmp_path, monkeypatch, method
         write_gguf(made(), TOKENIZER, tmp_path / "model.gguf")
 
 
-def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_path):
-    model = made()
+@pytest.mark.parametrize("kind", SHAPES)
+def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_path, kind):
+    model = made(**SHAPES[kind])
     write_tokenizer(TOKENIZER, DEFINITION.read_bytes(), 16, tmp_path)
     write_model(model, TOKENIZER, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     shape = {
-        "n_ctx": 16, "n_embd": 32, "n_head": 2, "n_layer": 2, "layer_norm_epsilon": 1e-5,
+        "n_ctx": 16, "n_embd": 32, "n_head": 4, "n_layer": 2, "layer_norm_epsilon": 1e-5,
         "vocab_size": TOKENIZER.vocab_size,
+    } if kind == "gpt2" else {
+        "max_position_embeddings": 16, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "intermediate_size": 48, "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 500.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "vocab_size": TOKENIZER.vocab_size,
     }  # fmt: skip
     assert {name: config[name] for name in shape} == shape
-    assert config["architectures"] == ["GPT2LMHeadModel"]
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
+    assert config["architectures"] == [CLASSES[kind]]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], 2)
     wanted = expected(model)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
-        turned = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))  # by the converter
+        # by the converter
+        turned = kind == "gpt2" and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+        if kind == "llama" and (heads := {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])):
+            tensor = tensor.reshape(heads, 2, -1, 32).swapaxes(1, 2).reshape(tensor.shape)
         assert torch.equal(tensor.T if turned else tensor, wanted.pop(theirs)), name
     assert not wanted
     special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=TOKENIZER.vocab_size)

@@ -1,4 +1,4 @@
-"""`train.init_from`: a GPT-2 of transformers is continued as it is, or refused by name; a run's weights likewise."""
+"""`train.init_from`: a model of transformers is continued as it is, or refused by name; a run's weights likewise."""
 
 import json
 import re
@@ -24,12 +24,18 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
+from gpt2_ddp.model.transformers_layout import CLASSES, to_transformers, transformers_config
 from gpt2_ddp.preparation.prepare import train_bpe
 from gpt2_ddp.tasks.initial_weights import find_initial_weights, load_initial_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 TOKENIZER = load_tokenizer(str(GOLDEN / "corpus"))  # 300 ids, of 384 rows
+
+
+LLAMA = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
+SHAPES = {"gpt2": {"n_inner": 48}, **{kind: {"architecture": kind, **LLAMA} for kind in CLASSES if kind != "gpt2"}}
+"""What a model has of each architecture, other than the defaults."""
+each = pytest.mark.parametrize("kind", SHAPES)
 
 
 def config(folder: Path | str, **model: Any) -> TrainingConfig:
@@ -49,22 +55,29 @@ def start(config: TrainingConfig) -> GPT:
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
     """A folder as transformers saves a GPT-2, with the tokenizer of the golden corpus."""
-    folder = tmp_path / "theirs"
+    return saved(tmp_path / "theirs")
+
+
+def saved(folder: Path, **changes: Any) -> Path:
+    """The same of any model."""
     folder.mkdir()
-    model = GPT(config("").model, TOKENIZER.vocab_size)
+    model = GPT(config("", **changes).model, TOKENIZER.vocab_size)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    save_file(to_transformers(model.state_dict(), TOKENIZER.vocab_size), folder / "model.safetensors")
+    save_file(to_transformers(model.state_dict(), model.config, TOKENIZER.vocab_size), folder / "model.safetensors")
     fields = transformers_config(model.config, TOKENIZER.vocab_size, TOKENIZER.eot)
     (folder / "config.json").write_text(json.dumps(fields))
     shutil.copy(GOLDEN / "corpus/tokenizer.json", folder)
     return folder
 
 
+def read_fields(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
 def change_fields(folder: Path, **fields: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+    (folder / "config.json").write_text(json.dumps({**read_fields(folder), **fields}))
 
 
 def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor] | None]) -> None:
@@ -82,11 +95,14 @@ def without_a_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-def test_what_transformers_saved_is_continued_and_comes_back_bitwise(tmp_path, capsys):
-    from transformers import GPT2Config, GPT2LMHeadModel
+@each
+def test_what_transformers_saved_is_continued_and_comes_back_bitwise(kind, tmp_path, capsys):
+    import transformers
 
-    fields = transformers_config(config("").model, TOKENIZER.vocab_size, TOKENIZER.eot)
-    theirs = GPT2LMHeadModel(GPT2Config.from_dict(fields)).eval()
+    shape = config("", **SHAPES[kind]).model
+    fields = transformers_config(shape, TOKENIZER.vocab_size, TOKENIZER.eot)
+    their_class = getattr(transformers, CLASSES[kind])
+    theirs = their_class(their_class.config_class.from_dict(fields)).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
@@ -94,16 +110,30 @@ def test_what_transformers_saved_is_continued_and_comes_back_bitwise(tmp_path, c
     capsys.readouterr()
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     shutil.copy(GOLDEN / "corpus/tokenizer.json", tmp_path)
-    ours = start(config(tmp_path))
-    back = to_transformers(ours.state_dict(), TOKENIZER.vocab_size)
-    assert same(back, {name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"})
+    ours = start(config(tmp_path, **SHAPES[kind]))
+    back = to_transformers(ours.state_dict(), ours.config, TOKENIZER.vocab_size)
+    tied = {"lm_head.weight"} if theirs.config.tie_word_embeddings else set()
+    assert same(back, {name: value for name, value in theirs.state_dict().items() if name not in tied})
     tokens = torch.randint(TOKENIZER.vocab_size, (3, 32))
     with torch.no_grad():
         torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
     torch.manual_seed(config("").seed)
-    fresh = GPT(config("").model, TOKENIZER.vocab_size)
-    assert torch.equal(ours.wte.weight[300:], fresh.wte.weight[300:])  # the padding rows are a new run's
+    fresh = GPT(shape, TOKENIZER.vocab_size)
+    for table in ("wte.weight", *(["lm_head.weight"] if not tied else [])):  # the padding rows are a new run's
+        assert torch.equal(ours.state_dict()[table][300:], fresh.state_dict()[table][300:])
     assert capsys.readouterr().err == ""
+
+
+def test_what_transformers_4_saved_of_a_llama_is_continued(tmp_path):
+    """Its field of the rotation, and buffers; without fields that have defaults."""
+    folder, shape = saved(tmp_path / "theirs", architecture="llama"), {"architecture": "llama", "n_inner": 128}
+    wanted = load_file(folder / "model.safetensors")
+    change_tensors(folder, lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    gone = "rope_parameters", "rope_theta", "num_key_value_heads", "head_dim", "mlp_bias", "use_sliding_window"
+    fields = {name: value for name, value in read_fields(folder).items() if name not in gone}
+    (folder / "config.json").write_text(json.dumps({**fields, "rope_scaling": None}))
+    back = to_transformers(start(config(folder, **shape)).state_dict(), config("", **shape).model, TOKENIZER.vocab_size)
+    assert same(back, wanted)
 
 
 def old_style(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -118,14 +148,17 @@ def test_old_names_and_half_precision(theirs, dtype):
     wanted = {name: value.to(dtype).float() for name, value in load_file(theirs / "model.safetensors").items()}
     change_tensors(theirs, lambda tensors: {n: v.to(dtype) for n, v in old_style(tensors).items()})
     change_fields(theirs, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh")
-    back = to_transformers(start(config(theirs)).state_dict(), TOKENIZER.vocab_size)
+    back = to_transformers(start(config(theirs)).state_dict(), config(theirs).model, TOKENIZER.vocab_size)
     assert same(back, wanted)
 
 
 def test_a_model_without_biases_drops_those_that_are_zero(theirs, capsys):
     change_tensors(theirs, lambda t: {n: v * (not n.endswith(".bias")) for n, v in t.items()})
     ours = start(config(theirs, bias=False))
-    back, wanted = to_transformers(ours.state_dict(), TOKENIZER.vocab_size), load_file(theirs / "model.safetensors")
+    back, wanted = (
+        to_transformers(ours.state_dict(), ours.config, TOKENIZER.vocab_size),
+        load_file(theirs / "model.safetensors"),
+    )
     assert all(torch.equal(back[name], wanted[name]) for name in wanted)
 
 
@@ -195,6 +228,9 @@ def add(name: str, make: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
     return lambda folder: change_tensors(folder, lambda t: {**t, name: make(t["transformer.wte.weight"]).clone()})
 
 
+HEAD, QUERIES = "lm_head.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
 def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-9])
 
@@ -217,7 +253,7 @@ EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
     "layers": (fields(n_layer=3), {}, ["model.n_layer = 2: .* has 3; set it to 3"]),
     "heads and width": (lambda _: None, {"n_head": 4, "n_embd": 64},
      ["model.n_head = 4: .* has 2; set it to 2", "model.n_embd = 64: .* has 32; set it to 32"]),
-    "a longer context": (lambda _: None, {"block_size": 64}, ["model.block_size = 64: .* 32 positions; set it to 32"]),
+    "a longer context": (lambda _: None, {"block_size": 64}, ["model.block_size = 64: .* has 32; set it to 32"]),
     "scaled by layer": (fields(scale_attn_by_inverse_layer_idx=True), {}, ["scale_attn_by_inverse_layer_idx: true"]),
     "not scaled": (fields(scale_attn_weights=False), {}, ["has scale_attn_weights: false; only true is supported"]),
     "two choices": (fields(activation_function="relu", layer_norm_epsilon=1e-6), {},
@@ -225,10 +261,28 @@ EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
     "exact gelu": (fields(activation_function="gelu"), {}, ["activation_function: \"gelu\""]),
     "untied": (fields(tie_word_embeddings=False), {}, ["tie_word_embeddings: false"]),
     "cross attention": (fields(add_cross_attention=True), {}, ["add_cross_attention: true"]),
-    "another MLP": (fields(n_inner=64), {}, ["n_inner: 64"]),
+    "another MLP": (fields(n_inner=64), {}, ["model.n_inner = None: .* has 64; set it to 64"]),
     "quantised": (fields(quantization_config={"bits": 4}), {}, ["quantization_config"]),
-    "another architecture": (fields(model_type="llama"), {}, ["is a model of type llama"]),
-    "nonsense": (fields(n_positions="many"), {}, ["model.block_size = 32: .* has many positions"]),
+    "another architecture": (fields(model_type="t5"), {}, ["is a model of type t5; only gpt2, llama, qwen3"]),
+    "nonsense": (fields(n_positions="many"), {}, ["has n_positions: \"many\", which is not a size"]),
+    "llama: and the section is of a GPT-2": (lambda _: None, {"architecture": "gpt2", "n_kv_head": None},
+     ["model.architecture = gpt2: .* has llama; set it to llama", "model.n_kv_head = None: .* has 1; set it to 1"]),
+    "llama: other sizes": (fields(num_hidden_layers=3, intermediate_size=64), {"n_kv_head": None, "n_inner": None},
+     ["model.n_layer = 2: .* has 3;", "model.n_kv_head = None: .* has 1;", "model.n_inner = None: .* has 64; set"]),
+    "llama: all heads have keys": (fields(num_key_value_heads=None), {}, ["model.n_kv_head = 1: .* has 2; set it to"]),
+    "llama: other wavelengths": (fields(rope_parameters={"rope_type": "default", "rope_theta": 1e6}), {},
+     ["model.rope_theta = 500.0: .* has 1000000.0; set it to 1000000.0"]),
+    "llama: scaled wavelengths": (fields(rope_parameters={"rope_type": "llama3", "rope_theta": 5e2, "factor": 8}), {},
+     ["has rope_parameters: .*llama3.*; only .*\"default\".* is supported"]),
+    "llama: scaled as in transformers 4": (fields(rope_parameters=None, rope_scaling={"type": "linear"}), {},
+     ["has rope_parameters: .*linear"]),
+    "llama: many choices": (fields(rms_norm_eps=1e-5, tie_word_embeddings=True, hidden_act="gelu", attention_bias=True,
+                                   mlp_bias=True, head_dim=32), {},
+     ["head_dim: 32; only 16 is supported", "hidden_act: \"gelu\"", "rms_norm_eps: 1e-05", "attention_bias: true",
+      "mlp_bias: true", "tie_word_embeddings: true"]),
+    "llama: no size": (fields(hidden_size=None), {}, ["has hidden_size: null, which is not a size; correct its config.json"]),
+    "qwen3: a window": (fields(use_sliding_window=True), {}, ["use_sliding_window: true; only false is supported"]),
+    "nanochat: no cap": (fields(final_logit_softcapping=None), {}, ["final_logit_softcapping: null; only 15.0 is"]),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), {}, ["config.json: cannot be read"]),
     "a pickle": (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), {},
      ["only as pickles \\(pytorch_model.bin\\)"]),
@@ -237,12 +291,23 @@ EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
+def damaged(
+    theirs: Path, tmp_path: Path, case: str, damage: Callable[[Path], object], model: dict[str, Any]
+) -> TrainingConfig:
+    """Damages the folder; one of another model, where the case begins with its architecture."""
+    kind, found, _ = case.partition(": ")
+    shape = SHAPES[kind] if found else {}
+    folder = saved(tmp_path / kind, **shape) if found else theirs
+    damage(folder)
+    return config(folder, **{**shape, **model})
+
+
 @pytest.mark.parametrize("case", EARLY)
-def test_refused_by_its_small_files(theirs, case):
+def test_refused_by_its_small_files(theirs, tmp_path, case):
     damage, model, lines = EARLY[case]
-    damage(theirs)
+    settings = damaged(theirs, tmp_path, case, damage, model)
     with pytest.raises(UserError) as error:
-        find_initial_weights(config(theirs, **model))
+        find_initial_weights(settings)
     assert len(error.value.mistakes) == len(lines)
     for mistake, line in zip(error.value.mistakes, lines, strict=True):
         assert re.search(line, mistake), mistake
@@ -256,6 +321,14 @@ LATE: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
     "not transposed": (tensor("h.0.attn.c_attn.weight", lambda t: t.T), {}, "h.0.attn.c_attn.weight has shape"),
     "not a number": (tensor("h.1.ln_2.bias", with_one_changed(float("nan"))), {}, "h.1.ln_2.bias .* not finite"),
     "infinite": (tensor("wpe.weight", with_one_changed(float("inf"))), {}, "wpe.weight .* not finite"),
+    "llama: no head": (drop("lm_head.weight"), {}, "lm_head.weight is missing"),
+    "llama: no keys": (drop("model.layers.1.self_attn.k_proj.weight"), {}, "layers.1.self_attn.k_proj.weight is mis"),
+    "llama: no embedding": (drop("model.embed_tokens.weight"), {}, "model.embed_tokens.weight is missing or not"),
+    "llama: another head": (lambda folder: change_tensors(folder, lambda t: {**t, HEAD: t[HEAD][:9]}), {},
+     "has a vocabulary of 9 ids, .* has 300"),
+    "llama: queries as few as keys": (
+        lambda folder: change_tensors(folder, lambda t: {**t, QUERIES: t[QUERIES][:16]}), {},
+        "layers.0.self_attn.q_proj.weight has shape \\[16, 32\\] instead of \\[32, 32\\]"),
     "twice": (add("ln_f.bias", lambda wte: wte[0]), {}, "a second time"),
     "integers": (tensor("h.0.mlp.c_fc.weight", lambda t: t.to(torch.int8)), {}, "c_fc.weight has dtype torch.int8"),
     "biases": (lambda _: None, {"bias": False}, "bias is not zero, and model.bias is false"),
@@ -270,10 +343,9 @@ LATE: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", LATE)
-def test_refused_by_its_weights_or_its_tokenizer(theirs, case):
+def test_refused_by_its_weights_or_its_tokenizer(theirs, tmp_path, case):
     damage, model, line = LATE[case]
-    damage(theirs)
-    settings = config(theirs, **model)
+    settings = damaged(theirs, tmp_path, case, damage, model)
     path = find_initial_weights(settings)
     with pytest.raises(UserError, match=f"train.init_from = .*{line}"):
         load_initial_weights(settings, path, GPT(settings.model, TOKENIZER.vocab_size), TOKENIZER)

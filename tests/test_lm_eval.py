@@ -41,7 +41,7 @@ def export(folder: Path, corpus: Path) -> Path:
     tokenizer, end = load_tokenizer(str(corpus)), "<|endoftext|>"
     folder.mkdir()
     shutil.copy(corpus / "tokenizer.json", folder)
-    weights = to_transformers(model(tokenizer.vocab_size).state_dict(), tokenizer.vocab_size)
+    weights = to_transformers(model(tokenizer.vocab_size).state_dict(), SHAPE, tokenizer.vocab_size)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     config = transformers_config(SHAPE, tokenizer.vocab_size, tokenizer.eot)
     (folder / "config.json").write_text(json.dumps(config))

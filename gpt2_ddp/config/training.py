@@ -90,12 +90,16 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
-    """The GPT"""
+    """The model"""
 
+    architecture: Literal["gpt2", "llama", "qwen3", "nanochat"] = "gpt2"
+    """architecture, as transformers' class of that name has it (model/architecture.py has a table)"""
     n_layer: int = Field(default=12, ge=1)
     """number of transformer blocks"""
     n_head: int = Field(default=12, ge=1)
     """attention heads per block"""
+    n_kv_head: int | None = Field(default=None, ge=1)
+    """heads of keys and values, a divisor of n_head; null: n_head"""
     n_embd: int = Field(default=768, ge=1)
     """width of the residual stream; a multiple of n_head"""
     block_size: int = Field(default=1024, ge=1)
@@ -103,9 +107,23 @@ class ModelConfig(Section):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """dropout probability in embeddings, attention and residual branches"""
     bias: bool = True
-    """biases in linear layers and LayerNorms, as in GPT-2"""
+    """gpt2: biases in linear layers and LayerNorms; the other architectures have none"""
+    n_inner: int | None = Field(default=None, ge=1)
+    """width of the MLP; null: 4 n_embd, or with SwiGLU 8/3 n_embd, rounded up to a multiple of 64"""
+    rope_theta: float = Field(default=10_000.0, gt=0)
+    """rotary positions: base of the wavelengths"""
     document_mask: bool = False
     """restrict attention to the token's own document; positions begin at 0 in each document"""
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.n_kv_head or self.n_head
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether linear layers have biases."""
+        return self.bias and self.architecture == "gpt2"
 
 
 class OptimConfig(ClipConfig):
@@ -275,9 +293,7 @@ class TrainingConfig(RunConfig):
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         model, optim, train = self.model, self.optim, self.train
-        if model.n_embd % model.n_head:
-            lower = max(model.n_embd // model.n_head, 1) * model.n_head
-            yield "model.n_embd", model.n_embd, f"should be a multiple of model.n_head ({model.n_head}), like {lower}"
+        yield from self._model_mistakes()
         if train.global_batch_tokens % model.block_size:
             near = max(round(train.global_batch_tokens / model.block_size), 1) * model.block_size
             hint = f"should be a multiple of model.block_size ({model.block_size}), like {near}"
@@ -298,6 +314,16 @@ class TrainingConfig(RunConfig):
         if end is not None and optim.warmup_steps >= end:
             hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
             yield "optim.warmup_steps", optim.warmup_steps, hint
+
+    def _model_mistakes(self) -> Iterator[tuple[str, object, str]]:
+        width, heads, keys = self.model.n_embd, self.model.n_head, self.model.key_heads
+        gpt2 = self.model.architecture == "gpt2"
+        unit, what = (heads, "model.n_head") if gpt2 else (2 * heads, "2 model.n_head")  # rotary positions rotate pairs
+        if width % unit:
+            lower = max(width // unit, 1) * unit
+            yield "model.n_embd", width, f"should be a multiple of {what} ({unit}), like {lower}"
+        if heads % keys or (gpt2 and keys != heads):
+            yield "model.n_kv_head", keys, f"should divide model.n_head ({heads})" + ", or be it for gpt2" * gpt2
 
     def _mixture_mistakes(self) -> Iterator[tuple[str, object, str]]:
         data, paths = self.data, self.data.paths

@@ -91,7 +91,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
 def _compare_weights(theirs: Any, model: GPT) -> int:
     state = model.state_dict()
     try:
-        back = from_transformers(theirs.state_dict(), state)
+        back = from_transformers(theirs.state_dict(), model.config, state)
     except ValueError as error:
         raise ExportMismatch(f"the weights loaded by transformers do not match: {error}") from error
     for name, weight in state.items():

@@ -20,9 +20,10 @@ from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch, Findings, check_export
-from gpt2_ddp.export.formats import write_gguf, write_model, write_tokenizer
+from gpt2_ddp.export.formats import LLAMA_CPP, write_gguf, write_model, write_tokenizer
 from gpt2_ddp.files import free_name, sha256_file, writing
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.model.transformers_layout import CLASSES, shape
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.report import choose_axis
@@ -36,12 +37,12 @@ TRAINING = "training.yaml"
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
-tags: [gpt2]
+tags: [{architecture}]
 ---
 
 # {name}
 
-A GPT-2 of {parameters:,} parameters, pretrained with gpt2_ddp.
+A language model of {parameters:,} parameters (`{model}`), pretrained with gpt2_ddp.
 
 ```python
 from transformers import pipeline
@@ -66,7 +67,7 @@ The configuration is `{training}`: `python scripts/train_gpt2.py --config {train
 same data, and `python scripts/export_hf.py CHECKPOINT` makes such a folder.
 """
 DOCUMENT_MASK = """
-It was trained with attention that does not cross documents. transformers' GPT-2 attends across them: give it one \
+It was trained with attention that does not cross documents. transformers attends across them: give it one \
 document at a time.
 """
 SCORES = {"val_loss": "validation loss", "train_loss": "training loss", "val_bits_per_byte": "bits per byte"}
@@ -108,8 +109,13 @@ def default_output(checkpoint: Checkpoint) -> Path:
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
-    file for llama.cpp. Raises: UserError if `output` is in use, the checkpoint was deleted, or writing fails;
-    ExportMismatch if transformers' results differ: the folder is renamed to `.rejected`."""
+    file for llama.cpp. Raises: UserError if the architecture has no such format, `output` is in use, the checkpoint was
+    deleted, or writing fails; ExportMismatch if transformers' results differ: the folder is renamed to `.rejected`."""
+    architecture, known = checkpoint.config["model"].get("architecture", "gpt2"), LLAMA_CPP if gguf else CLASSES
+    if architecture not in known:
+        program = "llama.cpp; leave --gguf away" if gguf else "transformers"
+        hint = f"only {', '.join(known)} can be exported for {program}"
+        raise UserError("model.architecture", architecture, hint)
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)
@@ -126,9 +132,12 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         with suppress(UserError):  # a checkpoint without its run
             runs = read_runs([checkpoint.path.parent.parent])
             (folder / CURVE).write_bytes(as_png(draw(runs, choose_axis(runs, "auto")).figure))
-        padding = model.wte.weight[model.vocab_size :].numel()
+        tables = [table.weight for table in (model.wte, model.lm_head) if table is not None]
+        padding = sum(table[model.vocab_size :].numel() for table in tables)
         card = CARD.format(
             name=_cell(checkpoint.config["run_name"]),
+            architecture=architecture,
+            model=CLASSES[architecture],
             parameters=sum(weight.numel() for weight in model.parameters()) - padding,
             table="\n".join(f"| {label} | {_cell(value)} |" for label, value in rows.items() if value is not None),
             curve=CURVE_LINE if (folder / CURVE).exists() else "",
@@ -184,10 +193,11 @@ def _hub(repository: str, hint: str) -> Iterator[Any]:
 
 
 def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
-    config = model.config
-    biases = "" if config.bias else "; trained without biases (zeros in this folder)"
+    config, mlp = model.config, shape(model.config)["n_inner"]
+    keys = f" ({config.key_heads} of keys and values)" if config.key_heads < config.n_head else ""
+    biases = "" if config.bias or model.wpe is None else "; trained without biases (zeros in this folder)"
     return {
-        "model": f"{config.n_layer} layers, {config.n_head} heads, width {config.n_embd}{biases}",
+        "model": f"{config.n_layer} layers, {config.n_head} heads{keys}, width {config.n_embd}, MLP {mlp}{biases}",
         "context": f"{config.block_size:,} tokens",
         "tokenizer": f"{tokenizer.name}, {tokenizer.vocab_size:,} ids, SHA-256 `{tokenizer.sha256}`",
     }

@@ -1,7 +1,7 @@
 """The files of an export: weights and tokenizer for transformers, and GGUF, the file of llama.cpp.
 
 llama.cpp's own converter rejects every BPE with an unknown hash. Names, types and tables of the GGUF are equal to those
-that it writes for a GPT2LMHeadModel, with its package `gguf`. All tensors are fp32; llama.cpp's `llama-quantize`
+that it writes for transformers' class, with its package `gguf`. All tensors are fp32; llama.cpp's `llama-quantize`
 makes smaller files of it.
 """
 
@@ -19,7 +19,10 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.export.check import ExportMismatch
 from gpt2_ddp.files import write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import FIXED, to_transformers, transformers_config
+from gpt2_ddp.model.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
+
+LLAMA_CPP = ("gpt2", "llama", "qwen3")
+"""Architectures that llama.cpp computes as `GPT` does."""
 
 
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
@@ -29,7 +32,8 @@ def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     _write_json(folder / "generation_config.json", generation)
     file = folder / "model.safetensors"
     with writing(file):
-        write_hashed(file, as_safetensors(to_transformers(model.state_dict(), model.vocab_size), {"format": "pt"}))
+        tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
+        write_hashed(file, as_safetensors(tensors, {"format": "pt"}))
 
 
 def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int, folder: Path) -> None:
@@ -119,16 +123,28 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     if not merges:  # `bytes` has none, but llama.cpp requires some
         hint = "is not a byte-level BPE like GPT-2's, so llama.cpp would encode text differently; remove --gguf"
         raise UserError("tokenizer", tokenizer.name, hint)
+    values = shape(config) | fixed_fields(config)
+    own = {
+        Keys.Attention.LAYERNORM_EPS: "layer_norm_epsilon",
+        Keys.Attention.LAYERNORM_RMS_EPS: "rms_norm_eps",
+        Keys.Attention.HEAD_COUNT_KV: "n_kv_head",
+        Keys.Attention.KEY_LENGTH: "head_dim",
+        Keys.Attention.VALUE_LENGTH: "head_dim",
+        Keys.Rope.DIMENSION_COUNT: "head_dim",
+        Keys.Rope.FREQ_BASE: "rope_theta",
+    }
     token_of_id = {rank: (token, TokenType.NORMAL) for token, rank in definition["model"]["vocab"].items()}
     token_of_id |= {token["id"]: (token["content"], TokenType.CONTROL) for token in definition["added_tokens"]}
     tokens, types = zip(*(token_of_id[rank] for rank in range(tokenizer.vocab_size)), strict=True)
     fields = {
+        Keys.LLM.VOCAB_SIZE: model.vocab_size,
         Keys.LLM.CONTEXT_LENGTH: config.block_size,
         Keys.LLM.EMBEDDING_LENGTH: config.n_embd,
         Keys.LLM.BLOCK_COUNT: config.n_layer,
-        Keys.LLM.FEED_FORWARD_LENGTH: 4 * config.n_embd,
+        Keys.LLM.FEED_FORWARD_LENGTH: values["n_inner"],
         Keys.Attention.HEAD_COUNT: config.n_head,
-        Keys.Attention.LAYERNORM_EPS: FIXED["layer_norm_epsilon"],
+        **{key: values[name] for key, name in own.items() if name in values},
+        Keys.General.ARCHITECTURE: config.architecture,
         Keys.General.FILE_TYPE: int(LlamaFileType.ALL_F32),
         Keys.Tokenizer.MODEL: "gpt2",
         Keys.Tokenizer.PRE: "gpt-2",
@@ -139,27 +155,34 @@ def _fields(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
         Keys.Tokenizer.EOS_ID: tokenizer.eot,
         Keys.Tokenizer.ADD_BOS: False,
     }
-    return {key.format(arch="gpt2"): value for key, value in fields.items()}
+    return {key.format(arch=config.architecture): value for key, value in fields.items()}
 
 
 def _tensors(model: GPT) -> dict[str, np.ndarray]:
     """By llama.cpp's names, which are made from transformers'; a matrix is [out, in], as in `GPT`."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    names = get_tensor_name_map(MODEL_ARCH.GPT2, model.config.n_layer)
+    config = model.config
+    names = get_tensor_name_map(MODEL_ARCH[config.architecture.upper()], config.n_layer)
+    heads = {"attn_q.weight": config.n_head, "attn_k.weight": config.key_heads}
     tensors = {}
-    for name, tensor in to_transformers(model.state_dict(), model.vocab_size).items():
+    for name, tensor in to_transformers(model.state_dict(), config, model.vocab_size).items():
         their_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert their_name, f"gguf has a name for {name}"
-        is_matrix = ".h." in name and tensor.dim() == 2
-        tensors[their_name] = (tensor.T if is_matrix else tensor).float().numpy(force=True)
+        if ".h." in name and tensor.dim() == 2:
+            tensor = tensor.T
+        if config.architecture == "llama" and (rotated := heads.get(their_name.split(".", 2)[-1])):
+            # its Llama rotates neighbours in place of halves: `LlamaModel.permute` of its converter
+            tensor = tensor.view(rotated, 2, -1, config.n_embd).transpose(1, 2).reshape(tensor.shape)
+        tensors[their_name] = tensor.float().numpy(force=True)
     return tensors
 
 
 def _write(fields: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -> None:
-    from gguf import GGUFWriter
+    from gguf import GGUFWriter, Keys
 
-    writer = GGUFWriter(file, "gpt2")
+    fields = dict(fields)
+    writer = GGUFWriter(file, fields.pop(Keys.General.ARCHITECTURE))  # which writes it
     adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for key, value in fields.items():
         adders.get(type(value), writer.add_array)(key, value)

@@ -10,23 +10,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2_ddp.model.architecture import Head
+
 IGNORED = -100
 
 
-def chunked_loss(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int, reduction: str) -> Tensor:
-    """`F.cross_entropy(F.linear(x, weight, bias), targets, reduction=reduction)`, to rounding, in fp32.
+def chunked_loss(x: Tensor, head: Head, targets: Tensor, chunk: int, reduction: str) -> Tensor:
+    """`F.cross_entropy(head.logits(x), targets, reduction=reduction)`, to rounding, in fp32.
 
     Args:
-        x: [N, C]. weight: [V, C]. bias: [V], a constant. targets: int64 [N]; -100 is not scored.
+        x: [N, C]. head: its bias is a constant. targets: int64 [N]; -100 is not scored.
         chunk: tokens per chunk. Reduction `none` keeps all logits if gradients are required.
     """
     if reduction == "none":
         dtype = _matmul_dtype(x)
-        half, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        half = head.to(dtype)
         chunks = zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True)
-        losses = [F.cross_entropy(F.linear(rows, half, bias).float(), goal, reduction="none") for rows, goal in chunks]
+        losses = [F.cross_entropy(half.logits(rows).float(), goal, reduction="none") for rows, goal in chunks]
         return torch.cat(losses)
-    total: Tensor = _Sum.apply(x, weight, bias, targets, chunk)  # pyright: ignore[reportAssignmentType]
+    total: Tensor = _Sum.apply(x, head.weight, head, targets, chunk)  # pyright: ignore[reportAssignmentType]
     return total if reduction == "sum" else total / (targets != IGNORED).sum()
 
 
@@ -37,16 +39,20 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
-        dtype = _matmul_dtype(x)
-        half, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, head: Head, targets: Tensor, chunk: int) -> Tensor:
+        dtype, cap = _matmul_dtype(x), head.soft_cap
+        half = head.to(dtype)
         total, of_x, of_weight = x.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
         for rows, goal in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             scored, index = (goal != IGNORED)[:, None], goal.clamp(min=0)[:, None]
-            log_p = F.linear(rows, half, bias).float().log_softmax(dim=-1)  # [n, V]
+            logits = half.logits(rows).float()  # [n, V]
+            log_p = logits.log_softmax(dim=-1)
             total = total - (log_p.gather(1, index) * scored).sum()
-            gradient = log_p.exp_().scatter_add_(1, index, log_p.new_full(index.shape, -1.0)).to(dtype)  # [n, V]
-            of_x.append((gradient @ half) * scored)
+            gradient = log_p.exp_().scatter_add_(1, index, log_p.new_full(index.shape, -1.0))  # [n, V]
+            if cap is not None:  # of tanh; 0 in the padding, whose logits are -inf
+                gradient = gradient * (1 - (logits / cap).square()).clamp_(min=0)
+            gradient = gradient.to(dtype)
+            of_x.append((gradient @ half.weight) * scored)
             of_weight += gradient.T @ (rows * scored)
         ctx.save_for_backward(torch.cat(of_x), of_weight)
         ctx.dtype = x.dtype

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
+from gpt2_ddp.model.architecture import Context, rotation
 from gpt2_ddp.model.gpt import GPT
 
 BATCH_ROWS = 32
@@ -24,7 +25,7 @@ class KVCache:
 
     def __init__(self, model: GPT, rows: int, length: int):
         config, weight = model.config, model.wte.weight
-        shape = (config.n_layer, rows, config.n_head, length, config.n_embd // config.n_head)
+        shape = (config.n_layer, rows, config.key_heads, length, config.n_embd // config.n_head)
         # zeros: masked values are multiplied by 0, and 0 * NaN is NaN
         self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
         self.values = torch.zeros_like(self.keys)
@@ -47,9 +48,10 @@ def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Ten
     positions in the rows are int64 [B, t]; all earlier slots have to be filled. A row is one document, for a model with
     a document mask."""
     cache.place(positions)
-    x = model.wte(tokens) + model.wpe(positions)  # [B, t, C]
+    x = model.embed(tokens, positions)  # [B, t, C]
+    context = Context(rotation(model.config, positions), cache=cache)
     for block in model.h:
-        x = block.forward(x, cache=cache)  # not compiled, as shapes change with each token
+        x = block.forward(x, context)  # not compiled, as shapes change with each token
     return x
 
 

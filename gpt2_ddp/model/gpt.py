@@ -1,7 +1,7 @@
-"""GPT-2 (Radford et al., 2019): pre-LayerNorm blocks, learned positions, tanh-GELU, a head tied to the embedding.
+"""The language model of each architecture: GPT-2 (Radford et al., 2019), Llama, Qwen3 and nanochat.
 
 Parameters have the names of OpenAI's and HuggingFace's GPT-2 (`h.0.attn.c_attn.weight`); layers are `nn.Linear`.
-Shapes: B sequences, T tokens, C = n_embd, H = n_head, Q = C // H, V = padded vocabulary.
+Shapes: B sequences, T tokens, C = n_embd, V = padded vocabulary.
 """
 
 import math
@@ -14,10 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, make_norm, rotation
 
 if TYPE_CHECKING:
     from gpt2_ddp.model.documents import Mask
-    from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
@@ -28,66 +28,6 @@ GPU_LOSS_CHUNK = 8192
 def resolve_loss_chunk(chunk: int | Literal["auto"] | None, device_type: str) -> int | None:
     """`train.loss_chunk` with `auto` resolved: tokens per chunk, or None for all tokens at once."""
     return chunk if chunk != "auto" else GPU_LOSS_CHUNK if device_type == "cuda" else None
-
-
-class Attention(nn.Module):
-    """Causal multi-head self-attention."""
-
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__()
-        self.n_head = config.n_head
-        self.dropout = config.dropout
-        self.layer = layer
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-
-    def forward(self, x: Tensor, mask: "Mask | None" = None, cache: "KVCache | None" = None) -> Tensor:
-        """x: [B, T, C] -> [B, T, C]. Attention is causal without a mask. With a cache, x continues its tokens."""
-        B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)  # 3 x [B, T, C]
-        q, k, v = (y.view(B, T, self.n_head, -1).transpose(1, 2) for y in (q, k, v))  # [B, H, T, Q]
-        if cache is not None:
-            k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, H, S, Q], [B, 1, T, S]
-        dropout = self.dropout if self.training else 0.0
-        if mask is None or isinstance(mask, Tensor):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
-        else:
-            from torch.nn.attention.flex_attention import flex_attention
-
-            y = flex_attention(q, k, v, block_mask=mask)
-        y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
-        return F.dropout(self.c_proj(y), self.dropout, self.training)
-
-
-class MLP(nn.Module):
-    """Two linear layers with a tanh-GELU in between."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.dropout = config.dropout
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [B, T, C] -> [B, T, C]."""
-        x = F.gelu(self.c_fc(x), approximate="tanh")  # [B, T, 4C]
-        return F.dropout(self.c_proj(x), self.dropout, self.training)
-
-
-class Block(nn.Module):
-    """One transformer layer."""
-
-    def __init__(self, config: ModelConfig, layer: int):
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = Attention(config, layer)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
-
-    def forward(self, x: Tensor, mask: "Mask | None" = None, cache: "KVCache | None" = None) -> Tensor:
-        """x: [B, T, C] -> [B, T, C]."""
-        x = x + self.attn(self.ln_1(x), mask, cache)
-        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -113,10 +53,14 @@ class GPT(nn.Module):
         self.activation_checkpointing = self.compiles_blocks = False
         self.loss_chunk: int | None = None
         padded = math.ceil(vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        kind = ARCHITECTURES[config.architecture]
+        self.soft_cap = kind.soft_cap
         self.wte = nn.Embedding(padded, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.wpe = None if kind.rotary else nn.Embedding(config.block_size, config.n_embd)
+        self.embedding_norm = kind.embedding_norm(config.n_embd) if kind.embedding_norm else None
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_f = make_norm(config)
+        self.lm_head = None if kind.tied else nn.Linear(config.n_embd, padded, bias=False)
         # the head's bias: gives the padding probability 0 within the matrix multiplication
         mask = torch.zeros(padded).index_fill_(0, torch.arange(vocab_size, padded), -math.inf)
         self.register_buffer("padding_mask", mask if padded > vocab_size else None, persistent=False)
@@ -144,13 +88,13 @@ class GPT(nn.Module):
             Cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Logits: [B, T, vocab_size].
         """
         positions, mask = self._positions(tokens)
-        x = self.wte(tokens) + positions  # [B, T, C]
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = F.dropout(self.embed(tokens, positions), self.config.dropout, self.training)  # [B, T, C]
+        context = Context(rotation(self.config, positions), mask)
         for block in self.h:
             if self.activation_checkpointing and self.training:
-                x = checkpoint(block, x, mask, use_reentrant=False)
+                x = checkpoint(block, x, context, use_reentrant=False)
             else:
-                x = block(x, mask)
+                x = block(x, context)
         if targets is None:
             return self.head(x)[..., : self.vocab_size]
         return self.loss(x, targets, reduction)
@@ -161,8 +105,7 @@ class GPT(nn.Module):
             from gpt2_ddp.model.chunked_loss import chunked_loss
 
             rows = self.ln_f(x).flatten(0, 1)
-            head = self.wte.weight, self.padding_mask
-            loss = chunked_loss(rows, *head, targets.flatten(), self.loss_chunk, reduction)
+            loss = chunked_loss(rows, self._head(), targets.flatten(), self.loss_chunk, reduction)
         else:
             loss = F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
@@ -175,24 +118,39 @@ class GPT(nn.Module):
         self.loss = torch.compile(self.loss, dynamic=False)
         self.compiles_blocks = True
 
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T]."""
+        if self.wpe is None:
+            x = self.wte(tokens)
+        else:  # [T]: the first ones, whose gradient needs no gather
+            learned = self.wpe.weight[: tokens.size(1)] if positions.dim() == 1 else self.wpe(positions)
+            x = self.wte(tokens) + learned
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
     def _positions(self, tokens: Tensor) -> "tuple[Tensor, Mask | None]":
-        """Position embeddings [T, C] or [B, T, C], and the attention mask; None: causal."""
+        """Positions int64, 0 to T - 1 [T] or within documents [B, T], and the attention mask; None: causal."""
         if not self.config.document_mask:
-            return self.wpe.weight[: tokens.size(1)], None
+            return torch.arange(tokens.size(1), device=tokens.device), None
         from gpt2_ddp.model.documents import flex_is_there, within_documents
 
         assert self.eot is not None, "a document mask needs the id of end-of-text"
         head_size, dropout = self.config.n_embd // self.config.n_head, self.config.dropout if self.training else 0.0
         positions, mask = within_documents(tokens, self.eot, blocks=flex_is_there(tokens, head_size, dropout))
-        return self.wpe(positions), mask
+        return positions, mask
+
+    def _head(self) -> Head:
+        return Head((self.lm_head or self.wte).weight, self.padding_mask, self.soft_cap)
 
     def head(self, x: Tensor) -> Tensor:
-        """Final LayerNorm and the tied head: [..., C] -> logits [..., V], -inf in the padding."""
-        return F.linear(self.ln_f(x), self.wte.weight, self.padding_mask)
+        """Final norm and head: [..., C] -> logits [..., V], -inf in the padding."""
+        return self._head().logits(self.ln_f(x))
 
     def num_parameters(self) -> int:
-        """Parameters without position embeddings (nanoGPT's count): 123.7M for GPT-2 (124M), padding included."""
-        return sum(parameter.numel() for parameter in self.parameters()) - self.wpe.weight.numel()
+        """Parameters of matrix products and norms, without embeddings that are only looked up (nanoGPT's count): 123.7M
+        for GPT-2 (124M), padding included."""
+        looked_up = [self.wpe, self.wte if self.lm_head is not None else None]
+        embeddings = sum(table.weight.numel() for table in looked_up if table is not None)
+        return sum(parameter.numel() for parameter in self.parameters()) - embeddings
 
     def flops_per_token(self) -> int:
         """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B; nanoGPT's N). Masked

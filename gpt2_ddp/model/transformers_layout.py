@@ -1,9 +1,11 @@
-"""Converts weights and shape of a GPT to the layout of transformers' GPT-2 and back.
+"""Converts weights and shape of a GPT to the layout of transformers' class of the same architecture and back.
 
-Names differ by a prefix. transformers stores a block's matrices as [in, out] (`Conv1D`), always has biases, and has no
-padding rows in its vocabulary. Both tie the head to the embedding.
+transformers' GPT-2 has the same names behind a prefix; it stores a block's matrices as [in, out] (`Conv1D`) and always
+has biases. The other classes have names of their own, and a matrix for each part of `c_attn` and of a gated `c_fc`.
+No class has padding rows in its vocabulary.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,94 +13,178 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.config.training import ModelConfig
+from gpt2_ddp.model.architecture import ARCHITECTURES, RMS_EPSILON, mlp_width
 
-PREFIX = "transformer."
-FIXED = {
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "nanochat": "NanoChatForCausalLM",
 }
-"""Fields of a config.json that `GPT` fixes, with the defaults of transformers' class."""
+PREFIX = "transformer."  # of GPT-2
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 HEAD = "lm_head.weight"
-MASKS = (".attn.bias", ".attn.masked_bias")
-"""Older releases saved the causal mask under these names."""
+BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Older releases saved the causal mask and the wavelengths under these names."""
+LLAMA_SHAPE = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "block_size": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+}
+GPT2_SHAPE = {name: name for name in ("n_layer", "n_head", "n_embd", "n_inner")} | {"block_size": "n_positions"}
+SHAPE = {name: GPT2_SHAPE if name == "gpt2" else LLAMA_SHAPE for name in CLASSES}
+"""Field of the model section -> field of a config.json."""
+NAMES = {
+    "wte": ["model.embed_tokens"],
+    "ln_f": ["model.norm"],
+    "lm_head": ["lm_head"],
+    "ln_1": ["input_layernorm"],
+    "ln_2": ["post_attention_layernorm"],
+    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attn.q_norm": ["self_attn.q_norm"],
+    "attn.k_norm": ["self_attn.k_norm"],
+    "attn.c_proj": ["self_attn.o_proj"],
+    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+    "mlp.c_proj": ["mlp.down_proj"],
+}
+"""Our module -> the other classes' modules, whose matrices stand one below the other in ours."""
+NANOCHAT = NAMES | {"mlp.c_fc": ["mlp.fc1"], "mlp.c_proj": ["mlp.fc2"]}
 
 
-def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
-    """The config.json of a GPT2LMHeadModel of this shape. `eot` is the token that begins and ends a document."""
+def shape(config: ModelConfig) -> dict[str, Any]:
+    """The fields of the model section that stand in a config.json, too, with their defaults resolved."""
+    values = config.model_dump() | {"n_kv_head": config.key_heads, "n_inner": mlp_width(config)}
+    return {name: values[name] for name in SHAPE[config.architecture]}
+
+
+def fixed_fields(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a config.json that follow from architecture and shape, with the defaults of transformers' class."""
+    kind = ARCHITECTURES[config.architecture]
+    if config.architecture == "gpt2":
+        return {
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+            "tie_word_embeddings": kind.tied,
+        }
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": vocab_size,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,  # transformers no longer has it; llama.cpp's converter reads it alone
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_inner": None,
-        **FIXED,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout),
-        "bos_token_id": eot,
-        "eos_token_id": eot,
-        "torch_dtype": "float32",
+        "head_dim": config.n_embd // config.n_head,
+        "hidden_act": "silu" if kind.gated else "relu2",
+        "rms_norm_eps": RMS_EPSILON,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "final_logit_softcapping": kind.soft_cap,
+        "tie_word_embeddings": kind.tied,
     }
 
 
-def to_transformers(state: Mapping[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
-    """The tensors of an equal GPT2LMHeadModel. Missing biases are zeros.
+def transformers_config(config: ModelConfig, vocab_size: int, eot: int) -> dict[str, Any]:
+    """The config.json of transformers' class of this shape. `eot` is the token that begins and ends a document."""
+    gpt2, values = config.architecture == "gpt2", shape(config)
+    dropouts = ("resid_pdrop", "embd_pdrop", "attn_pdrop") if gpt2 else ("attention_dropout",)
+    return {
+        "architectures": [CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": vocab_size,
+        "bos_token_id": eot,
+        "eos_token_id": eot,
+        "pad_token_id": None,  # its embedding would have no gradient
+        "torch_dtype": "float32",
+        **{theirs: values[name] for name, theirs in SHAPE[config.architecture].items()},
+        **fixed_fields(config),
+        **dict.fromkeys(dropouts, config.dropout),
+        # transformers no longer has it; llama.cpp's converter reads it alone
+        **({"n_ctx": config.block_size} if gpt2 else {}),
+    }
+
+
+def their_names(name: str, config: ModelConfig) -> list[str]:
+    """Names in transformers' class of the tensors that stand one below the other in our tensor `name`."""
+    if config.architecture == "gpt2":
+        return [PREFIX + name]
+    layer, module, end = re.fullmatch(r"(?:h\.(\d+)\.)?(.+)\.(\w+)", name).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    block = f"model.layers.{layer}." if layer else ""
+    return [f"{block}{part}.{end}" for part in (NANOCHAT if config.architecture == "nanochat" else NAMES)[module]]
+
+
+def to_transformers(state: Mapping[str, Tensor], config: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors of an equal model of transformers' class. GPT-2's missing biases are zeros.
 
     Args:
         state: weights by name (`GPT.state_dict()`, or a checkpoint's model.safetensors).
         vocab_size: rows of the vocabulary; the padding above them is left out.
     """
-    tensors = {}
+    gpt2, tensors = config.architecture == "gpt2", {}
     for name, weight in state.items():
-        tensors[name] = weight[:vocab_size].contiguous() if name == "wte.weight" else _transposed(name, weight)
+        theirs = their_names(name, config)
+        if name in ("wte.weight", HEAD):
+            weight = weight[:vocab_size]
+        for their_name, part in zip(theirs, weight.split(_sizes(theirs, weight.size(0), config)), strict=True):
+            tensors[their_name] = _transposed(name, part).contiguous() if gpt2 else part.contiguous()
         bias = name.removesuffix("weight") + "bias"
-        if name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
-            tensors[bias] = weight.new_zeros(weight.size(0))
-    return {PREFIX + name: tensor for name, tensor in tensors.items()}
+        if gpt2 and name.endswith(".weight") and name not in EMBEDDINGS and bias not in state:
+            tensors[PREFIX + bias] = weight.new_zeros(weight.size(0))
+    return tensors
 
 
-def from_transformers(tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a `GPT` from the tensors of a GPT2LMHeadModel or GPT2Model, in fp32.
+def from_transformers(
+    tensors: Mapping[str, Tensor], config: ModelConfig, like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights of a `GPT` from the tensors of transformers' class, in fp32.
 
     Args:
-        tensors: by name, with or without the prefix.
+        tensors: by name; those of a GPT-2 with or without the prefix.
         like: present weights of the `GPT` (`GPT.state_dict()`), which keep their padding rows. Positions beyond its
-            context are left out. If it has no biases, the tensors' biases have to be zero.
+            context are left out. If a GPT-2 has no biases, the tensors' biases have to be zero.
 
     Raises:
         ValueError: a tensor is missing, unknown, of another shape, a nonzero bias without place, or an untied head.
     """
-    theirs = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if not name.endswith(MASKS)}
-    head = theirs.pop(HEAD, None)
-    if missing := like.keys() - theirs.keys():
+    gpt2, prefix = config.architecture == "gpt2", PREFIX if config.architecture == "gpt2" else ""
+    theirs = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
+    head = theirs.pop(HEAD, None) if gpt2 else None
+    names = {name: [part.removeprefix(prefix) for part in their_names(name, config)] for name in like}
+    if missing := {part for parts in names.values() for part in parts} - theirs.keys():
         raise ValueError(f"{min(missing)} is missing")
     if head is not None and not torch.equal(head, theirs["wte.weight"]):
         raise ValueError(f"{HEAD} differs from the embedding, but gpt2_ddp ties the two")
+    for name in sorted(theirs.keys() - {part for parts in names.values() for part in parts}):
+        if not gpt2 or not name.endswith(".bias") or name.removesuffix("bias") + "weight" not in like:
+            raise ValueError(f"{name} is unknown")
+        if theirs[name].any():
+            raise ValueError(f"{name} is not zero, and model.bias is false")
     state = {}
-    for name in sorted(theirs):
-        tensor = _transposed(name, theirs[name]).float()
-        if name not in like:
-            if not name.endswith(".bias") or name.removesuffix("bias") + "weight" not in like:
-                raise ValueError(f"{name} is unknown")
-            if tensor.any():
-                raise ValueError(f"{name} is not zero, and model.bias is false")
-            continue
-        wanted = like[name]
-        if name == "wpe.weight":
-            tensor = tensor[: wanted.size(0)]
-        elif name == "wte.weight" and tensor.shape[1:] == wanted.shape[1:]:
-            tensor = torch.cat([tensor, wanted[tensor.size(0) :].float()])
-        if tensor.shape != wanted.shape:
-            raise ValueError(f"{name} has shape {[*theirs[name].shape]} instead of {[*wanted.shape]}")
-        state[name] = tensor.contiguous()
+    for name, wanted in like.items():
+        sizes, parts = _sizes(names[name], wanted.size(0), config), []
+        for part, place in zip(names[name], wanted.split(sizes), strict=True):
+            parts.append(_fit(name, _transposed(name, theirs[part]) if gpt2 else theirs[part], place))
+            if parts[-1].shape != place.shape:
+                raise ValueError(f"{part} has shape {[*theirs[part].shape]} instead of {[*place.shape]}")
+        state[name] = torch.cat(parts)
     return state
+
+
+def _fit(name: str, tensor: Tensor, place: Tensor) -> Tensor:
+    """The tensor in fp32 without the positions that `place` lacks, and with the padding rows of `place`."""
+    if name == "wpe.weight":
+        tensor = tensor[: place.size(0)]
+    if name in ("wte.weight", HEAD) and tensor.shape[1:] == place.shape[1:]:
+        tensor = torch.cat([tensor.float(), place[tensor.size(0) :].float()])
+    return tensor.float()
+
+
+def _sizes(theirs: list[str], rows: int, config: ModelConfig) -> list[int]:
+    """Rows of the tensors `theirs` of which one of ours has `rows`."""
+    keys = config.n_embd // config.n_head * config.key_heads
+    return [rows - 2 * keys, keys, keys] if len(theirs) == 3 else [rows // len(theirs)] * len(theirs)
 
 
 def _transposed(name: str, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Initial weights of a new run (`train.init_from`): those of another run, or of a GPT-2 of transformers."""
+"""Initial weights of a new run (`train.init_from`): those of another run, or of a model of transformers."""
 
 import json
 import os
@@ -19,7 +19,18 @@ from gpt2_ddp.data.tokenizer_file import LARGEST
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_small
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.transformers_layout import EMBEDDINGS, FIXED, HEAD, MASKS, PREFIX, from_transformers
+from gpt2_ddp.model.transformers_layout import (
+    BUFFERS,
+    CLASSES,
+    EMBEDDINGS,
+    HEAD,
+    PREFIX,
+    SHAPE,
+    fixed_fields,
+    from_transformers,
+    shape,
+    their_names,
+)
 
 FIELD = "train.init_from"
 HUB = "hub:"
@@ -27,8 +38,9 @@ INDEX, VOCABULARY, MERGES = f"{MODEL}.index.json", "vocab.json", "merges.txt"
 NEEDED = [TRANSFORMERS, INDEX, "model*.safetensors", TOKENIZER_FILE, VOCABULARY, MERGES]
 """Patterns of the files to fetch from the Hub."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-"""Defaults of transformers' GPT-2 for fields that a config.json leaves out."""
+DEFAULTS = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024, "rope_theta": 10_000.0}
+"""Defaults of transformers' GPT-2, and of rotary positions, for fields that a config.json leaves out."""
+OPTIONAL = ("n_kv_head", "n_inner")  # where null stands for what the other fields tell
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # names of the tanh-GELU, the only activation of `GPT`
 
 
@@ -59,15 +71,17 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
             raise UserError(FIELD, path, f"{hint} ({tokenizer.name}); prepare the text with that one")
         fit_weights(load_file(path / MODEL), model, path)
         return
-    tensors = _read_tensors(path)
-    rows, positions = (tensors[name].size(0) for name in EMBEDDINGS)
-    notes = _check_ids(path, rows, tokenizer)
-    for name in {EMBEDDINGS[0], HEAD} & tensors.keys():
+    weights = model.state_dict()
+    tables = [their_names(name, config.model)[0].removeprefix(PREFIX) for name in EMBEDDINGS if name in weights]
+    tensors = _read_tensors(path, tables)
+    vocabularies = {tables[0], HEAD} & tensors.keys()
+    notes = _check_ids(path, min(tensors[name].size(0) for name in vocabularies), tokenizer)
+    for name in vocabularies:
         tensors[name] = tensors[name][: tokenizer.vocab_size]
-    if positions > config.model.block_size:
+    if len(tables) > 1 and (positions := tensors[tables[1]].size(0)) > config.model.block_size:
         notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are used (block_size)")
     try:
-        model.load_state_dict(from_transformers(tensors, model.state_dict()))
+        model.load_state_dict(from_transformers(tensors, config.model, weights))
     except ValueError as error:
         raise UserError(FIELD, path, f"cannot be trained further: {error}") from error
     for note in notes:
@@ -100,25 +114,36 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 def _misfits(named: str, theirs: dict[str, Any], model: ModelConfig) -> Sequence[tuple[str, object, str]]:
     """Field, value and hint for what a `GPT` does not support of a config.json, or else for where the model section
     differs. (`reorder_and_upcast_attn` only changes the order.)"""
-    if theirs.get("model_type") != "gpt2":
-        return [(FIELD, named, f"is a model of type {theirs.get('model_type')}; only gpt2 is supported")]
-    shape = {**DEFAULTS, **theirs}
-    positions = shape["n_positions"]
-    allowed = {"activation_function": TANH_GELUS, "n_inner": (None, 4 * shape["n_embd"])}
+    kind = theirs.get("model_type")
+    if kind not in CLASSES:
+        return [(FIELD, named, f"is a model of type {kind}; only {', '.join(CLASSES)} are supported")]
+    rope = {"rope_type": "default", "rope_theta": theirs.get("rope_theta", DEFAULTS["rope_theta"])}
+    rope |= theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}  # the latter is of transformers 4
+    theirs = {**DEFAULTS, **theirs, **rope, "rope_parameters": rope}
+    found = {name: theirs.get(field) for name, field in SHAPE[kind].items()}
+    if unsized := [
+        (FIELD, named, f"has {SHAPE[kind][name]}: {json.dumps(value)}, which is not a size; correct its {TRANSFORMERS}")
+        for name, value in found.items()
+        if not (isinstance(value, int | float) and value > 0) and not (value is None and name in OPTIONAL)
+    ]:
+        return unsized
+    fitting = model.model_copy(update={"architecture": kind, **found})
+    fixed = fixed_fields(fitting) | {"quantization_config": None}
+    allowed = {"activation_function": TANH_GELUS, "head_dim": (None, fixed.get("head_dim"))}
     choices = [
         (FIELD, named, f"has {field}: {json.dumps(theirs[field])}; only {json.dumps(ours)} is supported")
-        for field, ours in {**FIXED, "n_inner": None, "quantization_config": None}.items()
+        for field, ours in fixed.items()
         if theirs.get(field, ours) not in allowed.get(field, (ours,))
     ]
-    sizes = [
-        (f"model.{field}", getattr(model, field), f"{named} has {shape[field]}; set it to {shape[field]}")
-        for field in ("n_layer", "n_head", "n_embd")
-        if shape[field] != getattr(model, field)
+    sizes = {"architecture": kind, **shape(fitting)}
+    sizes["block_size"] = min(sizes["block_size"], model.block_size)  # the first positions will do
+    own = fitting.model_copy(update={name: getattr(model, name) for name in OPTIONAL})  # null: as in `fitting`
+    ours = model.model_dump() | {name: value for name, value in shape(own).items() if name in OPTIONAL}
+    return choices or [
+        (f"model.{name}", getattr(model, name), f"{named} has {value}; set it to {value}")
+        for name, value in sizes.items()
+        if value != ours[name]
     ]
-    if not isinstance(positions, int) or positions < model.block_size:
-        hint = f"{named} has {positions} positions; set it to {positions} or less"
-        sizes.append(("model.block_size", model.block_size, hint))
-    return choices or sizes
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -137,15 +162,16 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors by name without the prefix; without the causal masks of older releases of transformers."""
+def _read_tensors(path: Path, tables: Sequence[str]) -> dict[str, Tensor]:
+    """All tensors by name without the prefix; without the buffers of older releases of transformers. `tables`: names
+    of the embeddings."""
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(path):
         try:
             read = load_file(file)
         except (OSError, SafetensorError) as error:
             raise UserError(FIELD, file, f"is not a complete safetensors file ({error}); download it again") from error
-        named = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if not name.endswith(MASKS)}
+        named = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if not name.endswith(BUFFERS)}
         if twice := [*named.keys() & tensors.keys()] or [name for name in named if {name, PREFIX + name} <= {*read}]:
             raise UserError(FIELD, file, f"contains {min(twice)} a second time; save the model again")
         tensors |= named
@@ -154,7 +180,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             raise UserError(FIELD, path, f"{name} has dtype {tensor.dtype}; only fp32, fp16 and bf16 are supported")
         if not tensor.isfinite().all():
             raise UserError(FIELD, path, f"{name} has numbers that are not finite; use another model")
-    if missing := [name for name in EMBEDDINGS if name not in tensors or tensors[name].dim() != 2]:
+    if missing := [name for name in tables if name not in tensors or tensors[name].dim() != 2]:
         raise UserError(FIELD, path, f"{missing[0]} is missing or not a matrix; save the model again")
     return tensors
 

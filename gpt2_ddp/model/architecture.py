@@ -1,0 +1,213 @@
+"""What differs between the architectures, in one table, and the parts that they are built from.
+
+Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head key heads, Q = C // H, I = MLP width.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gpt2_ddp.config.training import ModelConfig
+
+if TYPE_CHECKING:
+    from gpt2_ddp.model.documents import Mask
+    from gpt2_ddp.model.generate import KVCache
+
+Norm = Callable[[int], nn.Module]
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, fp32 [T, Q / 2] or [B, 1, T, Q / 2]."""
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU, tanh approximation (Hendrycks and Gimpel, 2016): [..., I] -> [..., I]."""
+    return F.gelu(x, approximate="tanh")
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SwiGLU (Shazeer, 2020) of gate and value: [..., 2I] -> [..., I]."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Squared ReLU (So et al., 2021): [..., I] -> [..., I]."""
+    return F.relu(x).square()
+
+
+RMS_EPSILON = 1e-6
+rms_norm = partial(nn.RMSNorm, eps=RMS_EPSILON)  # Zhang and Sennrich, 2019
+plain_rms_norm = partial(rms_norm, elementwise_affine=False)
+
+
+class Architecture(NamedTuple):
+    """One row of ARCHITECTURES.
+
+    Args:
+        norm: of a block's input, of the MLP's input and of the head's input; None: LayerNorm, with `model.bias`.
+        activation: of the MLP. gated: it takes gate and value.
+        rotary: rotary positions (Su et al., 2021): 1 or -1, the direction of rotation; 0: learned positions.
+        query_norm: of queries and keys (Henry et al., 2020), before the rotation; None: none.
+        rotated_norm: the same after the rotation.
+        embedding_norm: of the embeddings. tied: the head is the embedding.
+        soft_cap: of logits, `cap · tanh(logits / cap)` (Gemma 2, 2024); None: none.
+    """
+
+    norm: Norm | None
+    activation: Callable[[Tensor], Tensor]
+    gated: bool
+    rotary: int
+    query_norm: Norm | None
+    rotated_norm: Norm | None
+    embedding_norm: Norm | None
+    tied: bool
+    soft_cap: float | None
+
+
+# fmt: off
+ARCHITECTURES = {
+    #            norm            activation, gated  rotary  q/k norm  after rotation  embedding norm  tied   cap
+    "gpt2":     (None,           gelu,       False, 0,      None,     None,           None,           True,  None),
+    "llama":    (rms_norm,       swiglu,     True,  1,      None,     None,           None,           False, None),
+    "qwen3":    (rms_norm,       swiglu,     True,  1,      rms_norm, None,           None,           False, None),
+    "nanochat": (plain_rms_norm, relu2,      False, -1,     None,     plain_rms_norm, plain_rms_norm, False, 15.0),
+}
+ARCHITECTURES = {name: Architecture(*row) for name, row in ARCHITECTURES.items()}
+# fmt: on
+
+
+class Head(NamedTuple):
+    """The head without its norm: weight [V, C]; bias [V], a constant that is -inf in the padding; cap of the logits."""
+
+    weight: Tensor
+    bias: Tensor | None
+    soft_cap: float | None
+
+    def to(self, dtype: torch.dtype) -> "Head":
+        """The head in another dtype."""
+        return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype), self.soft_cap)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[..., C] -> [..., V]."""
+        if self.soft_cap is None:
+            return F.linear(x, self.weight, self.bias)
+        capped = self.soft_cap * torch.tanh(F.linear(x, self.weight).float() / self.soft_cap)
+        return capped if self.bias is None else capped + self.bias
+
+
+class Context(NamedTuple):
+    """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), and cache."""
+
+    rotation: Rotation | None = None
+    mask: "Mask | None" = None
+    cache: "KVCache | None" = None
+
+
+def rotation(config: ModelConfig, positions: Tensor) -> Rotation | None:
+    """Cosines and sines of int64 positions [T] or [B, T]; None for learned positions."""
+    direction = ARCHITECTURES[config.architecture].rotary
+    if not direction:
+        return None
+    size = config.n_embd // config.n_head
+    frequencies = config.rope_theta ** (-torch.arange(0, size, 2, device=positions.device).float() / size)  # [Q / 2]
+    angles = positions[..., None].float() * frequencies  # [T, Q / 2] or [B, T, Q / 2]
+    angles = angles[:, None] if positions.dim() == 2 else angles
+    return angles.cos(), direction * angles.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotates pairs of features of x [B, H, T, Q] by the angles of their positions; in fp32."""
+    cos, sin = rotation
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    """Causal self-attention. Several query heads may share a key head (Ainslie et al., 2023)."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        kind, size = ARCHITECTURES[config.architecture], config.n_embd // config.n_head
+        self.sizes = [config.n_embd, config.key_heads * size, config.key_heads * size]
+        self.head_size, self.dropout, self.layer = size, config.dropout, layer
+        self.shares_keys = config.key_heads < config.n_head
+        self.c_attn = nn.Linear(config.n_embd, sum(self.sizes), bias=config.has_bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.has_bias)
+        norm = kind.query_norm or kind.rotated_norm
+        self.q_norm, self.k_norm = (norm(size), norm(size)) if norm else (None, None)
+        self.rotates_first = kind.rotated_norm is not None
+
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        """x: [B, T, C] -> [B, T, C]. With a cache, x continues its tokens."""
+        B, T, C = x.shape
+        rotation, mask, cache = context
+        q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # [B, T, C], 2 x [B, T, K·Q]
+        q, k, v = (y.view(B, T, -1, self.head_size).transpose(1, 2) for y in (q, k, v))  # [B, H or K, T, Q]
+        if rotation and self.rotates_first:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
+        if rotation and not self.rotates_first:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, K, S, Q], [B, 1, T, S]
+        dropout = self.dropout if self.training else 0.0
+        if mask is None or isinstance(mask, Tensor):
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.shares_keys
+            )
+        else:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.shares_keys)
+        y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
+        return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+
+def mlp_width(config: ModelConfig) -> int:
+    """I of the MLP: `model.n_inner`, or 4·C; with a gate 8/3·C, which has as many parameters, rounded up to 64s."""
+    gated = ARCHITECTURES[config.architecture].gated
+    return config.n_inner or (math.ceil(8 * config.n_embd / 192) * 64 if gated else 4 * config.n_embd)
+
+
+class MLP(nn.Module):
+    """Two linear layers with the architecture's activation in between."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        kind = ARCHITECTURES[config.architecture]
+        self.dropout, self.activation = config.dropout, kind.activation
+        width = mlp_width(config)
+        self.c_fc = nn.Linear(config.n_embd, width * (1 + kind.gated), bias=config.has_bias)
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, C] -> [B, T, C]."""
+        x = self.activation(self.c_fc(x))  # [B, T, I]
+        return F.dropout(self.c_proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.ln_1 = make_norm(config)
+        self.attn = Attention(config, layer)
+        self.ln_2 = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
+        """x: [B, T, C] -> [B, T, C]."""
+        x = x + self.attn(self.ln_1(x), context)
+        return x + self.mlp(self.ln_2(x))
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The architecture's norm of [..., C]."""
+    norm = ARCHITECTURES[config.architecture].norm
+    return norm(config.n_embd) if norm else nn.LayerNorm(config.n_embd, bias=config.bias)
