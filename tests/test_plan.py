@@ -142,6 +142,8 @@ def peak_of_a_run(arguments: list[str], script: str) -> tuple[int, float, str]:
 
 MEMORY = {"logits": "--model.n_embd 192 --model.block_size 128 --eval.batch_size 16"}
 MEMORY |= {"activations": "--model.n_layer 6 --model.n_embd 256 --model.block_size 256"}
+MEMORY |= {kind: f"{MEMORY['activations']} --model.architecture {kind}" for kind in ("llama", "qwen3", "nanochat")}
+MEMORY["capped logits"] = f"{MEMORY['logits']} --model.architecture nanochat"
 
 
 @pytest.mark.slow
@@ -158,6 +160,7 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
         assert code == 0
         if planned == pytest.approx(measured, rel=0.1):
             break
+    print(f"{case}: planned {planned / 1e6:.0f} MB, measured {measured / 1e6:.0f} MB")
     assert planned == pytest.approx(measured, rel=0.1)
 
 
@@ -242,7 +245,7 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
 
     for dropout, half in ((0.0, False), (0.1, False), (0.0, True)):
         (one, known_one), (three, known_three) = (saved(layers, dropout, half) for layers in (1, 3))
-        rel = 0.03 if kind == "gpt2" else 0.09  # copies that SDPA or autocast may avoid
+        rel = 0.03 if kind == "gpt2" else 0.06  # copies that SDPA or autocast may avoid
         assert three - one == pytest.approx(known_three - known_one, rel=rel), (dropout, half)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Architecture, mlp_width, plain_rms_norm
+from gpt2_ddp.model.architecture import ARCHITECTURES, Architecture, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import muon_matrices
 
@@ -144,8 +144,9 @@ def _activations(setting: Setting, n: int) -> Moment:
     # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
     unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
     saved += [Block("activations", 2 * layers * unfused, 4 * width)]
-    if kind.query_norm or kind.rotated_norm:
-        saved += [Block("activations", (1 + unfused) * layers, 4 * (width + keys))]
+    if kind.query_norm or kind.rotated_norm:  # its input, unless that is a part of queries and keys above
+        copies = unfused + bool(kind.rotated_norm or plain or half == 2)
+        saved += [Block("activations", copies * layers, 4 * (width + keys))]
     if plain:  # softmax, noise and their product; noise behind both branches, too
         saved += [Block("activations", 3 * layers, _scores(setting, n)), Block("activations", 2 * layers, width * half)]
     elif config.dropout:
@@ -156,8 +157,8 @@ def _activations(setting: Setting, n: int) -> Moment:
 def _one_block(setting: Setting, n: int, trains: bool = False) -> Moment:
     """Temporary tensors of a block, in evaluation or the backward pass: the activation's input and output or their
     gradients, and gradients of attention scores."""
-    numbers = n * mlp_width(setting.config.model)
-    wide = Block("activations", 3 + setting.architecture.gated, numbers * setting.number_bytes)
+    numbers, count = n * mlp_width(setting.config.model), 3 if setting.architecture.activation is gelu else 5
+    wide = Block("activations", count, numbers * setting.number_bytes)  # gelu's backward pass is one kernel
     return [wide, Block("activations", 4, _scores(setting, n))] if trains and _plain_attention(setting) else [wide]
 
 
