@@ -95,8 +95,9 @@ class Head(NamedTuple):
         """[..., C] -> [..., V]."""
         if self.soft_cap is None:
             return F.linear(x, self.weight, self.bias)
-        capped = self.soft_cap * torch.tanh(F.linear(x, self.weight).float() / self.soft_cap)
-        return capped if self.bias is None else capped + self.bias
+        share = torch.tanh(F.linear(x / self.soft_cap, self.weight).float())
+        bias = share.new_zeros(()) if self.bias is None else self.bias
+        return torch.add(bias, share, alpha=self.soft_cap)
 
 
 class Context(NamedTuple):
