@@ -56,6 +56,8 @@ def check(config: BenchmarkConfig) -> None:
         short_run(config, Path("/"), batch, precision, how, {})
     if config.nanogpt and not Path(config.nanogpt, "model.py").is_file():
         raise UserError("nanogpt", config.nanogpt, "has no model.py; name a checkout of nanoGPT")
+    if config.nanogpt and preset(config).model.architecture != "gpt2":
+        raise UserError("nanogpt", config.nanogpt, "is a GPT-2, unlike the preset; omit it")
 
 
 def measure(config: BenchmarkConfig) -> Table:
