@@ -5,34 +5,38 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import Case, Table, interleave, read_clock
 from benchmarks.step import PRECISIONS, preset, variants
+from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.distributed.launch import pick_device
+from gpt2_ddp.model.gpt import GPT
 
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def measure(config: BenchmarkConfig) -> Table:
     """TFLOP/s and GB/s; of CPU seconds on a CPU."""
-    device, model, cases, notes = pick_device(config.device), preset(config).model, [], {}
-    size, width, heads = model.block_size, model.n_embd, model.n_head
+    device, shape, cases, notes = pick_device(config.device), preset(config).model, [], {}
+    size, width, heads, keys = shape.block_size, shape.n_embd, shape.n_head, shape.key_heads
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as in training
-    layers = {"c_attn": (width, 3 * width), "attn.c_proj": (width, width), "c_fc": (width, 4 * width)}
-    layers |= {"mlp.c_proj": (4 * width, width), "head": (width, 50304)}
+    with torch.device("meta"):
+        model = GPT(shape, GPT2_IDS)
+    layers = {name: part.weight for name, part in model.h[0].named_modules() if isinstance(part, nn.Linear)}
+    layers["head"] = model.wte.weight
     for batch, precision in dict.fromkeys((batch, precision) for batch, precision, _ in variants(config)):
         name, dtype = PRECISIONS[precision]
         random, rows = partial(torch.randn, device=device, dtype=dtype), batch * size
-        for layer, (n_in, n_out) in layers.items():
+        for layer, (n_out, n_in) in ((layer, weight.shape) for layer, weight in layers.items()):
             product = partial(F.linear, random(rows, n_in), random(n_out, n_in))
             rates = measure_rates({device.type: product}, 2 * rows * n_in * n_out / 1e12, config, device)
             cases.append(Case(f"{layer} [{rows}, {n_in}] x [{n_in}, {n_out}], {name}", "TFLOP/s", rates))
-        q, k, v = (random(batch, heads, size, width // heads, requires_grad=True) for _ in range(3))
+        q, k, v = (random(batch, n, size, width // heads, requires_grad=True) for n in (heads, keys, keys))
         able: dict[str, Callable[[], object]] = {}
         for backend in BACKENDS:
             try:
@@ -49,9 +53,9 @@ def measure(config: BenchmarkConfig) -> Table:
 
 
 def attention(backend: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """A causal attention by one backend, forward and backward. Queries, keys and values are [B, H, T, Q]."""
+    """A causal attention by one backend, forward and backward, of [B, H, T, Q] and two [B, K, T, Q]."""
     with sdpa_kernel(SDPBackend.__members__[backend]):
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) > k.size(1))
         torch.autograd.grad(y, (q, k, v), y.detach())
 
 

@@ -30,7 +30,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import compiled
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer
-from gpt2_ddp.model.transformers_layout import transformers_config
+from gpt2_ddp.model.transformers_layout import CLASSES, transformers_config
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.tasks.pretraining import Pretraining
@@ -56,6 +56,8 @@ def check(config: BenchmarkConfig) -> None:
         short_run(config, Path("/"), batch, precision, how, {})
     if config.nanogpt and not Path(config.nanogpt, "model.py").is_file():
         raise UserError("nanogpt", config.nanogpt, "has no model.py; name a checkout of nanoGPT")
+    if config.nanogpt and preset(config).model.architecture != "gpt2":
+        raise UserError("nanogpt", config.nanogpt, "is a GPT-2, unlike the preset; omit it")
 
 
 def measure(config: BenchmarkConfig) -> Table:
@@ -148,14 +150,15 @@ def loop(done: Done, config: TrainingConfig, device: torch.device, model: nn.Mod
 
 
 def hugging_face(done: Done, config: TrainingConfig, device: torch.device) -> None:
-    """GPT2LMHeadModel in the loop of Accelerate's documentation."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """transformers' class of the architecture in the loop of Accelerate's documentation."""
+    import transformers
 
     train, size, (ids, stream) = config.train, config.model.block_size, read_shard(config)
     accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=train.mixed_precision)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    model = GPT2LMHeadModel(GPT2Config(**transformers_config(config.model, ids, ids - 1)))
+    kind = getattr(transformers, CLASSES[config.model.architecture])
+    model = kind(kind.config_class(**transformers_config(config.model, ids, ids - 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.lr, weight_decay=config.optim.weight_decay)
     windows: Any = torch.from_numpy(stream[: len(stream) // size * size].astype(np.int64)).view(-1, size)
     loader = DataLoader(windows, int(train.micro_batch_size), shuffle=True, drop_last=True)
@@ -197,6 +200,7 @@ def short_run(
         "train.device": config.device,
         "train.patience_seconds": 3600,  # it waits between turns
         "train.profile_steps": 0,
+        "checkpoint.background": False,  # the first one's copy would stay in memory
         "eval.patience": None,
         "tracking.sample_every": 0,
         "model.block_size": size,

@@ -1,17 +1,26 @@
 """Each architecture against transformers' class with the same weights, and what all of them share."""
 
+import shutil
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from models import random_tokens
+from ranks import in_turn, run_ranks
+from runs import rows, said, same, train, train_with_faults, training_config, untimed, weights
 from torch import nn
 
+from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.generate import Sampling, generate
+from gpt2_ddp.model.generate import KVCache, Sampling, decode, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer, muon_matrices
 from gpt2_ddp.model.transformers_layout import CLASSES, from_transformers, to_transformers, transformers_config
+from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 VOCABULARY = 300
 KINDS = [("gpt2", None), ("llama", None), ("llama", 2), ("qwen3", 2), ("nanochat", 2), ("nanochat", None)]
@@ -138,6 +147,81 @@ def test_flops_count_every_matrix_product_once(kind, key_heads):
 def test_muon_has_the_matrices_of_the_blocks(kind, key_heads):
     model = make(kind, key_heads)
     assert len(muon_matrices(model, OptimConfig(name="muon"))) == 3 * 4
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@each
+def test_trains_in_bf16(kind, key_heads, name):
+    model, tokens = make(kind, key_heads, scale=1.0), random_tokens(VOCABULARY, length=33)
+    optimizer, found = build_optimizer(model, OptimConfig(name=name, lr=1e-2)), []
+    for _ in range(10):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    assert found[-1] < found[0] - 1
+
+
+@torch.no_grad()
+@each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cached_logits_are_those_of_the_whole_forward(kind, key_heads, dtype):
+    model = make(kind, key_heads, scale=1.0).to(dtype).eval()
+    tokens, positions = random_tokens(VOCABULARY, length=32), torch.arange(32).expand(3, -1)
+    cache, whole = KVCache(model, rows=3, length=32), model(tokens)
+    cut = [decode(model, tokens[:, a:b], positions[:, a:b], cache) for a, b in ((0, 20), (20, 21), (21, 32))]
+    near = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(model.head(torch.cat(cut, dim=1))[..., :VOCABULARY], whole, rtol=0, atol=near)
+
+
+POISON = (12 * 6, 12 * 9)
+"""Positions of steps 7 to 9: on them, the last rank's gradient is not finite."""
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("nanochat", marks=pytest.mark.slow)])
+def test_a_run_keeps_what_runs_promise(short_documents, tmp_path, kind):
+    """With dropout and masked documents, bad steps and a rollback: resumed, it is the same to the bit; on 1, 2 and
+    3 processes it has the same order and losses; it replays, is evaluated to its val_loss, and keeps its architecture.
+    """
+    changes = {"model.architecture": kind, "model.n_kv_head": 1, "model.dropout": 0.1, "model.document_mask": True}
+    changes |= {"train.micro_batch_size": 2, "guard.patience": 2, "optim.decay_steps": 12, "checkpoint.every": 3}
+    changes |= {"model.n_layer": 1, "eval.every": 3, "eval.tokens": None}
+
+    def config(name: str, steps: int, **more: Any) -> TrainingConfig:
+        return training_config(short_documents, tmp_path / name, changes | {"train.steps": steps} | more)
+
+    whole, begun, single, parts = (tmp_path / name / "run" for name in ("whole", "begun", "single", "parts"))
+    begin = partial(config, "other", 1)
+    found, _, _, _, single_end, replay, evaluation, *refused = run_ranks(
+        in_turn,
+        1,
+        (train_with_faults, config("whole", 12), POISON),
+        (train, config("begun", 3)),
+        (shutil.copytree, begun, single),
+        (shutil.copytree, begun, parts),
+        (train_with_faults, config("single", 12), POISON),
+        (said, verify_run, VerifyConfig(run=str(whole), replay="6:9")),
+        (said, evaluate_checkpoint, EvaluateConfig(checkpoint=str(whole), device="cpu", mixed_precision="no")),
+        (train, config("single", 12, **{"model.architecture": "qwen3"})),
+        (train, begin(**{"model.architecture": "qwen3", "train.init_from": str(whole)})),
+    )[0]
+    assert found == single_end == "completed"
+    assert [(row["step"], row["from"], row["passed"]) for row in rows(whole) if "event" in row] == [(6, 10, [72, 120])]
+    assert untimed(single) == untimed(whole)
+    assert same(weights(single), weights(whole))
+    run_ranks(train, 2, config("parts", 6))
+    run_ranks(train_with_faults, 3, config("parts", 12), POISON)
+    for a, b in zip(rows(whole), rows(parts), strict=True):
+        assert (a["step"], a.get("order_digest"), a.get("event")) == (b["step"], b.get("order_digest"), b.get("event"))
+        assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), abs=5e-6)
+    assert replay[0] == 0, replay
+    assert f"val loss {rows(whole)[-1]['val_loss']:.6f}" in evaluation[1]
+    assert refused[0].startswith(f"model.architecture = qwen3: the run was started with {kind}; ")
+    assert "does not fit the model section: Missing key(s)" in refused[1]
+    assert "\n" not in "".join(refused)
 
 
 @pytest.mark.parametrize(

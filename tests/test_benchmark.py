@@ -92,6 +92,12 @@ def test_user_errors_come_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(roofline, "measure", lambda config: pytest.fail("nothing may be measured yet"))
     with pytest.raises(UserError, match=r"nanogpt = .*: has no model\.py"):
         run_benchmarks(BenchmarkConfig(only=("roofline", "step"), device="cpu", nanogpt=str(tmp_path)))
+    (tmp_path / "model.py").touch()
+    (tmp_path / "llama.yaml").write_text("model: {architecture: llama}\ntrain: {steps: 1}\n")
+    with pytest.raises(UserError, match=r"nanogpt = .*: is a GPT-2, unlike the preset"):
+        run_benchmarks(
+            BenchmarkConfig(only=("step",), device="cpu", nanogpt=str(tmp_path), preset=str(tmp_path / "llama.yaml"))
+        )
     with pytest.raises(UserError, match="only = steps: should be 'step', 'data'"):
         BenchmarkConfig.model_validate({"only": ["steps"]})
     with pytest.raises(UserError, match="text = /nowhere: is not a file"):

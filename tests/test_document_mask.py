@@ -31,10 +31,18 @@ WINDOWS = {
 }
 
 
-def tiny(document_mask: bool = True, block_size: int = T) -> GPT:
+KINDS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": {"architecture": "llama", "n_kv_head": 1},
+    "nanochat": {"architecture": "nanochat"},
+}
+
+
+def tiny(document_mask: bool = True, block_size: int = T, kind: str = "gpt2") -> GPT:
     """A small model whose every weight differs from its initial value."""
     torch.manual_seed(0)
-    config = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=block_size, document_mask=document_mask)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": block_size}
+    config = ModelConfig(**shape, **KINDS[kind], document_mask=document_mask)
     model = GPT(config, VOCAB, EOT)
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
@@ -57,9 +65,10 @@ def test_positions_and_what_they_see():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", WINDOWS)
-def test_each_document_is_computed_as_if_alone(name: str):
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_document_is_computed_as_if_alone(kind: str, name: str):
     """By the model with the mask, and by the same weights without one."""
-    model, plain, window = tiny(), tiny(document_mask=False), WINDOWS[name]
+    model, plain, window = tiny(kind=kind), tiny(document_mask=False, kind=kind), WINDOWS[name]
     logits = model(torch.tensor([window, WINDOWS["no end-of-text"]]))[0]
     for one in (model, plain):
         alone = torch.cat([one(torch.tensor([piece]))[0] for piece in pieces(window)])
@@ -82,9 +91,13 @@ def check_gradients(model: GPT, run: Any, autocast: bool = False) -> None:
         assert torch.equal(gradient.any(dim=2), seen), t
 
 
-@pytest.mark.parametrize("way", ["plain", "autocast", "recomputed", "traced"])
-def test_the_loss_of_a_token_depends_on_its_own_document_alone(way: str):
-    model = tiny()
+WAYS = [("gpt2", way) for way in ("plain", "autocast", "recomputed", "traced")]
+WAYS += [(kind, way) for kind in ("llama", "nanochat") for way in ("plain", "autocast")]
+
+
+@pytest.mark.parametrize(("kind", "way"), WAYS)
+def test_the_loss_of_a_token_depends_on_its_own_document_alone(kind: str, way: str):
+    model = tiny(kind=kind)
     model.activation_checkpointing = way == "recomputed"
     run = torch.compile(model, dynamic=False, backend="aot_eager") if way == "traced" else model
     check_gradients(model, run, autocast=way == "autocast")
@@ -92,9 +105,10 @@ def test_the_loss_of_a_token_depends_on_its_own_document_alone(way: str):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_computes_the_same(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_flex_attention_computes_the_same(kind: str, monkeypatch: pytest.MonkeyPatch):
     """In its reference implementation: its kernels need a GPU."""
-    model, tokens = tiny(), torch.tensor([*WINDOWS.values()])
+    model, tokens = tiny(kind=kind), torch.tensor([*WINDOWS.values()])
     expected = model(tokens)
     monkeypatch.setattr(documents, "flex_is_there", lambda *_: True)
     torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)

@@ -218,9 +218,11 @@ def test_data_are_prepared_on_first_use(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_training_equals_eager(short_documents, tmp_path):
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
+def test_compiled_training_equals_eager(short_documents, tmp_path, architecture):
     """Compiled, in bf16, with masked documents: the same losses to bf16's precision; checkpoints with plain names."""
     changes = {"train.mixed_precision": "bf16", "train.steps": 4, "model.document_mask": True, "model.n_layer": 1}
+    changes["model.architecture"] = architecture
     compiled = {**changes, "train.compile": True}
     run_ranks(train, 1, training_config(short_documents, tmp_path / "eager", changes))
     run_ranks(train, 1, training_config(short_documents, tmp_path / "compiled", compiled), timeout=400)

@@ -148,9 +148,10 @@ def test_without_biases():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_activation_checkpointing_changes_no_gradient(dropout):
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
+def test_activation_checkpointing_changes_no_gradient(architecture, dropout):
     def gradients(activation_checkpointing: bool) -> tuple[torch.Tensor, ...]:
-        model = tiny(dropout=dropout)
+        model = tiny(architecture=architecture, dropout=dropout)
         model.activation_checkpointing = activation_checkpointing
         torch.manual_seed(5)
         loss = model(random_tokens(65), random_tokens(65))

@@ -142,6 +142,8 @@ def peak_of_a_run(arguments: list[str], script: str) -> tuple[int, float, str]:
 
 MEMORY = {"logits": "--model.n_embd 192 --model.block_size 128 --eval.batch_size 16"}
 MEMORY |= {"activations": "--model.n_layer 6 --model.n_embd 256 --model.block_size 256"}
+MEMORY |= {kind: f"{MEMORY['activations']} --model.architecture {kind}" for kind in ("llama", "qwen3", "nanochat")}
+MEMORY["capped logits"] = f"{MEMORY['logits']} --model.architecture nanochat"
 
 
 @pytest.mark.slow
@@ -158,6 +160,7 @@ def test_memory_is_what_a_run_takes(corpus, tmp_path, case):
         assert code == 0
         if planned == pytest.approx(measured, rel=0.1):
             break
+    print(f"{case}: planned {planned / 1e6:.0f} MB, measured {measured / 1e6:.0f} MB")
     assert planned == pytest.approx(measured, rel=0.1)
 
 
@@ -211,14 +214,16 @@ def test_muon_keeps_one_moment_of_the_blocks_matrices():
     assert saving - fewer == pytest.approx(8 * 84_934_656), "it and its copy"
 
 
-def test_what_training_saves_is_what_autograd_saves():
+@pytest.mark.parametrize(("kind", "key_heads"), [("gpt2", None), ("llama", 2), ("qwen3", None), ("nanochat", None)])
+def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
     import torch
 
     from gpt2_ddp.model.gpt import GPT
     from gpt2_ddp.model.memory import _activations
 
     def saved(layers: int, dropout: float, half: bool) -> tuple[int, float]:
-        config = ModelConfig(n_layer=layers, n_head=4, n_embd=64, block_size=64, dropout=dropout)
+        config = ModelConfig(architecture=kind, n_layer=layers, n_head=4, n_kv_head=key_heads, n_embd=192)
+        config = config.model_copy(update={"block_size": 64, "dropout": dropout})
         model, storages = GPT(config, 128), {}
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
@@ -235,12 +240,13 @@ def test_what_training_saves_is_what_autograd_saves():
                 loss = model(tokens, tokens)
             kept = sum(size for _, size in storages.values())
             del loss
-        told = setting(kind="cpu", config=memory_config(config.model_dump()), precision="bf16" if half else "no")
-        return kept, sum(block.total for block in _activations(told, 128))
+        known = setting(kind="cpu", config=memory_config(config.model_dump()), precision="bf16" if half else "no")
+        return kept, sum(block.total for block in _activations(known, 128))
 
     for dropout, half in ((0.0, False), (0.1, False), (0.0, True)):
-        (one, told_one), (three, told_three) = (saved(layers, dropout, half) for layers in (1, 3))
-        assert three - one == pytest.approx(told_three - told_one, rel=0.03)
+        (one, known_one), (three, known_three) = (saved(layers, dropout, half) for layers in (1, 3))
+        rel = 0.03 if kind == "gpt2" else 0.06  # copies that SDPA or autocast may avoid
+        assert three - one == pytest.approx(known_three - known_one, rel=rel), (dropout, half)
 
 
 def plan_config(**changes: Any) -> PlanConfig:

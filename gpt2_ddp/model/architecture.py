@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Norm = Callable[[int], nn.Module]
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines, fp32 [T, Q / 2] or [B, 1, T, Q / 2]."""
+"""Cosines and sines, fp32 [T, 1, Q / 2] or [B, T, 1, Q / 2]."""
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -95,8 +95,9 @@ class Head(NamedTuple):
         """[..., C] -> [..., V]."""
         if self.soft_cap is None:
             return F.linear(x, self.weight, self.bias)
-        capped = self.soft_cap * torch.tanh(F.linear(x, self.weight).float() / self.soft_cap)
-        return capped if self.bias is None else capped + self.bias
+        share = torch.tanh(F.linear(x / self.soft_cap, self.weight).float())
+        bias = share.new_zeros(()) if self.bias is None else self.bias
+        return torch.add(bias, share, alpha=self.soft_cap)
 
 
 class Context(NamedTuple):
@@ -114,16 +115,15 @@ def rotation(config: ModelConfig, positions: Tensor) -> Rotation | None:
         return None
     size = config.n_embd // config.n_head
     frequencies = config.rope_theta ** (-torch.arange(0, size, 2, device=positions.device).float() / size)  # [Q / 2]
-    angles = positions[..., None].float() * frequencies  # [T, Q / 2] or [B, T, Q / 2]
-    angles = angles[:, None] if positions.dim() == 2 else angles
+    angles = positions[..., None, None].float() * frequencies  # [T, 1, Q / 2] or [B, T, 1, Q / 2]
     return angles.cos(), direction * angles.sin()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates pairs of features of x [B, H, T, Q] by the angles of their positions; in fp32."""
+    """Rotates pairs of features of x [B, T, H, Q] by the angles of their positions."""
     cos, sin = rotation
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class Attention(nn.Module):
@@ -146,13 +146,11 @@ class Attention(nn.Module):
         B, T, C = x.shape
         rotation, mask, cache = context
         q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # [B, T, C], 2 x [B, T, K·Q]
-        q, k, v = (y.view(B, T, -1, self.head_size).transpose(1, 2) for y in (q, k, v))  # [B, H or K, T, Q]
-        if rotation and self.rotates_first:
-            q, k = rotate(q, rotation), rotate(k, rotation)
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
-        if rotation and not self.rotates_first:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k, v = (y.view(B, T, -1, self.head_size) for y in (q, k, v))  # [B, T, H or K, Q]
+        if rotation:
+            q = self._rotated(q.float(), self.q_norm, rotation).type_as(v)
+            k = self._rotated(k.float(), self.k_norm, rotation).type_as(v)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # [B, H or K, T, Q]
         if cache is not None:
             k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, K, S, Q], [B, 1, T, S]
         dropout = self.dropout if self.training else 0.0
@@ -166,6 +164,12 @@ class Attention(nn.Module):
             y = flex_attention(q, k, v, block_mask=mask, enable_gqa=self.shares_keys)
         y = y.transpose(1, 2).reshape(B, T, C)  # [B, H, T, Q] -> [B, T, C]
         return F.dropout(self.c_proj(y), self.dropout, self.training)
+
+    def _rotated(self, x: Tensor, norm: nn.Module | None, rotation: Rotation) -> Tensor:
+        """Queries or keys in fp32 [B, T, H, Q], normalized and rotated in the architecture's order."""
+        if norm is None:
+            return rotate(x, rotation)
+        return norm(rotate(x, rotation)) if self.rotates_first else rotate(norm(x), rotation)
 
 
 def mlp_width(config: ModelConfig) -> int:

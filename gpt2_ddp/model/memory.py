@@ -5,9 +5,10 @@ On CPUs the estimate was compared with the measured peak; on GPUs with none.
 
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.model.architecture import ARCHITECTURES, Architecture, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import muon_matrices
 
@@ -31,6 +32,7 @@ class Setting:
         kind: cuda, cpu or mps. precision: no, bf16 or fp16.
         parameters, matrices, state: numbers in all, in what autocast copies, and in the optimizer state.
         vocab_size: rows of the head, padding included. micro_batch: windows per forward pass in training.
+        layer_tensors: parameter tensors of a block.
         base: bytes of a process with all libraries and no model.
         background: checkpoints are written from a copy in host memory. validates: there are evaluations.
     """
@@ -47,17 +49,28 @@ class Setting:
     base: float
     background: bool = False
     validates: bool = True
+    layer_tensors: int = 12
+
+    @property
+    def architecture(self) -> Architecture:
+        return ARCHITECTURES[self.config.model.architecture]
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number that matrix products read or write."""
+        return 4 if self.precision == "no" else 2
 
 
 def setting_of(
     config: TrainingConfig, model: GPT, kind: str, processes: int, precision: str, micro_batch: int = 1
 ) -> Setting:
     """Setting of a training on GPUs that evaluates and saves in the foreground. The model may be on the meta device."""
-    sizes = [(parameter.numel(), parameter.dim()) for parameter in model.parameters()]
-    parameters, matrices = sum(size for size, _ in sizes), sum(size for size, dim in sizes if dim > 1)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    matrices = model.num_parameters() - sum(p.numel() for p in model.parameters() if p.dim() == 1)
     state = 2 * parameters - sum(matrix.numel() for matrix in muon_matrices(model, config.optim))  # Muon has one number
     ids, base = model.wte.weight.size(0), CUDA_BASE * (1 + (processes > 1))
-    return Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base)
+    setting = Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base)
+    return replace(setting, layer_tensors=len([*model.h[0].parameters()]))
 
 
 def pick_micro_batch(
@@ -90,14 +103,17 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
     """Tensors that are alive at the peak of a training step, of an evaluation, and while a checkpoint is saved."""
     config, evaluated = setting.config, setting.config.eval.batch_size * setting.validates
     n, n_eval = (windows * config.model.block_size for windows in (setting.micro_batch, evaluated))
-    embedding, tensors = 4 * setting.vocab_size * config.model.n_embd, 12 * config.model.n_layer
+    embedding, tensors = 4 * setting.vocab_size * config.model.n_embd, setting.layer_tensors * config.model.n_layer
+    tables = 1 if setting.architecture.tied else 2
 
     def kept(part: str, copies: float, stays: bool = False, of_others: float | None = None) -> Moment:
-        """Copies of the parameters in fp32: the embedding, which is the largest, and the others."""
-        others, times = (4 * setting.parameters - embedding) / tensors, copies if of_others is None else of_others
-        return [Block(part, copies, embedding, stays), Block(part, times * tensors, others, stays)]
+        """Copies of the parameters in fp32: embedding and head, which are the largest, and the others."""
+        of_others = copies if of_others is None else of_others
+        largest = Block(part, copies * tables, embedding, stays)
+        return [largest, Block(part, of_others * tensors, others / tensors, stays)]
 
-    moments = (4 * setting.state - 2 * embedding) / (4 * setting.parameters - embedding)  # Muon has one for matrices
+    others = 4 * setting.parameters - tables * embedding
+    moments = (4 * setting.state - 2 * tables * embedding) / others  # Muon has one for matrices
     lasting = [*kept("weights", 1, True), *kept("moments", 2, True, moments)]
     if setting.background and setting.kind == "cpu":
         lasting += kept("checkpoint's copy", 3, True, of_others=1 + moments)
@@ -113,16 +129,25 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
 
 def _activations(setting: Setting, n: int) -> Moment:
     """Tensors that autograd saves for n tokens."""
-    config, half = setting.config.model, 4 if setting.precision == "no" else 2
+    config, kind, half = setting.config.model, setting.architecture, setting.number_bytes
     width, recomputed = n * config.n_embd, setting.config.train.activation_checkpointing
+    keys, wide, plain = width * config.key_heads / config.n_head, n * mlp_width(config), _plain_attention(setting)
     layers = 1 if recomputed else config.n_layer  # recomputed: a block's input is kept, one block at a time is whole
     saved = [  # the residual stream; inputs of matrix products and of nonlinear functions
         Block("activations", (1 if recomputed else 2) * config.n_layer + 3, 4 * width),
-        Block("activations", 3 * layers, width * half),  # LayerNorms' outputs, attention's
-        Block("activations", layers, 3 * width * (4 if _plain_attention(setting) else half)),  # queries, keys, values
-        Block("activations", 2 * layers, 4 * width * half),  # before and after GELU
+        Block("activations", 3 * layers, width * half),  # norms' outputs, attention's
+        Block("activations", layers, (width + 2 * keys) * (4 if plain else half)),  # queries, keys, values
+        Block("activations", (2 + 2 * kind.gated) * layers, wide * half),  # before and after the activation
     ]
-    if _plain_attention(setting):  # softmax, noise and their product; noise behind both branches, too
+    if kind.rotary and not plain:  # rotated queries and keys
+        saved += [Block("activations", layers, (width + keys) * half)]
+    # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
+    unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
+    saved += [Block("activations", 2 * layers * unfused, 4 * width)]
+    if kind.query_norm or kind.rotated_norm:  # its input, unless that is a part of queries and keys above
+        copies = unfused + bool(kind.rotated_norm or plain or half == 2)
+        saved += [Block("activations", copies * layers, 4 * (width + keys))]
+    if plain:  # softmax, noise and their product; noise behind both branches, too
         saved += [Block("activations", 3 * layers, _scores(setting, n)), Block("activations", 2 * layers, width * half)]
     elif config.dropout:
         saved += [Block("activations", 2 * layers, width)]  # a byte for each number
@@ -130,9 +155,10 @@ def _activations(setting: Setting, n: int) -> Moment:
 
 
 def _one_block(setting: Setting, n: int, trains: bool = False) -> Moment:
-    """Temporary tensors of a block, in evaluation or the backward pass: GELU's input and output or their gradients, and
-    gradients of attention scores."""
-    wide = Block("activations", 3, 4 * n * setting.config.model.n_embd * (4 if setting.precision == "no" else 2))
+    """Temporary tensors of a block, in evaluation or the backward pass: the activation's input and output or their
+    gradients, and gradients of attention scores."""
+    numbers, count = n * mlp_width(setting.config.model), 3 if setting.architecture.activation is gelu else 5
+    wide = Block("activations", count, numbers * setting.number_bytes)  # gelu's backward pass is one kernel
     return [wide, Block("activations", 4, _scores(setting, n))] if trains and _plain_attention(setting) else [wide]
 
 
@@ -146,14 +172,14 @@ def _scores(setting: Setting, n: int) -> float:
 
 
 def _logits(setting: Setting, n: int, trains: bool = False) -> Moment:
-    """fp32: logits and log-softmax, and in the backward pass the gradients of both and log-softmax. In half
-    precision: logits in half and in fp32, and log-softmax."""
+    """fp32: logits and log-softmax; in the backward pass the gradients of both and log-softmax, and tanh of capped
+    logits. In half precision: logits in half and in fp32, and log-softmax."""
     chunk, head = min(n, resolve_loss_chunk(setting.config.train.loss_chunk, setting.kind) or n), []
     if trains and chunk < n:  # the loss computes the head's gradient
         head = [Block("logits", 1, 4 * setting.vocab_size * setting.config.model.n_embd)]
     numbers = chunk * setting.vocab_size
     if trains:
-        return [Block("logits", 3, 4 * numbers), *head]
+        return [Block("logits", 3 + (setting.architecture.soft_cap is not None), 4 * numbers), *head]
     half = [Block("logits", 1, 2 * numbers)] if setting.precision != "no" else []
     return [*half, Block("logits", 2, 4 * numbers)]
 

@@ -109,6 +109,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
     digests = [row["order_digest"] for row in run.rows if row.get("order_digest")]
     gpt = {
         "MFU (median)": _number(run.median("mfu"), ".1%"),
+        "architecture": _text(setting("model.architecture", "gpt2")),
         " / ".join(SHAPE): " / ".join(_text(setting(f"model.{name}")) for name in SHAPE),
         "global batch (tokens)": _number(setting("train.global_batch_tokens")),
     }
@@ -123,7 +124,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "best validation loss": _validation(run, best),
         f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
         "time in training steps": _training_time(run),
-        "parameters (without positions)": _number(run.parameters),
+        "parameters": _number(run.parameters),
         **(gpt if run.unit == "tokens" else job),
         "learning rate": _text(setting("optim.lr")),
         "seed": _text(setting("seed")),

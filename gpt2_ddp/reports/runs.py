@@ -38,7 +38,7 @@ class RunRecord:
     config: Row  # config.yaml, flat, with dotted keys
     status: Row
     samples: list[Row]
-    parameters: int | None  # without position embeddings, in the newest checkpoint; None without one
+    parameters: int | None  # in the newest checkpoint; None without one
     tokenizer: str | None  # its SHA-256, by that checkpoint
     notes: list[str]  # omitted parts
     unit: str  # tokens or samples
@@ -171,12 +171,12 @@ def _read_mapping(file: Path, notes: list[str]) -> Row:
 
 
 def _read_checkpoint(folder: Path) -> tuple[int | None, str | None]:
-    """Parameters (no position embeddings) and the tokenizer's SHA-256, by the newest checkpoint; None if unknown."""
+    """Parameters and the tokenizer's SHA-256, by the newest checkpoint; None if unknown."""
     parameters, tokenizer = None, None
     for newest in list_checkpoints(folder / "checkpoints")[-1:]:
         with suppress(OSError, SafetensorError), safe_open(newest / MODEL, framework="numpy") as tensors:
-            names = [name for name in tensors.keys() if name != "wpe.weight"]  # noqa: SIM118, it is not a dict
-            parameters = sum(math.prod(tensors.get_slice(name).get_shape()) for name in names)  # by the header alone
+            shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118, it is not a dict
+            parameters = sum(map(math.prod, shapes))
         with suppress(OSError, ValueError, AttributeError):
             tokenizer = json.loads((newest / STATE).read_bytes()).get("tokenizer_sha256")
     return parameters, tokenizer
