@@ -280,7 +280,7 @@ EARLY: dict[str, tuple[Callable[[Path], object], dict[str, Any], list[str]]] = {
                                    mlp_bias=True, head_dim=32), {},
      ["head_dim: 32; only 16 is supported", "hidden_act: \"gelu\"", "rms_norm_eps: 1e-05", "attention_bias: true",
       "mlp_bias: true", "tie_word_embeddings: true"]),
-    "llama: no size": (fields(hidden_size=None), {}, ["has hidden_size: null, which is not a size; correct its config.json"]),
+    "llama: no size": (fields(hidden_size=None), {}, ["has hidden_size: null, which is not a size; correct its"]),
     "qwen3: a window": (fields(use_sliding_window=True), {}, ["use_sliding_window: true; only false is supported"]),
     "nanochat: no cap": (fields(final_logit_softcapping=None), {}, ["final_logit_softcapping: null; only 15.0 is"]),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), {}, ["config.json: cannot be read"]),
