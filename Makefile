@@ -32,7 +32,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt
 	$(call install,requirements-dev.txt)
 	@touch $@
 
-train: $(VENV)/.installed  ## train the default model on the built-in corpus; ARGS="--train.steps 500" adds flags
+train: $(VENV)/.installed  ## train configs/gpt2_stdlib.yaml, the default, on the built-in corpus; ARGS="--train.steps 500" adds flags
 	@$(BIN)/python scripts/train_gpt2.py $(ARGS)
 
 speedrun: $(VENV)/.installed  ## train the speedrun's model (280 s on two cores), score and verify it; docs/speedrun.md has the rules
