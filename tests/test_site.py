@@ -88,8 +88,8 @@ def test_a_long_sentence_is_found():
 
 
 def test_readme_is_short():
-    for name in ("README.md", "README.zh-CN.md"):
-        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= 150
+    for name, lines in (("README.md", 150), ("README.zh-CN.md", 160)):  # Chinese has a section more
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
 def test_anchors_are_those_of_headings(tmp_path):
