@@ -178,7 +178,7 @@ def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project
     slurm.wait("a step of srun", lambda: slurm("squeue", "-h", "--steps", f"{again}.0"))
     slurm("scancel", "--batch", "--signal=USR1", again)
     assert slurm.ended(again) == "FAILED", said(project)
-    assert "it was stopped before it saved anything" in said(project)
+    assert "the job was stopped before its first checkpoint" in said(project)
     assert slurm.job(again)["Restarts"] == "0"
     hurry(project)
     assert slurm.ended(slurm.sbatch(project)) == "COMPLETED"
