@@ -5,12 +5,13 @@ README alone; elsewhere two ranks of its script are forked. One that cannot run 
 reason, what it needs into `stand_ins` of test_docs.py, and a flag that makes its script small enough into SMALLER.
 """
 
+import importlib.util
 import re
-import runpy
 import shlex
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gpt2_ddp.config import cli
 
@@ -164,23 +165,23 @@ def _of_block(page: str, language: str, block: list[tuple[int, str]]) -> list[Pa
     return found
 
 
-def configuration(script: Path) -> tuple[type, cli.Default]:
-    """What a script reads its command line with."""
-    found = []
-    kept, cli.run_command = cli.run_command, lambda command, main, default=None: found.append((command, default))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        cli.run_command = kept
-    return found[0]
+@cache
+def load_docs(name: str) -> Any:
+    """A Python file of docs/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def parse_script(words: list[str], text: str, folder: Path) -> None:
     script, *flags = words
     assert (ROOT / script).is_file(), f"{text}: no {script}"
-    if "run_command" not in (ROOT / script).read_text():
+    if not (found := load_docs("reference").command_of(ROOT / script)):
         return  # a program without flags: that it takes the command is shown where the command is run
-    command, default = configuration(ROOT / script)
+    command, default = found
     for flag, value in pairwise(flags):
         if flag == "--config" and not (ROOT / value).exists() and not (folder / value).exists():
             assert value.startswith("runs/"), f"{text}: no {value}"  # a run's own

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
-from pages import ROOT, configuration, parse_script
+from pages import ROOT, load_docs, parse_script
 
 from gpt2_ddp.config import cli
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
@@ -137,7 +137,7 @@ def check_launch(words: list[str], folder: Path) -> None:
 
 
 def _loaded(script: list[str]) -> tuple[Any, list[str], Any]:
-    command, default = configuration(ROOT / script[0])
+    command, default = load_docs("reference").command_of(ROOT / script[0])
     return command, script[1:], default
 
 

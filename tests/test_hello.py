@@ -22,6 +22,12 @@ def test_it_is_short_and_stands_alone(script):
     assert "gpt2_ddp" not in text
 
 
+def test_the_pages_have_the_length_of_the_program():
+    lines = len(SCRIPTS[0].read_text().splitlines())
+    for page, text in (("first-steps.md", f"It has {lines} lines."), ("first-steps.zh-CN.md", f"它有 {lines} 行")):
+        assert text in (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)

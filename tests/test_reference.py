@@ -1,7 +1,6 @@
 """The reference pages: configuration.md and commands.md equal what the code gives; files.md names every key."""
 
 import ast
-import importlib.util
 import json
 import re
 import signal
@@ -9,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from pages import load_docs
 
 from gpt2_ddp.checkpoint.metrics import SHOWN, Sample
 from gpt2_ddp.data.manifest import Manifest, Shard
@@ -23,16 +23,7 @@ FILES = (ROOT / "docs/files.md").read_text(encoding="utf-8")
 UNITS = ("tokens", "samples")
 
 
-def load_reference():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/reference.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-REFERENCE = load_reference()
+REFERENCE = load_docs("reference")
 
 
 @pytest.mark.parametrize("page", REFERENCE.PAGES)

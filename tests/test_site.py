@@ -1,6 +1,5 @@
 """The documentation as a whole: links and anchors, mkdocs.yml's navigation, and figures that other files have, too."""
 
-import importlib.util
 import os
 import re
 from collections import Counter
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pages import load_docs
 
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import padding_rows, split_batch
@@ -19,16 +19,7 @@ PAGES = [ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.
 TARGETS = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 
 
-def load_hook():
-    spec = importlib.util.spec_from_file_location("site_hook", ROOT / "docs/site_hook.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HOOK = load_hook()
+HOOK = load_docs("site_hook")
 
 
 def without_code(page: Path) -> str:
