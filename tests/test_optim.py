@@ -141,13 +141,13 @@ def test_an_orthogonal_matrix(shape, dtype):
     """About U·Vᵀ: all singular values near 1, the directions those of the matrix; of zeros, zeros."""
     torch.manual_seed(0)
     matrix = torch.randn(shape)
-    found = orthogonal(matrix, dtype).float()
+    found = orthogonal(torch.stack([torch.randn(shape), matrix]), dtype)[1].float()
     values = torch.linalg.svdvals(found)
     assert values.min() > 0.5
     assert values.max() < 1.3
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
     assert torch.nn.functional.cosine_similarity(found.flatten(), (u @ v).flatten(), dim=0) > 0.95
-    assert not orthogonal(torch.zeros(shape), dtype).any()
+    assert not orthogonal(torch.zeros(2, *shape), dtype).any()
 
 
 @pytest.mark.parametrize("decades", [0, 3, 6])
@@ -166,7 +166,15 @@ def test_the_fp32_iteration_rounds_less_than_sending_in_bf16_does(shape, decades
     def error(found: torch.Tensor) -> float:
         return ((found.double() - exact).norm() / exact.norm()).item()
 
-    assert error(orthogonal(matrix.float(), torch.float32)) < 5e-4 < error(exact.bfloat16())
+    assert error(orthogonal(matrix.float()[None], torch.float32)[0]) < 5e-4 < error(exact.bfloat16())
+
+
+def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
+    monkeypatch.setattr(muon, "TOGETHER", 3 * 8)
+    matrices = [torch.zeros(shape) for shape in ((2, 4), (4, 2), (2, 4), (2, 4), (2, 4), (6, 6), (4, 2))]
+    assert muon.batches(matrices, range(7), torch.bfloat16) == [[0, 2, 3], [1, 6], [4], [5]]
+    assert muon.batches(matrices, range(1, 7, 2), torch.bfloat16) == [[1], [3], [5]]
+    assert muon.batches(matrices, range(2, 5), torch.float32) == [[2], [3], [4]]
 
 
 @pytest.mark.parametrize("has", [True, False])

@@ -1,6 +1,7 @@
 """Muon (Jordan et al., 2024) for matrices and AdamW for everything else, as one optimizer."""
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from gpt2_ddp.distributed.launch import multiplies_bf16
 
 STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 """Newton-Schulz iteration by Jordan: singular values end between about 0.7 and 1.2."""
+TOGETHER = 2**22
+"""Most elements of matrices that are orthogonalized together."""
 
 
 class Muon(AdamW):
@@ -32,19 +35,21 @@ class Muon(AdamW):
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         dtype = torch.bfloat16 if multiplies_bf16(group["params"][0].device) else torch.float32
         bad = getattr(self, "found_inf", torch.zeros((), device=group["params"][0].device)).bool()
-        updates, sent = [], []
-        for number, parameter in enumerate(parameters):
+        moments: list[Tensor] = []
+        sent: list[Any] = []
+        for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            moment = self.state[parameter]["momentum_buffer"]
-            grad = torch.where(bad, moment, parameter.grad)  # lerp to itself keeps the moment
-            moment.lerp_(grad, 1 - momentum)
-            update = torch.empty_like(parameter, dtype=torch.bfloat16)
-            if number % world == rank:
-                update.copy_(orthogonal(grad.lerp(moment, momentum), dtype))
-            if world > 1:
-                sent.append(dist.broadcast(update, number % world, async_op=True))
-            updates.append(update)
+            moments.append(self.state[parameter]["momentum_buffer"])
+            grad = torch.where(bad, moments[-1], parameter.grad)  # lerp to itself keeps the moment
+            moments[-1].lerp_(grad, 1 - momentum)
+        updates = [torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in parameters]
+        for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
+            matrices = torch.stack([parameters[n].grad.lerp(moments[n], momentum) for n in numbers])
+            for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
+                updates[number].copy_(update)
+        if world > 1:
+            sent = [dist.broadcast(update, n % world, async_op=True) for n, update in enumerate(updates)]
         for work in sent:
             work.wait()
         for parameter, update in zip(parameters, updates, strict=True):
@@ -54,22 +59,36 @@ class Muon(AdamW):
         return False
 
 
-def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """About U·Vᵀ of a matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [A, B] -> [A, B].
+def batches(matrices: Sequence[Tensor], numbers: Iterable[int], dtype: torch.dtype) -> list[list[int]]:
+    """The numbers of matrices to orthogonalize together: of one shape and, in bf16, `TOGETHER` elements at most. Small
+    products fill a processor better in a batch. In fp32 each matrix is alone, which keeps earlier releases' bits."""
+    found: list[list[int]] = []
+    last: dict[torch.Size, list[int]] = {}
+    for number in numbers:
+        shape, size = matrices[number].shape, matrices[number].numel()
+        if dtype == torch.float32 or (len(last.get(shape, ())) + 1) * size > TOGETHER or shape not in last:
+            found.append([])
+            last[shape] = found[-1]
+        last[shape].append(number)
+    return found
+
+
+def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """About U·Vᵀ of each matrix U·S·Vᵀ, by the Newton-Schulz iteration in this dtype: [N, A, B] -> [N, A, B].
 
     Each step multiplies X by a polynomial of X·Xᵀ. For an oblong X in fp32, the polynomials' product is computed first
     and multiplies X once: half of the arithmetic. bf16 is too coarse for that, as singular values are squared first.
     """
     a, b, c = COEFFICIENTS
-    x = (matrix.T if matrix.size(0) > matrix.size(1) else matrix).to(dtype)
-    x = x / x.norm().clamp(min=1e-7)
-    if dtype == torch.float32 and x.size(1) > 1.5 * x.size(0):  # nearer to a square, it takes more arithmetic
-        x = _product_of_polynomials(x @ x.T) @ x
+    x = (matrices.mT if matrices.size(1) > matrices.size(2) else matrices).to(dtype)
+    x = x / torch.stack([one.norm() for one in x])[:, None, None].clamp(min=1e-7)
+    if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1):  # nearer to a square, it takes more arithmetic
+        x = torch.stack([_product_of_polynomials(one @ one.T) @ one for one in x])
     else:
         for _ in range(STEPS):
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.size(0) > matrix.size(1) else x
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrices.size(1) > matrices.size(2) else x
 
 
 def _product_of_polynomials(gram: Tensor) -> Tensor:
