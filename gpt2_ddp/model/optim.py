@@ -2,34 +2,51 @@
 
 import inspect
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
 
+STATE_NUMBERS = "state_numbers"
+"""Key of a parameter group: numbers in the optimizer state for each number of its parameters, for estimates; else 2."""
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """The optimizer over the plain model. Matrices and embeddings decay; biases and LayerNorms do not.
 
-    Fused AdamW. With `muon`, the blocks' matrices (`h.*`) are a group of Muon at `relative_lr` times the learning rate.
-    """
-    matrices = muon_matrices(model, config)
-    known = set(matrices)
-    others = [p for p in model.parameters() if p.requires_grad and p not in known]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    kind: type[AdamW] = AdamW
-    if matrices:
-        from gpt2_ddp.model.muon import Muon as kind
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimizer over the plain model."""
+    return OPTIMIZERS[config.name](model, config)
 
-        muon = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, **muon})
+
+def adamw(model: nn.Module, config: OptimConfig, kind: type[AdamW] = AdamW, matrices: Any = None) -> Optimizer:
+    """Fused AdamW. `kind` is a subclass, and `matrices` is the group that it steps in its own way."""
+    own = set(matrices["params"]) if matrices else set()
+    groups = decay_groups((p for p in model.parameters() if p not in own), config) + [matrices] * bool(own)
     return without_dynamo(kind)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """Muon for the blocks' matrices (`h.*`), at `relative_lr` times the learning rate, and AdamW for the others."""
+    from gpt2_ddp.model.muon import Muon
+
+    own = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
+    matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, **own}
+    return adamw(model, config, Muon, matrices)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {"adamw": adamw, "muon": muon}
+"""The function that builds each optimizer, by `optim.name`."""
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], config: OptimConfig) -> list[dict[str, Any]]:
+    """Groups of the trained parameters. Matrices and embeddings decay; biases and LayerNorms do not."""
+    trained = [p for p in parameters if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 def without_dynamo(kind: Any) -> Any:
@@ -39,12 +56,15 @@ def without_dynamo(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
-def muon_matrices(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
-    """Parameters of Muon's group; empty for AdamW. The largest come first, which balances the ranks."""
-    if config.name != "muon":
-        return []
+def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of Muon's group. The largest come first, which balances the ranks."""
     matrices = [p for name, p in model.named_parameters() if name.startswith("h.") and p.dim() == 2 and p.requires_grad]
     return sorted(matrices, key=Tensor.numel, reverse=True)
+
+
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the step of the optimizer reads `found_inf` on the device, as fused kernels do."""
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def lr_at(step: int, config: OptimConfig) -> float:
