@@ -47,7 +47,7 @@ def main() -> None:
         from gpt2_ddp.config.cli import run_command
 
         sys.argv = [name, *flags]
-        run_command(jobs[name], start_job)
+        run_command(jobs[name], "gpt2_ddp.tasks.command:start_job")
     if name not in scripts:
         hint = f"unknown script{nearest(name, [*scripts, *jobs])}"
         print(f"error: {UserError('script', name, hint)}", file=sys.stderr)
@@ -62,26 +62,6 @@ def jobs_without_script(scripts: Container[str]) -> "dict[str, type[JobConfig]]"
 
     found = {f"train_{job.kind}": job for job in JobConfig.__subclasses__()}
     return {name: job for name, job in found.items() if name not in scripts}
-
-
-def start_job(config: "JobConfig") -> int:
-    """Trains a small job in `launch.processes` processes; the exit code."""
-    from gpt2_ddp.distributed.environment import exit_code
-    from gpt2_ddp.distributed.spawn import run_processes
-
-    return exit_code(run_processes(train_job, config.launch.processes, config))
-
-
-def train_job(config: "JobConfig") -> str:
-    """Trains a small job, and prints its scores on the main process; the outcome."""
-    from gpt2_ddp.distributed.environment import is_main_process
-    from gpt2_ddp.tasks.jobs import run_job
-
-    result = run_job(config)
-    if result.outcome == "completed" and is_main_process():
-        scores = [f"{name} {value:.4g}" for name, value in result.metrics.items() if name.startswith("val_")]
-        print(f"{', '.join(scores)}, {result.seconds:.1f} s")
-    return result.outcome
 
 
 def _summary(script: Path) -> str:
