@@ -1,4 +1,5 @@
-"""Runs the scripts by name, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`.
+"""Runs the scripts by name, from any folder: `gpt2-ddp SCRIPT` is `python scripts/SCRIPT.py`. A small job needs no
+script: `gpt2-ddp train_KIND` trains it.
 
 gpt2-ddp train_gpt2 --data.path data/mine
 accelerate launch -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
@@ -8,11 +9,16 @@ torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
 import ast
 import runpy
 import sys
+from collections.abc import Container
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt2_ddp.config.base import nearest
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
+
+if TYPE_CHECKING:
+    from gpt2_ddp.config.jobs import JobConfig
 
 GROUPS = {
     "train": ("prepare_data", "train_gpt2", "train_classifier", "train_regression", "train_transformer"),
@@ -28,17 +34,34 @@ def main() -> None:
     """Runs the script named by the first word of the command line. The other words are its arguments."""
     scripts = {file.stem: file for file in sorted((PROJECT / "scripts").glob("*.py"))}
     name, *flags = sys.argv[1:] or ["--help"]
+    jobs = {} if name in scripts else jobs_without_script(scripts)
     if name in ("-h", "--help"):
         print("usage: gpt2-ddp SCRIPT [--help] ...")
         for group, members in GROUPS.items():
-            print(f"\n{group}:", *(f"{name:20}{_summary(scripts[name])}" for name in members), sep="\n  ")
+            lines = [f"{name:20}{_summary(scripts[name])}" for name in members]
+            lines += [f"{name:20}{job.__doc__}" for name, job in jobs.items() if group == "train"]
+            print(f"\n{group}:", *lines, sep="\n  ")
         print(f"\n--config also accepts the name of a file in {PROJECT / 'configs'}")
         return
+    if name in jobs:
+        from gpt2_ddp.config.cli import run_command
+
+        sys.argv = [name, *flags]
+        run_command(jobs[name], "gpt2_ddp.tasks.command:start_job")
     if name not in scripts:
-        print(f"error: {UserError('script', name, f'unknown script{nearest(name, list(scripts))}')}", file=sys.stderr)
+        hint = f"unknown script{nearest(name, [*scripts, *jobs])}"
+        print(f"error: {UserError('script', name, hint)}", file=sys.stderr)
         sys.exit(2)
     sys.argv = [str(scripts[name]), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def jobs_without_script(scripts: Container[str]) -> "dict[str, type[JobConfig]]":
+    """The configurations of small jobs that have no script, by `train_KIND`."""
+    from gpt2_ddp.config.jobs import JobConfig
+
+    found = {f"train_{job.kind}": job for job in JobConfig.__subclasses__()}
+    return {name: job for name, job in found.items() if name not in scripts}
 
 
 def _summary(script: Path) -> str:

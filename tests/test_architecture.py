@@ -171,7 +171,7 @@ def test_flops_count_every_matrix_product_once(kind, key_heads):
 @ours_too
 def test_muon_has_the_matrices_of_the_blocks(kind, key_heads):
     model = make(kind, key_heads)
-    assert len(muon_matrices(model, OptimConfig(name="muon"))) == 3 * 4
+    assert len(muon_matrices(model)) == 3 * 4
 
 
 @pytest.mark.filterwarnings("error")

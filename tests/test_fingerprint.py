@@ -11,7 +11,7 @@ from commands import expect_error
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.preparation import source_files
+from gpt2_ddp.preparation import row_sources, source_files
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.source_files import RECORD
@@ -122,7 +122,8 @@ def test_another_python_has_another_library(texts, monkeypatch):
 
 def test_a_dataset_on_the_hub_has_a_commit(tmp_path, monkeypatch):
     commits = iter(["a" * 40, "a" * 40, None, "b" * 40])
-    monkeypatch.setattr(source_files, "_commit", lambda _: next(commits))
+    hub = row_sources.RowSource(row_sources.hub_rows, lambda _: next(commits))
+    monkeypatch.setitem(row_sources.ROW_SOURCES, "hub", hub)
     here = config("hub:owner/name")
     (tmp_path / "out").mkdir()
     was = source_files.record_source(tmp_path / "out", here)

@@ -1,5 +1,6 @@
 """lm-eval on an exported model, by the command and the description in docs/evaluation.md, against our own scoring."""
 
+import heapq
 import importlib.util
 import json
 import os
@@ -14,13 +15,19 @@ import torch
 import yaml
 from hellaswag import SENTENCES, made_items, write
 from ranks import run_ranks
+from runs import train, training_config
 from safetensors.torch import save_file
 
+from gpt2_ddp.config.cli import load as load_config
+from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
+from gpt2_ddp.export import check
+from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import to_transformers, transformers_config
 from gpt2_ddp.scoring import Answers, ItemSet, answer, judge, load_sets
+from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=128)
 LM_EVAL = Path(sys.executable).with_name("lm_eval")
@@ -98,23 +105,56 @@ def load(corpus: Path, files: list[Path]) -> list[ItemSet]:
     return load_sets(names, None, tokenizer, SHAPE.block_size, lambda: pytest.fail("not needed"))
 
 
+NAMES = ("hellaswag", "items", "bare", "lambada")
+
+
+def lm_eval_of(exported: Path, page: str, folder: Path) -> dict[str, dict[str, float]]:
+    """The results of the page's command for each of the local tasks; samples are in `folder`."""
+    command = next(line for line in page.splitlines() if line.startswith("lm_eval ") and "--include_path" in line)
+    words = command.replace("EXPORT", str(exported)).split()
+    words = [",".join(f"local_{name}" for name in NAMES) if word == "local_items" else word for word in words]
+    words += ["--output_path", "found", "--log_samples"]
+    env = os.environ | {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "DISABLE_MULTIPROC": "1"}
+    subprocess.run([LM_EVAL, *words[1:]], cwd=folder, env=env, check=True, timeout=570)
+    (results,) = (folder / "found").rglob("results_*.json")
+    return json.loads(results.read_text())["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
+def test_lm_eval_says_the_same_of_an_exported_llama(corpus, tmp_path, monkeypatch):
+    """A run's checkpoint, as `evaluate.py` scores it, and its export."""
+    page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text(encoding="utf-8")
+    local_tasks(tmp_path / "local", page)
+    changes = {"model": {"architecture": "llama", "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32}}
+    changes["model"]["block_size"] = 128
+    config = training_config(corpus, tmp_path, changes | {"train.global_batch_tokens": 12 * 128, "optim.lr": 0.03})
+    run_ranks(train, 1, config)
+    monkeypatch.setattr(check, "library_files", lambda: [Path(heapq.__file__)])
+    assert export_hf(load_config(ExportConfig, [str(tmp_path / "run"), "--output", str(tmp_path / "export")])) == 0
+    theirs = lm_eval_of(tmp_path / "export", page, tmp_path)
+    tasks = tuple(str(tmp_path / f"local/{name}.jsonl") for name in NAMES)
+    settings = {"checkpoint": str(tmp_path / "run"), "output": str(tmp_path / "scores"), "device": "cpu"}
+    run_ranks(evaluate_checkpoint, 1, EvaluateConfig.model_validate(settings | {"tasks": tasks}))
+    for name in NAMES:
+        found = json.loads((tmp_path / f"scores/{name}.json").read_text())
+        said = {key.removesuffix(",none"): value for key, value in theirs[f"local_{name}"].items()}
+        shared = [metric for metric in ("acc", "acc_norm", "perplexity") if metric in found]
+        assert shared
+        assert {metric: found[metric] for metric in shared} == pytest.approx(
+            {metric: said[metric] for metric in shared}, rel=1e-4
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed")
 def test_lm_eval_says_the_same_of_the_export(corpus, tmp_path):
     """200 items of HellaSwag's schema and others; some have contexts longer than the model's, or none."""
     page = (Path(__file__).parent.parent / "docs/evaluation.md").read_text(encoding="utf-8")
     local_tasks(tmp_path / "local", page)
-    names = ("hellaswag", "items", "bare", "lambada")
-    files = [tmp_path / f"local/{name}.jsonl" for name in names]
-    command = next(line for line in page.splitlines() if line.startswith("lm_eval ") and "--include_path" in line)
-    words = command.replace("EXPORT", str(export(tmp_path / "export", corpus))).split()
-    words = [",".join(f"local_{name}" for name in names) if word == "local_items" else word for word in words]
-    words += ["--output_path", "found", "--log_samples"]
-    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    env |= {"CUDA_VISIBLE_DEVICES": "", "DISABLE_MULTIPROC": "1"}
-    subprocess.run([LM_EVAL, *words[1:]], cwd=tmp_path, env=env, check=True, timeout=570)
-    (results,) = (tmp_path / "found").rglob("results_*.json")
-    theirs = json.loads(results.read_text())["results"]
+    files = [tmp_path / f"local/{name}.jsonl" for name in NAMES]
+    theirs = lm_eval_of(export(tmp_path / "export", corpus), page, tmp_path)
 
     alone, *others = (run_ranks(ours, world, corpus, files) for world in (1, 2, 3))
     for ranks in others:

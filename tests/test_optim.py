@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from gpt2_ddp.distributed.launch import build_accelerator, multiplies_bf16
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
-from gpt2_ddp.model.optim import build_optimizer, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.model.optim import OPTIMIZERS, build_optimizer, lr_at, muon_matrices, schedule_note
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.optimizer import GuardedOptimizer, RunningStatistics
 
@@ -91,10 +92,10 @@ def test_what_may_surprise_about_a_schedule_is_said(changes, step, steps, words)
     assert bool(note) == bool(words)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_matrices_and_embeddings_decay(name):
     model = GPT(TINY, 100)
-    optimizer = build_optimizer(model, OptimConfig(name=name, weight_decay=0.1))
+    optimizer = build_optimizer(model, OptimConfig.model_validate({"name": name, "weight_decay": 0.1}))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.0 if "ln_" in name or name.endswith("bias") else 0.1), name
@@ -192,21 +193,24 @@ def test_muon_iterates_in_bf16_where_the_device_has_instructions_for_it(has, mon
 
 def test_muon_steps_the_largest_first_and_no_embedding():
     model = GPT(TINY, 100)
-    matrices = muon_matrices(model, OptimConfig(name="muon"))
+    matrices = muon_matrices(model)
     assert [tuple(p.shape) for p in matrices] == [(32, 8), (8, 32), (24, 8), (8, 8)]
-    assert muon_matrices(model, OptimConfig()) == []
+    assert len(build_optimizer(model, OptimConfig()).param_groups) == 2
 
 
 def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]]:
     """Those that read `found_inf`, and some that do not."""
     return {
-        "adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
         "adam": lambda parameters: torch.optim.Adam(parameters, fused=True),
         "sgd": lambda parameters: build_job_optimizer(_Holds(parameters), JobOptimConfig(momentum=0.9), 0.1),
         "plain adamw": lambda parameters: torch.optim.AdamW(parameters, fused=False),
         "plain sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
-        "muon": lambda parameters: build_optimizer(_Holds(parameters), OptimConfig(name="muon")),
+        **{name: partial(_build, name) for name in OPTIMIZERS},
     }
+
+
+def _build(name: str, parameters: list[torch.nn.Parameter]) -> Optimizer:
+    return build_optimizer(_Holds(parameters), OptimConfig.model_validate({"name": name}))
 
 
 class _Holds(torch.nn.Module):
@@ -288,13 +292,13 @@ def test_the_search_for_a_scale_is_not_bad():
     assert optimizer.norms.state_dict()[0] == 51
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_frozen_parameters_are_in_no_group(name):
     model = GPT(TINY, 100)
     frozen = [p for key, p in model.named_parameters() if key.endswith(("ln_1.weight", "c_fc.weight", "wpe.weight"))]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    groups = build_optimizer(model, OptimConfig(name=name)).param_groups
+    groups = build_optimizer(model, OptimConfig.model_validate({"name": name})).param_groups
     stepped = {id(p) for group in groups for p in group["params"]}
     assert len(frozen) == 3
     assert stepped == {id(p) for p in model.parameters() if p.requires_grad}
@@ -348,7 +352,7 @@ def test_a_schedule_that_ends_within_a_twentieth_of_its_last_rate_needs_no_note(
     assert "the schedule at step 700" in schedule_note(0, 606, config)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_numbers_that_an_optimizer_keeps(name):
     from gpt2_ddp.config.training import TrainingConfig
     from gpt2_ddp.model.memory import setting_of

@@ -37,7 +37,7 @@ SCRIPT_OF_FIELD = {
     "data.weight": "train_regression.py",
     "data.sequences": "train_transformer.py",
     "data.name": "train_classifier.py",
-    "train.global_batch_size": "train_classifier.py, train_regression.py or train_transformer.py",
+    "train.global_batch_size": "a small job, like train_classifier.py",
 }
 """The training script of a configuration file with this field; the first match counts."""
 

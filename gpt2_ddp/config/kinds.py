@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from gpt2_ddp.config.base import complete, flat
-from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.config.base import complete, flat, leaves
+from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 
-CONFIGS: dict[str, type[RunConfig]] = {
-    config.kind: config for config in (TrainingConfig, RegressionConfig, ClassifierConfig, TransformerConfig)
-}
+CONFIGS: dict[str, type[RunConfig]] = {config.kind: config for config in (TrainingConfig, *JobConfig.__subclasses__())}
 
 
 def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
@@ -27,7 +25,6 @@ def read_config(kind: str, saved: dict[str, Any], place: object) -> RunConfig:
 
 
 def guess_kind(saved: dict[str, Any]) -> str:
-    """The kind of a run whose config.yaml holds `saved`, by a field that no other kind has."""
-    marks = {"train.global_batch_tokens": "gpt2", "data.weight": "regression", "data.sequences": "transformer"}
-    fields = flat(saved)
-    return next((kind for field, kind in marks.items() if field in fields), "classifier")
+    """The kind of a run whose config.yaml holds `saved`: the one with the fewest other fields."""
+    fields = flat(saved).keys()
+    return min(CONFIGS, key=lambda kind: len(fields ^ dict(leaves(CONFIGS[kind])).keys()))

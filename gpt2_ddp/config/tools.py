@@ -69,7 +69,8 @@ class PrepareConfig(Command):
         if self.source.startswith("hub:"):
             name = self.source.rpartition("/")[2]
             return f"data/{name}-{self.subset}" if self.subset else f"data/{name}"
-        parts = takewhile(lambda part: not set(part) & set("*?["), Path(self.source).parts)
+        path = re.sub(r"^\w+:", "", self.source)
+        parts = takewhile(lambda part: not set(part) & set("*?["), Path(path).parts)
         return f"data/{Path(*parts).stem or 'text'}"
 
     @field_validator("encoding")

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -127,10 +127,15 @@ class ModelConfig(Section):
         return self.bias and self.architecture == "gpt2"
 
 
+Optimizers = Literal["adamw", "muon"]
+OPTIMIZERS = get_args(Optimizers)
+"""Optimizers of a GPT. A field like `muon_lr` belongs to one of them."""
+
+
 class OptimConfig(ClipConfig):
     """The optimizer and its schedule"""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Optimizers = "adamw"
     """optimizer: AdamW, fused; or Muon for the matrices of the blocks, and AdamW for everything else"""
     lr: float = Field(default=6e-4, gt=0)
     """peak learning rate"""
@@ -308,10 +313,10 @@ class TrainingConfig(RunConfig):
             yield "train.branch_from", train.branch_from, hint
         if optim.min_lr > optim.lr:
             yield "optim.min_lr", optim.min_lr, f"should be at most optim.lr ({optim.lr})"
-        for name in ("muon_lr", "muon_momentum"):
-            given = getattr(optim, name)
-            if optim.name != "muon" and given != OptimConfig.model_fields[name].default:
-                yield f"optim.{name}", given, "is for --optim.name muon only; add that flag, or remove this one"
+        for name, field in OptimConfig.model_fields.items():
+            owner, given = name.partition("_")[0], getattr(optim, name)
+            if owner in OPTIMIZERS and owner != optim.name and given != field.default:
+                yield f"optim.{name}", given, f"is for --optim.name {owner} only; add that flag, or remove this one"
         yield from self._mixture_mistakes()
         end = optim.decay_steps
         if end is not None and optim.warmup_steps >= end:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, SHORT, Architecture, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
-from gpt2_ddp.model.optim import muon_matrices
+from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer, reads_found_inf
 
 HEAP = 2**25
 """Smallest freed block, in bytes, that glibc returns to the system at once; it keeps smaller ones."""
@@ -33,6 +33,8 @@ class Setting:
         parameters, matrices, state: numbers in all, in what autocast copies, and in the optimizer state.
         vocab_size: rows of the head, padding included. micro_batch: windows per forward pass in training.
         layer_tensors: parameter tensors of a block.
+        table_state: numbers in the optimizer state for each number of embedding and head.
+        copies: each step copies weights and optimizer state before it (`training.optimizer.GuardedOptimizer`).
         base: bytes of a process with all libraries and no model.
         background: checkpoints are written from a copy in host memory. validates: there are evaluations.
     """
@@ -50,6 +52,8 @@ class Setting:
     background: bool = False
     validates: bool = True
     layer_tensors: int = 12
+    table_state: int = 2
+    copies: bool = False
 
     @property
     def architecture(self) -> Architecture:
@@ -67,10 +71,13 @@ def setting_of(
     """Setting of a training on GPUs that evaluates and saves in the foreground. The model may be on the meta device."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     matrices = model.num_parameters() - sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    state = 2 * parameters - sum(matrix.numel() for matrix in muon_matrices(model, config.optim))  # Muon has one number
+    optimizer = build_optimizer(model, config.optim)
+    each = {p: group.get(STATE_NUMBERS, 2) for group in optimizer.param_groups for p in group["params"]}
+    state = sum(number * parameter.numel() for parameter, number in each.items())
     ids, base = model.wte.weight.size(0), CUDA_BASE * (1 + (processes > 1))
     setting = Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base)
-    return replace(setting, layer_tensors=len([*model.h[0].parameters()]))
+    own = {"table_state": each[model.wte.weight], "copies": not reads_found_inf(optimizer)}
+    return replace(setting, layer_tensors=len([*model.h[0].parameters()]), **own)
 
 
 def pick_micro_batch(
@@ -113,10 +120,11 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
         return [largest, Block(part, of_others * tensors, others / tensors, stays)]
 
     others = 4 * setting.parameters - tables * embedding
-    moments = (4 * setting.state - 2 * tables * embedding) / others  # Muon has one for matrices
-    lasting = [*kept("weights", 1, True), *kept("moments", 2, True, moments)]
+    tables_have = setting.table_state
+    moments = (4 * setting.state - tables_have * tables * embedding) / others  # Muon has one for matrices
+    lasting = [*kept("weights", 1, True), *kept("moments", tables_have, True, moments)]
     if setting.background and setting.kind == "cpu":
-        lasting += kept("checkpoint's copy", 3, True, of_others=1 + moments)
+        lasting += kept("checkpoint's copy", 1 + tables_have, True, of_others=1 + moments)
     # alone, gradients are None between the steps; otherwise they are views of DDP's buckets, which stay
     gradients = kept("gradients", 1, stays=setting.processes > 1)
     between = gradients if setting.processes > 1 else []
@@ -124,7 +132,11 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
     saved = [*_activations(setting, n), *_one_block(setting, n, trains=True)]
     training = [*lasting, *gradients, *copies, *saved, *_logits(setting, n, trains=True)]
     evaluation = [*lasting, *between, *copies, *_one_block(setting, n_eval), *_logits(setting, n_eval)]
-    return {"training": training, "evaluation": evaluation, "saving": [*lasting, *between]}
+    moments_at = {"training": training, "evaluation": evaluation, "saving": [*lasting, *between]}
+    if setting.copies:
+        before = kept("copies before the step", 1 + tables_have, of_others=1 + moments)
+        moments_at["the optimizer's step"] = [*lasting, *gradients, *before]
+    return moments_at
 
 
 def _activations(setting: Setting, n: int) -> Moment:

@@ -2,39 +2,59 @@
 
 import inspect
 import math
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.model.gpt import GPT
 
+STATE_NUMBERS = "state_numbers"
+"""Key of a parameter group: numbers in the optimizer state for each number of its parameters, for estimates; else 2."""
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
-    """The optimizer over the plain model. Matrices and embeddings decay; biases and LayerNorms do not.
 
-    Fused AdamW. With `muon`, the blocks' matrices (`h.*`) are a group of Muon at `relative_lr` times the learning rate.
-    """
-    matrices = muon_matrices(model, config)
-    known = set(matrices)
-    tables = set(model.lookups()) if config.embedding_lr and isinstance(model, GPT) else set()
-    others = [p for p in model.parameters() if p.requires_grad and p not in known]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in others if p.dim() >= 2 and p not in tables], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """The optimizer over the plain model."""
+    return OPTIMIZERS[config.name](model, config)
+
+
+def adamw(model: nn.Module, config: OptimConfig, kind: type[AdamW] = AdamW, matrices: Any = None) -> Optimizer:
+    """Fused AdamW. `kind` is a subclass, and `matrices` is the group that it steps in its own way."""
+    own = set(matrices["params"]) if matrices else set()
+    groups = decay_groups(model, config, own) + [matrices] * bool(own)
+    return without_dynamo(kind)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """Muon for the blocks' matrices (`h.*`), at `relative_lr` times the learning rate, and AdamW for the others."""
+    from gpt2_ddp.model.muon import Muon
+
+    own = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
+    matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, **own}
+    return adamw(model, config, Muon, matrices)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {"adamw": adamw, "muon": muon}
+"""The function that builds each optimizer, by `optim.name`."""
+
+
+def decay_groups(model: nn.Module, config: OptimConfig, own: Set[nn.Parameter] = frozenset()) -> list[dict[str, Any]]:
+    """Groups of the trained parameters that are not in `own`. Matrices and embeddings decay; biases and LayerNorms do
+    not. `embedding_lr` has a group of its own."""
+    trained = [p for p in model.parameters() if p.requires_grad and p not in own]
+    tables: set[Tensor] = set(model.lookups()) if config.embedding_lr and isinstance(model, GPT) else set()
+    decays = {"weight_decay": config.weight_decay}
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2 and p not in tables], **decays},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     if tables:
-        relative = {"relative_lr": (config.embedding_lr or 0) / config.lr}
-        groups.append({"params": [p for p in others if p in tables], "weight_decay": config.weight_decay, **relative})
-    kind: type[AdamW] = AdamW
-    if matrices:
-        from gpt2_ddp.model.muon import Muon as kind
-
-        muon = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr}
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, **muon})
-    return without_dynamo(kind)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        relative = (config.embedding_lr or 0.0) / config.lr
+        groups.append({"params": [p for p in trained if p in tables], **decays, "relative_lr": relative})
+    return groups
 
 
 def without_dynamo(kind: Any) -> Any:
@@ -44,12 +64,15 @@ def without_dynamo(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {**bare, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
-def muon_matrices(model: nn.Module, config: OptimConfig) -> list[nn.Parameter]:
-    """Parameters of Muon's group; empty for AdamW. The largest come first, which balances the ranks."""
-    if config.name != "muon":
-        return []
+def muon_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of Muon's group. The largest come first, which balances the ranks."""
     matrices = [p for name, p in model.named_parameters() if name.startswith("h.") and p.dim() == 2 and p.requires_grad]
     return sorted(matrices, key=Tensor.numel, reverse=True)
+
+
+def reads_found_inf(optimizer: Optimizer) -> bool:
+    """Whether the step of the optimizer reads `found_inf` on the device, as fused kernels do."""
+    return all(group.get("fused") for group in optimizer.param_groups)
 
 
 def lr_at(step: int, config: OptimConfig) -> float:

@@ -32,6 +32,7 @@ from gpt2_ddp.data.tokenizer import GPT2_PATTERN, Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.workers import InlineExecutor
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
+from gpt2_ddp.preparation.row_sources import row_source
 from gpt2_ddp.preparation.sources import CorpusStats, DocumentChunk, InputSplit, Source
 
 T = TypeVar("T")
@@ -165,7 +166,7 @@ def _join(encoded: Iterable[dict[str, Path]], writers: "dict[str, ShardWriter]",
 def work_items(source: Source, val_fraction: float) -> Iterator[WorkItem]:
     """The whole source, in order."""
     reader, config = Source(source.config, source.unusual), source.config
-    is_whole = config.source.startswith("hub:") or config.max_documents
+    is_whole = row_source(config) or config.max_documents
     by_reader = groupby(source.splits(), key=lambda part: part.start is None and part.size > LARGE)
     for is_read_here, parts in [(True, None)] if is_whole else by_reader:
         if is_read_here:

@@ -42,6 +42,7 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import check_can_make, write_atomically
 from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.preparation.encode import write_manifest, write_splits
+from gpt2_ddp.preparation.row_sources import row_source
 from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe, record_source
 from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
 
@@ -124,8 +125,8 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     folder, start = Path(config.folder), time.perf_counter()
     fingerprint: dict[str, Any] = {}
     try:
-        is_hub = config.source.startswith("hub:")  # no further requests to the Hub if the first one fails
-        recorded = None if is_hub else pool.submit(_record, aside, config)  # a worker hashes the files meanwhile
+        # a worker hashes files meanwhile; no further requests to the Hub if the first one fails
+        recorded = None if row_source(config) else pool.submit(_record, aside, config)
         source = scan(config)
         if next(source.pieces(), None) is None:
             raise UserError("source", config.source, "has no text for a train split; check the source and its column")

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, sha256_file, write_atomically
+from gpt2_ddp.preparation.row_sources import row_source
 
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
 TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py", "locale.py", "_sysconfigdata*.py")
@@ -240,9 +241,9 @@ class Entry(NamedTuple):
 
 def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
     """Writes `RECORD`, durably. Returns what the manifest's recipe keeps. That is the digest of all names and
-    hashes, which shows a change even without the record, or a dataset's commit on the Hub, {} if unknown."""
-    if config.source.startswith("hub:"):
-        commit = _commit(config)
+    hashes, which shows a change even without the record; or the version of a source of rows, {} if unknown."""
+    if rows := row_source(config):
+        commit = rows.version(config)
         return {"commit": commit} if commit else {}
     entries = list(_entries(config))
     write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
@@ -255,7 +256,8 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
     description when its tokens were made; None: they are being made. Raises: UserError, with the changes."""
     changes = ""
     if "commit" in was:
-        commit = _commit(config) or was["commit"]
+        rows = row_source(config)
+        commit = (rows and rows.version(config)) or was["commit"]
         changes = f"commit {was['commit'][:12]} then, {commit[:12]} now" if commit != was["commit"] else ""
     elif "sha256" in was:
         before: list[Entry] = []
@@ -319,12 +321,3 @@ def _difference(then: list[Entry], now: list[Entry]) -> str:
         first = [truncate(name, 30) for name in names[:NAMED_CHANGES]] + ["..."] * (len(names) > NAMED_CHANGES)
         said.append(f"{len(names):,} {kind}" + f": {', '.join(first)}" * bool(names))
     return "; ".join(said)
-
-
-def _commit(config: PrepareConfig) -> str | None:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    with suppress(OSError, ValueError, HTTPError):
-        return HfApi().dataset_info(config.source.removeprefix("hub:"), revision=config.revision, timeout=10).sha
-    return None

@@ -19,6 +19,7 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, replace_surrogates
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
+from gpt2_ddp.preparation.row_sources import RowSource, row_source
 from gpt2_ddp.preparation.source_files import (
     BLOCK,
     COMPRESSED,
@@ -158,8 +159,8 @@ class Source:
             raise UserError("column", column, f"{hint} {', '.join(stats.columns) or 'none'}")
 
     def _documents(self) -> Iterator[Blocks]:
-        is_hub = self.config.source.startswith("hub:")
-        found = self._of_hub() if is_hub else self._undivided(self.splits())
+        rows = row_source(self.config)
+        found = self._of_rows(rows) if rows else self._undivided(self.splits())
         yield from islice(self._divided(self._with_column(found)), self.config.max_documents)
 
     def _with_column(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
@@ -238,24 +239,9 @@ class Source:
             hint = f"has text after row {number} that is not UTF-8 ({error}), as parquet requires; write the file again"
             raise UserError("source", path, hint) from error
 
-    def _of_hub(self) -> Iterator[Blocks]:
-        """The column of a dataset on the Hub, as it arrives."""
-        import datasets
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-        config, name = self.config, self.config.source.removeprefix("hub:")
-        try:
-            HfApi().dataset_info(name, revision=config.revision, timeout=10)  # load_dataset alone retries for long
-            rows: Any = datasets.load_dataset(
-                name, config.subset, split=config.split, revision=config.revision, streaming=True
-            )
-            for number, row in enumerate(rows):
-                yield self._text(row, f"{name}, row {number}")
-        except (OSError, ValueError, HTTPError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            hint = f"cannot be read from the Hub ({reason}); local files, or stdlib, need no network"
-            raise UserError("source", config.source, hint) from error
+    def _of_rows(self, source: RowSource) -> Iterator[Blocks]:
+        for name, row in source.rows(self.config):
+            yield self._text(row, name)
 
     def _text(self, row: dict[str, Any], where: str) -> Blocks:
         """The row's text, in a key of the column's name or below keys joined by dots."""
@@ -280,7 +266,7 @@ def scan(config: PrepareConfig) -> Source:
     unknown encoding, or a bad file with `on_bad_file: stop`."""
     found, garbled, bad = Source(config), Tally(), None
     stats = found.stats
-    files = () if config.source.startswith("hub:") else find_files(config.source, config.output)
+    files = () if row_source(config) else find_files(config.source, config.output)
     for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
         try:
             seen, reason = _look(regular(path), config.encoding), "is not text"

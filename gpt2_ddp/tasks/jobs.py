@@ -4,7 +4,7 @@ Shapes: B samples, T tokens, C = n_embd, V = vocabulary, K classes; images of H 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -31,15 +31,10 @@ def run_job(config: JobConfig) -> Result:
 def make_job(config: JobConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None = None) -> Job:
     """The job of a configuration: data equal on every rank, and a freshly initialised model.
     `facts`: what a checkpoint that the job is for keeps of its data; None: the data say it."""
-    if isinstance(config, RegressionConfig):
-        return regression_job(config)
-    if isinstance(config, TransformerConfig):
-        return transformer_job(config)
-    assert isinstance(config, ClassifierConfig), "every job has a class of its own"
-    return image_job(config, accelerator, facts) if config.data.images else cluster_job(config)
+    return JOBS[config.kind](config, accelerator, facts)
 
 
-def regression_job(config: RegressionConfig) -> Job:
+def regression_job(config: RegressionConfig, *_: object) -> Job:
     """Points on y = weight * x + bias, x and the noise normal; squared error."""
     data = config.data
     generator = torch.Generator().manual_seed(config.seed)
@@ -49,6 +44,11 @@ def regression_job(config: RegressionConfig) -> Job:
         return Samples(x, data.weight * x + data.bias + data.noise * noise)
 
     return Job(Line(), points(data.points), points(data.test_points), lambda y, target: (y - target) ** 2)
+
+
+def classifier_job(config: ClassifierConfig, accelerator: Accelerator, facts: Mapping[str, Any] | None) -> Job:
+    """Images, or clusters."""
+    return image_job(config, accelerator, facts) if config.data.images else cluster_job(config)
 
 
 def cluster_job(config: ClassifierConfig) -> Job:
@@ -95,7 +95,7 @@ def image_model(config: ClassifierConfig, facts: Mapping[str, Any]) -> nn.Module
     return nn.SyncBatchNorm.convert_sync_batchnorm(model) if config.model.sync_batchnorm else model
 
 
-def transformer_job(config: TransformerConfig) -> Job:
+def transformer_job(config: TransformerConfig, *_: object) -> Job:
     """Sequence i is token i, `length` times; the mean loss over the tokens to predict."""
     data = config.data
     tokens = torch.arange(data.sequences)[:, None].expand(-1, data.length)
@@ -105,6 +105,14 @@ def transformer_job(config: TransformerConfig) -> Job:
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
 
     return Job(TransformerLM(config), samples, samples, losses)
+
+
+JOBS: dict[str, Callable[..., Job]] = {
+    "regression": regression_job,
+    "classifier": classifier_job,
+    "transformer": transformer_job,
+}
+"""The function that makes each kind of job, called as `make_job` is."""
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

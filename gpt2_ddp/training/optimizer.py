@@ -12,6 +12,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt2_ddp.model.optim import reads_found_inf
+
 WINDOW, WARM_UP = 100, 20
 """Values that running statistics average over; fewest values for a limit."""
 
@@ -80,7 +82,7 @@ class GuardedOptimizer:
         self.plain: Optimizer = optimizer.optimizer
         self.norms = RunningStatistics(accelerator.device)
         self._prepared, self._accelerator, self._scaler = optimizer, accelerator, accelerator.scaler
-        self._fused = all(group.get("fused") for group in self.plain.param_groups)
+        self._fused = reads_found_inf(self.plain)
         self._skip, self._norm_sigmas = skip, norm_sigmas
         self._before: dict[Tensor, Tensor] = {}
         self._flag = self.bad = torch.zeros(())
