@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import stat
 import threading
@@ -15,6 +16,9 @@ from typing import Any
 from gpt2_ddp.errors import UserError
 
 PIECE = 2**20  # bytes hashed and written at a time, so that the second of the two reads the CPU cache
+
+LARGEST_JSON = 2**24  # bytes of a file with one JSON object
+DEEPEST = 50  # levels of lists and objects in JSON and YAML
 
 HINTS = {
     errno.ENOSPC: "free space on that disk",
@@ -40,7 +44,8 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)  # of a crash
+            with temporary.open("xb") as file:  # a link of that name is not followed: a received folder may have one
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 if durable:
@@ -129,7 +134,7 @@ def sha256_file(path: Path) -> str:
 def free_name(path: Path) -> Path:
     """`path`, or the first of `path-2`, `path-3`, ... that does not exist."""
     names = (path.with_name(f"{path.name}-{number}") if number > 1 else path for number in count(1))
-    return next(name for name in names if not name.exists())
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def regular(path: Path) -> Path:
@@ -153,3 +158,33 @@ def read_small(path: Path, most: int) -> bytes:
     if len(content) > most:
         raise _error(errno.EFBIG, f"More than {most:,} bytes")
     return content
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file that anybody may have written. Raises: OSError; ValueError, as `parse_json`."""
+    value = parse_json(read_small(file, LARGEST_JSON))
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object")
+    return value
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON text that anybody may have written; numbers may be NaN or infinite. Raises: ValueError, also
+    as `check_limits`."""
+    try:
+        return check_limits(json.loads(text if isinstance(text, str) else text.decode()))
+    except RecursionError as error:
+        raise ValueError(f"is nested more than {DEEPEST} levels deep") from error
+
+
+def check_limits(value: Any) -> Any:
+    """The value of JSON or YAML. Raises: ValueError for more than DEEPEST levels, and integers above 64 bits."""
+    level = [value]
+    for _ in range(DEEPEST):
+        if any(type(item) is int and not -(2**63) <= item < 2**63 for item in level):
+            raise ValueError("has an integer of more than 64 bits")
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [item for items in inner for item in items]
+        if not level:
+            return value
+    raise ValueError(f"is nested more than {DEEPEST} levels deep")

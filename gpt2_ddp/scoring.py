@@ -31,7 +31,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small, write_atomically
+from gpt2_ddp.files import parse_json, read_small, write_atomically
 from gpt2_ddp.model.evaluate import IGNORED
 
 METRICS = ("acc", "acc_norm", "perplexity")
@@ -139,8 +139,8 @@ def read_items(path: Path) -> list[Item]:
 
 def _parse(line: str, place: str) -> Row:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise UserError("tasks", place, f"is not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
         raise UserError("tasks", place, "is not an object; write one object per line")

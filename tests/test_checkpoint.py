@@ -267,6 +267,10 @@ def save_in(background: bool, checkpoints: Checkpointer, what: Snapshot) -> None
     checkpoints.background.wait()
 
 
+def test_a_planted_name_reaches_no_terminal():
+    assert str(CorruptCheckpoint(Path("a/\x1b[2J"), "is missing")) == r"a/\x1b[2J: is missing"
+
+
 def test_find_checkpoint_takes_a_run_or_a_checkpoint(tmp_path):
     first, second = save(tmp_path / "checkpoints", 1), save(tmp_path / "checkpoints", 2)
     assert find_checkpoint(tmp_path).path == second

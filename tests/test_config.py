@@ -16,7 +16,7 @@ from gpt2_ddp.config import cli
 from gpt2_ddp.config.base import complete, flat
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PredictConfig, PrepareConfig
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 
@@ -256,6 +256,9 @@ MISTAKES = """
 --model.n_layers 3 | --model.n_layers: | did you mean --model.n_layer?
 --lr 3 | --lr: | did you mean --optim.lr?
 --train.lr 3 | --train.lr: | did you mean --optim.lr?
+--launch.processes 2 | --launch.processes: | unknown flag; torchrun starts its processes: `torchrun --nproc_per_node N
+--train.loss_chunk 99999999999999999999 | train.loss_chunk = 99999999999999999999: | at most 64 bits
+--train.steps 99999999999999999999 | train.steps = 99999999999999999999: | at most 64 bits
 --print-config 3 | --print-config: | did you mean --print_config?
 """
 
@@ -296,13 +299,19 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9
     ("".join(" " * i + "a:\n" for i in range(350)), DEPTH),
     ("seed: 1\nseed: 2", "duplicate key seed"),
     ("model: {n_layer: 1}\nmodel: {n_head: 2}", "duplicate key model"),
-    ("seed: 1\n---\nseed: 2", "single document"), ("run_name: 2026-99-99", "month must be in 1..12"),
-    ("seed: !!int x", "invalid literal for int()"), ("seed: 0x" + "f" * 5000, "Exceeds the limit"),
+    ("seed: 1\n---\nseed: 2", "single document"), ("run_name: !!timestamp 2026-99-99", "month must be in 1..12"),
+    ("seed: !!int x", "invalid literal for int()"), ("seed: 0x" + "f" * 5000, "should be a valid integer"),
     ("train: {compile: !!bool x}", "cannot be read as YAML ('x')"), ("? [1, 2]\n: 3", "unhashable key"),
     ("seed: !!python/object/apply:os.getpid []", "could not determine a constructor"),
     ("model: !!map [1]", "cannot be read as YAML"), ("1: 2", "1: unknown key"),
     ("model: {2: 3}", "model.2: unknown key"), ("optim.lr: 0.1", "write `optim: {lr: ...}`"),
-], ids=range(23))  # fmt: skip
+    ("model: {n_layer: 1:30}", "model.n_layer = 1:30: should be a valid integer"), ("seed: 2026-01-02", "integer"),
+    ("optim: {lr: 1:30.5}", "optim.lr = 1:30.5: should be a valid number"), ("seed: [[2.5]]", "seed = [[2.5]]"),
+    ("seed: !!float 1" + ":1" * 999 + ".5", "cannot be read as YAML"), ("seed: 0o17", "valid integer"),
+    ("seed: " + "[" * 60 + "]" * 60, "more than 50 levels"), ("seed: " + "1" * 400, "more than 64 bits"),
+    ("train: {loss_chunk: 1e29}", "train.loss_chunk = 1e29"), ("train: {loss_chunk: 1.0e+29}", "loss_chunk = 1e+29"),
+    ("launch: {processes: 2}", "unknown key; torchrun starts"), ("<<: {seed: 1}", "<< = {'seed': 1}: unknown key"),
+], ids=range(35))  # fmt: skip
 def test_files_that_no_one_should_write(write, text, hint):
     (message,) = mistakes(*STEPS, "--config", write(text))
     assert hint in message
@@ -387,3 +396,22 @@ def test_help_has_every_kind_of_value_that_a_flag_takes():
         "guard.skip [{true,false}]",
     ):
         assert f"--{flag} " in text
+
+
+def test_a_word_of_yaml_is_what_the_same_flag_would_be(write):
+    words = {"model: {n_layer: 010}": ("model.n_layer", 10), "model: {n_layer: 1_000}": ("model.n_layer", 1000),
+             "train: {mixed_precision: no}": ("train.mixed_precision", "no"),
+             "model: {bias: yes}": ("model.bias", True), "model: {bias: off}": ("model.bias", False),
+             "run_name: 2026-01-02": ("run_name", "2026-01-02"),
+             "run_name: 007": ("run_name", "007"), "run_name: yes": ("run_name", "yes"), "seed: 5": ("seed", 5),
+             "optim: {lr: 1e-3}": ("optim.lr", 1e-3), "optim: {lr: +.5E-3}": ("optim.lr", 5e-4),
+             "train: {compile: off}": ("train.compile", "off"), "eval: {tokens: ~}": ("eval.tokens", None),
+             "eval: {tokens: }": ("eval.tokens", None), "model: {bias: False}": ("model.bias", False)}  # fmt: skip
+    for text, (name, value) in words.items():
+        assert flat(train("--config", write(text)).model_dump())[name] == value, text
+
+
+def test_one_error_for_an_unknown_flag_that_leaves_other_fields_empty():
+    assert mistakes("--bogus", "1", command=PredictConfig) == ["--bogus: unknown flag; --help lists all names"]
+    (message,) = mistakes("one", command=PredictConfig)
+    assert message.startswith("run_and_images = one: should be a run, then images")

@@ -1,6 +1,7 @@
 """Files that survive a crash: on disk before they get their name, and their names on disk before anybody needs them."""
 
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from gpt2_ddp.config.tools import check_writable
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import write_atomically, writing
+from gpt2_ddp.files import free_name, parse_json, write_atomically, writing
 
 
 def test_content_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -68,3 +69,34 @@ def test_where_a_result_can_go_is_known_before_the_work(tmp_path):
     for wrong in (tmp_path, tmp_path / "none/new", there / "new"):
         with pytest.raises(UserError, match=r"^output = .*: cannot be written \(.*\); name another file$"):
             check_writable(str(wrong))
+
+
+def test_a_planted_link_does_not_lead_a_write_elsewhere(tmp_path):
+    (tmp_path / "diary").write_text("mine")
+    (tmp_path / ".file.tmp").symlink_to(tmp_path / "diary")
+    write_atomically(tmp_path / "file", "new")
+    assert [(tmp_path / name).read_text() for name in ("diary", "file")] == ["mine", "new"]
+    (tmp_path / "other").symlink_to(tmp_path / "nothing")  # it exists, and leads nowhere
+    assert free_name(tmp_path / "other").name == "other-2"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("1" * 400, "more than 64 bits"),
+        (f'{{"a": -{"9" * 5000}}}', "limit"),
+        ('{"a": 9223372036854775808}', "more than 64 bits"),
+        ("[" * 60 + "]" * 60, "nested more than 50 levels"),
+        ('{"a":' * 99999, "nested more than 50 levels"),
+        ("{", "Expecting"),
+        ("\ufeff{}", "BOM"),
+    ],
+)
+def test_json_that_is_not_taken(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_json(text)
+
+
+def test_json_that_is_taken():
+    nested = json.dumps({"a": [{"b": [2**63 - 1, -(2**63), 1.5, None, "\ud800"]}]})
+    assert parse_json(nested) == parse_json(nested.encode()) == json.loads(nested)

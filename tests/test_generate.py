@@ -12,7 +12,7 @@ from commands import expect_error
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, model_state, optimizer_state
 from gpt2_ddp.checkpoint.checkpointer import Checkpointer
-from gpt2_ddp.config.cli import dump
+from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import load_tokenizer
@@ -187,6 +187,19 @@ def test_sampling_distribution(options, expected):
 def test_tokens_without_probability_are_never_drawn():
     logits, uniform = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]), torch.tensor([0.0, 0.5, 1 - 2**-24])
     assert {*sample(logits.expand(3, -1), uniform, Sampling(temperature=1.0, top_k=None)).tolist()} <= {1, 2}
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-300}, {"temperature": 1e-45}, {"top_p": 1e-320}])
+def test_the_least_options_draw_the_likeliest_token(options):
+    logits = torch.tensor([[1.0, 3.0, 2.0], [-1e5, -3e5, -2e5]])
+    assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0]
+
+
+def test_lengths_and_numbers_that_no_memory_holds():
+    for field, most in (("max_new_tokens", 1_000_000), ("num_samples", 100_000)):
+        message = f"{field} = {most + 1}: should be less than or equal to {most}"
+        expect_error(message, load, GenerateConfig, [f"--{field}", str(most + 1)])
+        load(GenerateConfig, [f"--{field}", str(most)])
 
 
 def test_each_token_passes_the_model_once_until_all_rows_have_ended(monkeypatch):

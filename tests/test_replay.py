@@ -245,7 +245,7 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
     assert len(compare_rows({1: row}, {}, exact=True)) == 5
 
 
-@pytest.mark.parametrize("passed", [[1, 2], [48, 48], [32, 2**70], "all", [["a", "b"], 1]])
+@pytest.mark.parametrize("passed", [[1, 2], [48, 48], [32, 2**62], "all", [["a", "b"], 1]])
 def test_a_rollback_that_its_checkpoint_cannot_have_is_a_defect(place: Path, passed: Any) -> None:
     run = place / "run"
     edit_rows(run, lambda rows: [row.update(passed=passed) for row in rows if row.get("event") == "rollback"])

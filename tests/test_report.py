@@ -5,7 +5,9 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
+import time
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +20,7 @@ from commands import expect_error
 from matplotlib.text import Text
 from safetensors.numpy import save_file
 
+from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainConfig, TrainingConfig
@@ -401,3 +404,63 @@ def test_samples_step_by_step(tmp_path: Path) -> None:
 def test_names_fit_into_a_legend() -> None:
     long = ["a" * 40 + str(number) + "b" * 40 for number in range(2)]
     assert short_names(["run", *long]) == ["run", *(f"{'a' * 15}…{'b' * 16} ({number})" for number in (2, 3))]
+
+
+HUGE, DEEP = "1" * 400, "[" * 400 + "]" * 400
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "note"),
+    [
+        ("metrics.jsonl", f'{{"step": 50, "loss": {HUGE}}}', "1 unreadable line"),
+        ("metrics.jsonl", '{"step": NaN, "loss": 1}', "1 unreadable line"),
+        ("metrics.jsonl", '{"step": -1, "loss": 1}', "1 unreadable line"),
+        ("metrics.jsonl", '{"step": 1e300, "loss": 1}', "1 unreadable line"),
+        ("metrics.jsonl", f'{{"step": 50, "loss": {DEEP}}}', "1 unreadable line"),
+        ("metrics.jsonl", '{"step": 50, "event": "branch", "tokens": "text"}', ""),
+        (
+            "metrics.jsonl",
+            '{"step": 50, "loss": 1e308, "lr": "x", "tokens": Infinity, "tokens_per_second": 1e-320}',
+            "",
+        ),
+        ("metrics.jsonl", '{"step": 50, "val_loss": -1e308, "loss": 1e-300, "grad_norm": 1e308, "mfu": []}', ""),
+        ("samples.jsonl", f'{{"step": 50, "text": "x", "prompt": {DEEP}}}', "1 unreadable line"),
+        ("config.yaml", "seed: " + DEEP[300:-300] * 2, "unreadable"),
+        ("config.yaml", "seed: 2024-99-01", ""),
+        ("config.yaml", "seed: !!timestamp 2024-99-01", "unreadable"),
+        ("config.yaml", "seed: !!float 1" + ":1" * 999 + ".5", "unreadable"),
+        ("config.yaml", "a: &a [1]\nb: [*a, *a]", "unreadable"),
+        ("status.json", f'{{"state": {DEEP}}}', "unreadable"),
+        ("status.json", '{"state": "running", "step": 1e999}', ""),
+        ("classes.json", '{"step": 30, "classes": ["a", ["b"]], "confusion": [{"0": 1}, {}]}', "unreadable"),
+        ("classes.json", '{"step": 30, "classes": ["a", "b"], "confusion": [{"0": 1}, 1.5]}', "unreadable"),
+        ("classes.json", '{"step": 30, "classes": ["a", "b"], "confusion": [{"0": "x"}, {}]}', "unreadable"),
+        ("classes.json", '{"step": 30, "classes": ["a", "b"], "confusion": [{"0": 1}, {"2": 1}]}', "unreadable"),
+        ("classes.json", '{"step": 30, "classes": ["a", "b"], "confusion": [{"0": 1}]}', "unreadable"),
+    ],
+)
+def test_strange_content_is_left_out_and_said(tmp_path: Path, file: str, line: str, note: str) -> None:
+    run = make_run(tmp_path / "run", metrics(4))
+    (run / "evaluations/step-00000030").mkdir(parents=True)
+    path = run / ("evaluations/step-00000030" if file == "classes.json" else ".") / file
+    before = path.read_text() if file.endswith("jsonl") else ""
+    path.write_text(f"{before}{line}\n")
+    for axis in ("steps", "tokens", "time"):
+        page = Page(write_report([run], run, axis))
+        assert (f"run: {file}: {note}" in page.text) == bool(note)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", metrics(4))
+    step = run / "checkpoints/step-00000030"
+    step.mkdir(parents=True)
+    for name in ("model.safetensors", "state.json"):
+        os.mkfifo(step / name)
+    assert Page(write_report([run], run)).tables[0]["parameters"] == ["–"]
+
+
+def test_many_rollbacks_take_no_long_time() -> None:
+    rows = [{"step": step} for step in range(20_000)] + [{"event": "rollback", "step": 10_000}] * 20_000
+    begun = time.process_time()
+    assert valid_rows(rows) == rows[:10_001]
+    assert time.process_time() - begun < 1

@@ -1,6 +1,7 @@
 """What status.json says of a run, while it runs and after; and what is made of it."""
 
 import json
+import math
 import os
 import re
 import time
@@ -109,6 +110,11 @@ def test_a_locked_folder_and_damaged_files(tmp_path):
         '{"state": "running", "step": 4, "reason": ""}',
         '{"state": "running", "step": "x"}',
         '{"state": "running", "pid": {}}',
+        '{"state": "stopped", "step": 1e999}',
+        '{"state": "stopped", "step": %s}' % ("1" * 400),
+        json.dumps(facts(state="running", progress=-math.inf)),
+        json.dumps(facts(state="running", heartbeat=math.nan)),
+        json.dumps(facts(state="running", limit=1e300)),
     )
     for text in ("", "{", "[]", "null", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)
@@ -134,3 +140,21 @@ def test_a_report_does_not_take_a_dead_run_for_a_running_one(tmp_path):
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     (record,) = read_runs([folder])
     assert (record.status["state"], "is gone" in record.status["reason"]) == ("dead", True)
+
+
+def test_a_strange_run_hides_no_other_and_reaches_no_terminal(tmp_path, capsys):
+    escapes = {"reason": "\x1b[2J\ud800\nmore", "state": "\x1b]0;x\x07", "step": 3}
+    runs = [
+        write(tmp_path / "a", **escapes),
+        running(tmp_path / "b", stage="\x9b31m", host="\x1b[1m"),
+        write(tmp_path / "c", state="running", progress=-math.inf),
+        write(tmp_path / "\x1b[5md", state="stopped", step=4, reason=""),
+    ]
+    assert show_status(load(StatusConfig, [str(run) for run in runs])) == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert len(lines) == 5
+    assert r"\x1b[2J\ud800" in lines[0]
+    assert "more" not in lines[0]
+    assert (r"at \x9b31m" in lines[1], r"on \x1b[1m" in lines[1]) == (True, True)
+    assert "unknown" in lines[2]

@@ -1,6 +1,8 @@
 """Who is to blame, judged from recorded signs of life; and what the watch itself counts and tells."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from gpt2_ddp.distributed import watchdog as watching
-from gpt2_ddp.distributed.process import Process, this_process
+from gpt2_ddp.distributed.process import Process, stopped_children, this_process
 from gpt2_ddp.distributed.watchdog import (
     AFTERMATH,
     FIRST_TIMEOUT,
@@ -24,6 +26,7 @@ from gpt2_ddp.distributed.watchdog import (
     Watchdog,
     judge,
 )
+from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError
 
 HOSTS = [Process(f"host{rank // 2}", "", 100 + rank, 1) for rank in range(4)]
@@ -248,6 +251,27 @@ def test_idleness_is_counted_from_the_last_progress_and_shows_the_stack(clock):
     assert (sign.progress_count, sign.idle, sign.stack) == (2, 0, "")
 
 
+def test_a_worker_that_was_stopped_is_named_and_ended(clock, monkeypatch, capfd):
+    worker = worker_context().Process(target=time.sleep, args=(100,))
+    worker.start()
+    os.kill(worker.pid, signal.SIGSTOP)
+    while not stopped_children():
+        time.sleep(0.01)
+    one, codes = clock(patience=1), []
+    one.watch.heartbeat("data", 1)
+    one.watch.heartbeat("data", 2)
+    one.pass_by(HEARTBEAT_INTERVAL)
+    one.pass_by(6)
+    monkeypatch.setattr(watching.os, "_exit", codes.append)
+    one.watch._end(one.watch._judge())
+    said = capfd.readouterr().err
+    assert re.search(
+        rf"(?s)no progress for 6 s at data, step 2\n  File .*\n  its worker process {worker.pid} is sto", said
+    )
+    worker.join(100)
+    assert (worker.exitcode, codes) == (-signal.SIGKILL, [1])
+
+
 def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time = clock()
     time.watch._beats = {1: Heartbeat(HOSTS[1], turn=5)}
@@ -310,6 +334,20 @@ def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     sign = time.watch._outgoing()
     assert (sign.failed, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
     time.watch._world = 1
+
+
+def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
+    watch = Watchdog(1, 2, None, store)
+    assert watch._deliver()
+    monkeypatch.setattr(watching.os, "getppid", lambda: 1)
+    monkeypatch.setattr(watch, "_exchange", lambda: pytest.fail("torch would print a C++ stack"))
+    watch._wake.set()
+    watch._threads[-1].join(10)
+    assert watch._is_cut_off
+    watch.close()
 
 
 def two_watches(_: int) -> list:

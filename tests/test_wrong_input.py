@@ -12,9 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import expect_mistake, run_script, run_scripts, snapshot
+from commands import expect_error, expect_mistake, run_script, run_scripts, snapshot
 from ranks import run_ranks
-from runs import edit_manifest
+from runs import edit_manifest, training_config
+
+from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
+from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.tools import ReportConfig, StatusConfig
+from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.reports.report import report
+from gpt2_ddp.reports.status import show_status
+from gpt2_ddp.tasks.pretraining import missing_data
 
 Case = tuple[str, list[str], list[str]]
 """A script, its arguments, and words of its `error:` line."""
@@ -168,3 +176,24 @@ def test_ranks_started_with_other_configurations(place):
 
 def other_seed_on_rank_1(arguments: list[str]) -> tuple[int, str]:
     return run_script("train_gpt2", [*arguments, "--seed", os.environ["RANK"]])
+
+
+def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
+    monkeypatch.chdir(place)
+    (place / "texts").mkdir()
+    (place / "texts/my book.txt").write_text("text")
+    for text, name in (("texts", "texts"), ("texts/my book.txt", "my book")):
+        command = f"prepare_data.py --source '{text}' --output data/{name}"
+        expect_error(command, read_manifest, Path(text))
+        expect_error(command, missing_data, training_config(Path(text), place, {"data.prepare": "data_stdlib.yaml"}))
+    for field in ("checkpoint", "train.init_from"):
+        expect_error(f"{field} = data: holds token shards; name a run folder", find_checkpoint, Path("data"), field)
+    for look, command in ((show_status, StatusConfig), (report, ReportConfig)):
+        expect_error("runs = .*data: holds token shards; name a run", look, load(command, ["data"]))
+
+
+def test_a_command_without_any_run_names_the_trainers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = "train_gpt2.py, train_classifier.py, train_regression.py and train_transformer.py make one"
+    expect_error(f"runs = .*runs/stdlib: no such folder; name a run folder; {names}", report, ReportConfig())
+    expect_error(f"runs = runs/stdlib: no such folder; name a run folder; {names}", show_status, StatusConfig())

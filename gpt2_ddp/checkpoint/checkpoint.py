@@ -25,9 +25,11 @@ from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gpt2_ddp.checkpoint.run_files import is_data
+from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.ranks import on_main
-from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import free_name, read_small, sha256_file, write_atomically, write_hashed, writing
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import free_name, parse_json, read_small, sha256_file, write_atomically, write_hashed, writing
 from gpt2_ddp.project import command_for
 
 FORMAT = 1
@@ -152,7 +154,7 @@ class CorruptCheckpoint(Exception):
 
     def __init__(self, file: Path, reason: str):
         self.file, self.reason = file, reason
-        super().__init__(f"{file}: {reason}")
+        super().__init__(f"{truncate(file, 1000)}: {reason}")
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
                 raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
         except OSError as error:
             raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
-    state, config = _read_fields(checkpoint / STATE, json.loads), _read_fields(checkpoint / CONFIG, yaml.safe_load)
+    state, config = _read_fields(checkpoint / STATE, parse_json), _read_fields(checkpoint / CONFIG, parse_yaml)
     if type(state.get("step")) is not int:
         raise CorruptCheckpoint(checkpoint / STATE, "has no step")
     return Checkpoint(checkpoint, state, config)
@@ -251,7 +253,7 @@ def _read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
 def _read_fields(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
         fields = parse(file.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError) as error:
         raise CorruptCheckpoint(file, f"cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
         raise CorruptCheckpoint(file, "contains no fields")
@@ -264,6 +266,8 @@ def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True,
     corrupt one, or another kind."""
     if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
         raise UserError(field, path, "is a transformers model; name a run that starts from it (train.init_from)")
+    if is_data(path):
+        raise UserError(field, path, "holds token shards; name a run folder or a step-XXXXXXXX folder in it")
     if os.path.isfile(path / MANIFEST) or os.path.isfile(path / MODEL):
         try:
             found = verify(path, weights)

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -16,19 +17,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpt2_ddp.files import free_name, fsync_file, writing
+from gpt2_ddp.files import free_name, fsync_file, parse_json, regular, writing
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 
 
 def is_locked(folder: Path) -> bool:
     """Whether a trainer has locked the run folder. For other processes: in the trainer, this would unlock it."""
-    with suppress(OSError), (folder / ".lock").open() as lock:
+    with suppress(OSError), regular(folder / ".lock").open() as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
     return False
+
+
+def is_data(folder: Path) -> bool:
+    """Whether it is a folder of token shards, as people take it for a run."""
+    return os.path.isfile(folder / "manifest.json") and any(folder.glob("*.bin"))
 
 
 FIRST_CHAIN = "0" * 64  # chain before the first row
@@ -60,7 +66,8 @@ def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for row in rows:
         if is_rollback(row):
-            found = [kept for kept in found if kept["step"] <= row["step"]]
+            while found and found[-1]["step"] > row["step"]:
+                found.pop()
         elif not is_event(row):
             found.append(row)
     return found
@@ -91,8 +98,8 @@ def read_lines(file: Path) -> list[Line]:
 def parse(line: bytes) -> tuple[str, dict[str, Any] | None]:
     """A line's text, and its object or None."""
     try:
-        row = json.loads(line.decode())
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         row = None
     return line.decode(errors="replace"), row if isinstance(row, dict) else None
 

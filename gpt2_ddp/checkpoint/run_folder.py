@@ -50,7 +50,7 @@ class RunFolder:
         try:
             if lock:
                 self.checkpoints.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+                self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             else:
                 check_can_make(self.checkpoints.folder)
         except OSError as error:

@@ -41,7 +41,9 @@ def leaves(model: type[BaseModel], prefix: str = "", section: BaseModel | None =
 
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """The hint for an unknown name: the nearest of the `known`, or --help."""
+    """The hint for an unknown name: the nearest of the `known`, or --help; torchrun for the small jobs' `launch`."""
+    if name.partition(".")[0] == "launch" and not any(key.startswith("launch.") for key in known):
+        return "; torchrun starts its processes: `torchrun --nproc_per_node N SCRIPT`"
     tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
     tail = name.rpartition(".")[2]
     near = [tails[tail]] if tail in tails else difflib.get_close_matches(name, known, n=1)
@@ -100,6 +102,13 @@ class Section(BaseModel):
             raise ValueError("should be a number, not true or false")
         if any(b"\0" in os.fsencode(item) for item in items if isinstance(item, str)):  # half a surrogate raises, too
             raise ValueError("should not contain a NUL character")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: object) -> object:
+        if any(type(item) is int and abs(item) >= 2**63 for item in (value if isinstance(value, tuple) else [value])):
+            raise ValueError("should have at most 64 bits")
         return value
 
 

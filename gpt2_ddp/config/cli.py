@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -24,7 +24,7 @@ from gpt2_ddp.distributed.environment import is_main_process, under_launcher
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import read_small
+from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
 
 LARGEST = 2**16
@@ -136,7 +136,8 @@ def resolve(
         config = command.model_validate(values)
     except UserError as error:
         others = [mistake for pair in zip(files, contents, strict=True) for mistake in _other_script(command, *pair)]
-        raise join_errors([*mistakes, *(others or error.mistakes)]) from error
+        follows = mistakes and not error.__cause__  # an error between fields, one of which has an unknown name
+        raise join_errors([*mistakes, *(others or ([] if follows else error.mistakes))]) from error
     if mistakes:
         raise join_errors(mistakes)
     if note:
@@ -157,7 +158,20 @@ def dump(config: Command) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe types only; refuses aliases and repeated keys."""
+    """Safe types only; refuses aliases and repeated keys. Unlike YAML 1.1, reads other words than null, true, false and
+    decimal numbers as text, which has its meaning on the command line: `no`, `010`, `1:30`, `2026-01-02`."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str | None, Any]] = {
+        None: [
+            (f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{words})$"))
+            for tag, words in {
+                "null": r"~|null|Null|NULL|",
+                "bool": r"true|True|TRUE|false|False|FALSE",
+                "int": r"[-+]?(0|[1-9][0-9]*)",
+                "float": r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+            }.items()
+        ]
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -173,15 +187,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def parse_yaml(text: str) -> Any:
+    """The value of YAML text that anybody may have written. Raises: ValueError, also as `check_limits`."""
+    try:
+        return check_limits(yaml.load(text, _Loader))
+    except (yaml.YAMLError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(error) from error
+
+
 def read_yaml(file: str, field: str = "--config") -> dict[str, Any]:
     """The sections and keys of a YAML file. A missing one is looked up in the project's folder and its configs. Raises:
     UserError if the file cannot be read, or holds no mapping."""
     shipped = [PROJECT / folder / file for folder in (".", "configs", "configs/jobs")]
     path = next((path for path in (Path(file), *shipped) if os.path.exists(path)), Path(file))
     try:
-        values = yaml.load(read_small(path, LARGEST).decode(), _Loader)
-        str(values)  # raises ValueError for an integer of too many digits
-    except (OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        values = parse_yaml(read_small(path, LARGEST).decode())
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(field, file, f"cannot be read as YAML ({reason})") from error
     if not isinstance(values, dict | None):

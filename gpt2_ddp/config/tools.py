@@ -128,8 +128,8 @@ class GenerateConfig(Command):
     prompts_file: str | None = None
     """file with one prompt per line, used instead of prompts; -: standard input; at a terminal, each line that you type
     is continued at once, until Ctrl-D"""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """most tokens to add to each prompt; the end-of-text token ends the text earlier"""
+    max_new_tokens: int = Field(default=256, ge=1, le=1_000_000)
+    """most tokens to add to each prompt, up to 1,000,000; the end-of-text token ends the text earlier"""
     temperature: float = Field(default=0.8, ge=0)
     """divisor of the logits; 0: always the likeliest token"""
     top_k: int | None = Field(default=50, ge=1)
@@ -138,8 +138,8 @@ class GenerateConfig(Command):
     """sample among the likeliest tokens whose probabilities add up to this; 1: all"""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of the samples"""
-    num_samples: int = Field(default=1, ge=1)
-    """continuations per prompt"""
+    num_samples: int = Field(default=1, ge=1, le=100_000)
+    """continuations per prompt, up to 100,000"""
     device: Device = "auto"
 
 

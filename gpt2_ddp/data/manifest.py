@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
+from gpt2_ddp.project import command_for
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 2**26
@@ -22,7 +23,7 @@ HEADER_BYTES = 1024
 """Size of a shard's header."""
 AGAIN = "copy it again from an intact copy, or delete the folder and prepare the data again"
 
-Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f]+$", max_length=255)]
+Name = Annotated[str, Field(pattern=r"^[^/\\\x00-\x1f\x7f-\x9f]+$", max_length=255)]
 Number = Annotated[int, Field(ge=0, lt=2**32)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -85,9 +86,9 @@ def read_manifest(folder: Path) -> Manifest:
     path = Path(folder) / MANIFEST
     try:
         text = read_small(path, LARGEST_MANIFEST)
-    except FileNotFoundError as error:
-        hint = f"has no {MANIFEST}; prepare_data.py writes it next to the shards"
-        if not path.parent.is_dir():
+    except (FileNotFoundError, NotADirectoryError) as error:
+        hint = f"has no {MANIFEST}; if it is text, {prepare_command(path.parent)} makes token shards"
+        if not path.parent.exists():
             hint = "is not a folder; create it with prepare_data.py"
         elif any(path.parent.glob("*.bin")):
             indexing = f"index shards from other programs with {_index_command(path.parent)}"
@@ -138,6 +139,11 @@ def _check_consistent(manifest: Manifest) -> None:
 def content_sha256(content: dict[str, Any]) -> str:
     """SHA-256 of `json.dumps(content, sort_keys=True)`, in hex."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def prepare_command(text: Path) -> str:
+    """The command that prepares a file or folder of text."""
+    return f"`{command_for('prepare_data')} --source '{text}' --output data/{text.absolute().stem}`"
 
 
 def _index_command(folder: Path) -> str:

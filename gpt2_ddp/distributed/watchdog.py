@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from gpt2_ddp.distributed.process import Process, this_process
+from gpt2_ddp.distributed.process import Process, stopped_children, this_process
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 REPORT_INTERVAL = 5.0  # seconds between calls of `report_to`'s function
@@ -145,6 +145,8 @@ class Watchdog:
         self._proposal: Verdict | None = None
         self._verdict: Verdict | None = None
         self._reports_verdict = world == 1
+        # the process that serves the store; 0 for a store of rank 0
+        self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         loops = [self._watch] + [self._report_loop] * (rank == 0)
         if world > 1:
             self._base_store: Store = store or _get_default_store()  # a reference: on rank 0 it may be the server
@@ -235,6 +237,7 @@ class Watchdog:
         self._had_timeout = self._timeout > 0
         if idle >= 2 * HEARTBEAT_INTERVAL and (frame := sys._current_frames().get(self._thread)):
             stack = "".join(traceback.format_stack(frame)[-12:]).rstrip()
+            stack += "".join(f"\n  its worker process {child.pid} is stopped (SIGSTOP)" for child in stopped_children())
             idle = 0.0 if _is_debugged(frame) else idle
         done, started = self._count - self._count_before, _collectives() if self._world > 1 else 0
         place = self._stage, self._step, done, started
@@ -273,6 +276,8 @@ class Watchdog:
         last.join(AFTERMATH)  # the disk may block
         if self._reports_verdict and self._world > 1:
             time.sleep(3 * HEARTBEAT_INTERVAL)  # until the other ranks have read the verdict
+        for child in stopped_children():
+            child.kill()
         os._exit(self.exit_code)  # the main thread may be inside a collective that never returns
 
     # The other threads
@@ -286,6 +291,8 @@ class Watchdog:
             for key in ("verdict", *(f"signs/{rank}" for rank in self._beats)):
                 self._store.compare_set(key, "", "")
             while not self._done.is_set():
+                if self._launcher and os.getppid() != self._launcher:  # a call would print a C++ stack
+                    raise dist.DistStoreError("the launcher's store has ended")
                 requested = self._requested
                 self._exchange()
                 self._completed = requested
@@ -294,7 +301,7 @@ class Watchdog:
         except dist.DistError:  # for good
             # A store of rank 0 ends with rank 0, which is then silent. A launcher's store may end by itself, so silence
             # counts only once a collective has failed, too.
-            self._is_cut_off = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            self._is_cut_off = self._launcher > 0
 
     def _exchange(self) -> None:
         """Writes this rank's heartbeat, and reads the verdict and the others' heartbeats."""

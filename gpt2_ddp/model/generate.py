@@ -169,9 +169,9 @@ def sample(logits: Tensor, uniform: Tensor, sampling: Sampling) -> Tensor:
     if temperature == 0:
         return logits.argmax(dim=-1)
     top, ids = logits.float().topk(min(top_k or logits.size(-1), logits.size(-1)))  # [B, k], likeliest first
-    share = ((top - top[:, :1]) / temperature).softmax(dim=-1)
+    share = ((top - top[:, :1]) / max(temperature, 1e-30)).softmax(dim=-1)  # below, fp32 would divide 0 by 0
     total = share.cumsum(dim=-1)
-    nucleus = (total - share < top_p).sum(dim=-1, keepdim=True)  # [B, 1]: tokens until top_p is reached, at least one
+    nucleus = (total - share < top_p).sum(dim=-1, keepdim=True).clamp(min=1)  # [B, 1]: tokens until top_p is reached
     target = uniform[:, None] * total.gather(1, nucleus - 1)
     choice = torch.minimum((total <= target).sum(dim=-1, keepdim=True), nucleus - 1)  # rounding may reach the end
     return ids.gather(1, choice)[:, 0]

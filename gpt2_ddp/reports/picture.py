@@ -224,7 +224,7 @@ def _loss(panel: Axes, picture: Picture) -> None:
     metrics = ["loss_mean", "val_loss"] if share_tokens(runs) else ["val_bits_per_byte"]
     if "loss_mean" in metrics:
         panel.set_title("Loss (nats per token, log scale)" if picture.units == "tokens" else "Loss (log scale)")
-        means = any("loss_mean" in row and row["loss_mean"] != row["loss"] for run in runs for row in run.rows)
+        means = any("loss_mean" in row and row["loss_mean"] != row.get("loss") for run in runs for row in run.rows)
         label = "train, mean between rows" if means else "train, as logged"
         key.insert(0, Line2D([], [], color=INK, alpha=0.6, linewidth=1, label=label))
         key += picture.plot(panel, "loss_mean", "train", alpha=0.6)

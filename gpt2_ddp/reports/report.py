@@ -153,8 +153,7 @@ def _classes(run: RunRecord) -> list[str]:
     """The confusion of a classifier's classes, if evaluate.py has counted it."""
     if not run.classes:
         return []
-    names = run.classes["classes"]
-    counts = [{int(other): count for other, count in row.items()} for row in run.classes["confusion"]]
+    names, counts = run.classes.classes, run.classes.confusion
     shares = {k: row.get(k, 0) / sum(row.values()) if any(row.values()) else 1.0 for k, row in enumerate(counts)}
     listed = sorted(sorted(shares, key=lambda k: shares[k])[:LISTED])
     shown = range(len(names)) if len(names) <= MATRIX else []
@@ -167,7 +166,7 @@ def _classes(run: RunRecord) -> list[str]:
         most = "{1} ({0:,})".format(*max(others)) if others else UNKNOWN
         rows.append([name, _number(total), right, most, *(_number(row.get(other, 0)) for other in shown)])
     head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
-    parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes['step'])}</h2>", _table(head, rows)]
+    parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes.step)}</h2>", _table(head, rows)]
     if len(names) > LISTED:
         parts.append(f"<p>The {LISTED:,} with the lowest accuracy, of {len(names):,}.</p>")
     if run.wrong:

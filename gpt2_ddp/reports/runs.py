@@ -1,31 +1,50 @@
 """Reads run folders for reports. Missing and torn parts are omitted, with a note."""
 
-import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
+from pydantic import BaseModel, NonNegativeInt
 from safetensors import SafetensorError, safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, list_checkpoints
-from gpt2_ddp.checkpoint.run_files import is_event, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_event, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import read_small
-from gpt2_ddp.reports.status import health
+from gpt2_ddp.files import read_json, read_small, regular
+from gpt2_ddp.reports.status import health, no_run
 
 NEVER_UNKNOWN = ("loss", "val_loss", "grad_norm")
 Row = dict[str, Any]
 Series = tuple[np.ndarray, np.ndarray]  # steps [n] and values [n], float64; a value may be NaN or infinite
 LARGEST_PICTURE = 2**23  # most bytes of a picture; 24 images take 300,000
 AXES = ("steps", "tokens", "time")  # x axes; time is training time in seconds
+LAST_STEP, LARGEST, SMALLEST = 2**53, 3.4e38, 1.2e-38  # limit of steps; largest and smallest normal number in fp32
+T = TypeVar("T")
+
+
+class Classes(BaseModel):
+    """A classifier's predictions at a step: names of the classes and, for each, the predicted classes' counts."""
+
+    step: NonNegativeInt
+    classes: list[str]
+    confusion: list[dict[NonNegativeInt, NonNegativeInt]]
+
+
+def _read_classes(file: Path) -> Classes:
+    """Raises: OSError; ValueError for other content than evaluate.py's."""
+    found = Classes.model_validate(read_json(file))
+    number = len(found.classes)
+    if len(found.confusion) != number or any(other >= number for row in found.confusion for other in row):
+        raise ValueError("classes and confusion differ in size")
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +61,7 @@ class RunRecord:
     tokenizer: str | None  # its SHA-256, by that checkpoint
     notes: list[str]  # omitted parts
     unit: str  # tokens or samples
-    classes: Row  # of a classifier, from evaluate.py: `step`, `classes` by name, their `confusion`
+    classes: Classes | None  # of a classifier, from evaluate.py
     wrong: bytes  # PNG of misclassified test images; or empty
 
     def last(self, metric: str) -> Row:
@@ -51,16 +70,17 @@ class RunRecord:
 
     @cache  # noqa: B019, a report lives as long as its process
     def series(self, metric: str) -> Series:
-        """`metric` in the rows that hold a number, finite or not."""
+        """`metric` in the rows that hold a number, finite or not. Outside fp32's range, it is infinite or 0."""
         rows = [row for row in self.rows if _is_number(row.get(metric))]
         steps, values = (np.array([row[key] for row in rows], dtype=np.float64) for key in ("step", metric))
+        values[abs(values) > LARGEST], values[abs(values) < SMALLEST] = np.inf, 0
         return steps, values
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens per optimizer step, 0 when unknown."""
         end = self.last("tokens")
-        return end["tokens"] / end["step"] if end.get("step") else 0.0
+        return end["tokens"] / end["step"] if end.get("step") and is_finite(end["tokens"]) else 0.0
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -74,11 +94,12 @@ class RunRecord:
         """Steps, and the seconds of training until each step, without a branch's parent: tokens of the logged intervals
         over their tokens per second, so without evaluations, saves and pauses."""
         begun = next((event for event in self.events if event["event"] == "branch"), {"step": 0})
-        seconds, before = 0.0, begun.get(self.unit, begun["step"] * self.tokens_per_step)
+        seconds, before = 0.0, begun.get(self.unit)
+        before = before if is_finite(before) else begun["step"] * self.tokens_per_step
         found = [(begun["step"], seconds)]
         for row in self.rows:
             speed, tokens = row.get("tokens_per_second"), row.get("tokens")
-            if is_finite(speed) and is_finite(tokens) and speed > 0:
+            if is_finite(speed) and is_finite(tokens) and speed > SMALLEST:
                 seconds, before = seconds + max(tokens - before, 0) / speed, tokens
                 found.append((row["step"], seconds))
         steps, times = np.array(found, dtype=np.float64).T
@@ -88,8 +109,9 @@ class RunRecord:
         """Positions of steps [n] on one of AXES [n]; None if the rows lack it."""
         if axis == "steps":
             return steps
-        known = self.clock if axis == "time" else self.series("tokens")
-        return np.interp(steps, *known) if known[1].any() else None
+        places, values = self.clock if axis == "time" else self.series("tokens")
+        finite = np.isfinite(values)
+        return np.interp(steps, places[finite], values[finite]) if values[finite].any() else None
 
     def median(self, metric: str) -> float | None:
         """Median of the finite values of `metric`, if there are any."""
@@ -110,14 +132,10 @@ def read_runs(folders: Iterable[Path]) -> list[RunRecord]:
 
 
 def _read_run(folder: Path, name: str) -> RunRecord:
-    if not os.path.isfile(folder / "metrics.jsonl"):
-        places = [place for place in (folder, folder.parent) if os.path.isdir(place)]
-        problem = "has no metrics.jsonl" if folder in places else "no such folder"
-        near = sorted(str(row.parent) for place in places for row in place.glob("*/metrics.jsonl"))
-        hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else "")
-        raise UserError("runs", folder, f"{problem}; {hint}")
+    if not os.path.isfile(folder / METRICS):
+        raise no_run(folder, METRICS)
     notes: list[str] = []
-    rows, events = _read_rows(folder / "metrics.jsonl", notes)
+    rows, events = _read_rows(folder / METRICS, notes)
     if not rows:
         raise UserError("runs", folder, "no complete row in metrics.jsonl yet; wait for one, or name another run")
     rates = (key.removesuffix("_per_second") for row in rows for key in row if key.endswith("_per_second"))
@@ -127,17 +145,14 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         if "loss" in row and not (is_finite(row["loss"]) and is_finite(row.get("loss_mean"))):
             row["loss_mean"] = row["loss"]
         row |= {key.replace(unit, "tokens"): row[key] for key in (unit, f"{unit}_per_second") if key in row}
-    config = _read_mapping(folder / "config.yaml", notes)
-    status = _read_mapping(folder / "status.json", notes)
+    config = _read(folder / CONFIG, lambda file: read_yaml(str(file)), notes) or {}
+    status = _read(folder / STATUS, read_json, notes) or {}
     if status.get("state") == "running":  # it may have been killed since
         found = health(folder)
         status |= {"state": found.state, "reason": found.detail}
-    samples = [row for row in _read_rows(folder / "samples.jsonl", notes)[0] if isinstance(row.get("text"), str)]
+    samples = [row for row in _read_rows(folder / SAMPLES, notes)[0] if isinstance(row.get("text"), str)]
     newest = max(folder.glob("evaluations/step-*/classes.json"), default=None)
-    classes, wrong = _read_mapping(newest, notes) if newest else {}, b""
-    if classes and not {"step", "classes", "confusion"} <= classes.keys():
-        classes = {}
-        notes.append("classes.json: unreadable")
+    classes, wrong = _read(newest, _read_classes, notes) if newest else None, b""
     if newest and classes and (picture := newest.with_name("wrong.png")).exists():
         with suppress(OSError):
             wrong = read_small(picture, LARGEST_PICTURE)
@@ -151,34 +166,30 @@ def _read_run(folder: Path, name: str) -> RunRecord:
 
 def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
-    lines = [line for line in read_lines(file) if line.text.strip()]
-    if unreadable := sum(line.row is None for line in lines):
+    lines = [line.row or {} for line in read_lines(file) if line.text.strip()]
+    rows = [row for row in lines if _is_number(row.get("step")) and 0 <= row["step"] < LAST_STEP]
+    if unreadable := len(lines) - len(rows):
         notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} omitted")
-    rows = [line.row for line in lines if line.row and _is_number(line.row.get("step"))]
     return valid_rows(rows), [row for row in rows if is_event(row)]
 
 
-def _read_mapping(file: Path, notes: list[str]) -> Row:
-    """The object of a YAML or JSON file; empty, with a note, for a missing or unreadable one."""
-    value = None
-    if file.is_file():
-        with suppress(UserError, ValueError, RecursionError):
-            value = read_yaml(str(file)) if file.suffix == ".yaml" else json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(value, dict):
-        return value
-    notes.append(f"{file.name}: {'unreadable' if file.is_file() else 'missing'}")
-    return {}
+def _read(file: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
+    """The content of a file; None, with a note, for a missing or unreadable one."""
+    with suppress(UserError, OSError, ValueError):
+        return read(file)
+    notes.append(f"{file.name}: {'unreadable' if os.path.lexists(file) else 'missing'}")
+    return None
 
 
 def _read_checkpoint(folder: Path) -> tuple[int | None, str | None]:
     """Parameters and the tokenizer's SHA-256, by the newest checkpoint; None if unknown."""
     parameters, tokenizer = None, None
     for newest in list_checkpoints(folder / "checkpoints")[-1:]:
-        with suppress(OSError, SafetensorError), safe_open(newest / MODEL, framework="numpy") as tensors:
+        with suppress(OSError, SafetensorError), safe_open(regular(newest / MODEL), framework="numpy") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118, it is not a dict
             parameters = sum(map(math.prod, shapes))
-        with suppress(OSError, ValueError, AttributeError):
-            tokenizer = json.loads((newest / STATE).read_bytes()).get("tokenizer_sha256")
+        with suppress(OSError, ValueError, KeyError):
+            tokenizer = str(read_json(newest / STATE)["tokenizer_sha256"])
     return parameters, tokenizer
 
 
@@ -187,5 +198,5 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def is_finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number, and neither NaN nor infinite."""
-    return _is_number(value) and math.isfinite(value)
+    """Whether it is a number of fp32's range: neither NaN nor infinite."""
+    return _is_number(value) and abs(value) <= LARGEST

@@ -1,18 +1,24 @@
 """The state of runs: running, stalled, dead, or their outcome."""
 
-import json
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import STATUS, is_locked
+from gpt2_ddp.checkpoint.run_files import STATUS, is_data, is_locked
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import Process
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.files import read_json
 
 SILENT = 90.0
 """Seconds without a heartbeat after which a run on another machine counts as dead; heartbeats come every 5 s."""
+
+TRAINERS = "train_gpt2.py, train_classifier.py, train_regression.py and train_transformer.py"
+LATEST = 2**40
+"""Limit of steps and of times, in seconds; the year 36,812."""
+LINE = 1000  # most characters of a run's line
 
 
 class Health(NamedTuple):
@@ -29,19 +35,25 @@ def show_status(config: StatusConfig) -> int:
     folders = [Path(run) for run in config.runs]
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
-        folder = folders[0]
-        near = sorted(str(file.parent) for place in (folder, folder.parent) for file in place.glob(f"*/{STATUS}"))
-        hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else "")
-        raise UserError("runs", folder, f"has no {STATUS}; {hint}")
+        raise no_run(folders[0], STATUS)
     width = max(len(str(folder)) for folder in folders)
     for folder in folders:
         if folder not in runs:  # `runs/*` also matches the output of compare_parallel.py
-            print(f"{folder!s:{width}}  no run")
+            print(truncate(f"{folder!s:{width}}  no run", LINE))
             continue
         found = health(folder)
         age = timedelta(seconds=round(found.age))
-        print(f"{folder!s:{width}}  {found.state:9}  step {found.step:>7}  {age!s:>8} ago  {found.detail}".rstrip())
+        line = f"{folder!s:{width}}  {found.state:9}  step {found.step:>7}  {age!s:>8} ago  {found.detail}"
+        print(truncate(line.rstrip(), LINE))
     return 0
+
+
+def no_run(folder: Path, file: str) -> UserError:
+    """The error for a folder that lacks the `file` of all runs."""
+    problem = f"has no {file}" if os.path.isdir(folder) else "no such folder"
+    near = sorted(str(found.parent) for place in (folder, folder.parent) for found in place.glob(f"*/{file}"))
+    hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else f"; {TRAINERS} make one")
+    return UserError("runs", folder, f"{'holds token shards' if is_data(folder) else problem}; {hint}")
 
 
 def health(folder: Path, now: float | None = None) -> Health:
@@ -50,12 +62,14 @@ def health(folder: Path, now: float | None = None) -> Health:
     now = time.time() if now is None else now
     written = (folder / STATUS).stat().st_mtime
     try:
-        status: dict[str, Any] = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+        status = read_json(folder / STATUS)
         state, step, reason = str(status["state"]), int(status.get("step", 0)), str(status.get("reason", ""))
         beat, progress = float(status.get("heartbeat", written)), float(status.get("progress", written))
         limit, at = float(status.get("limit", 0)), f"at {status.get('stage', 'its beginning')}"
         facts = {name: kind(status[name]) for name, kind in Process.__annotations__.items() if state == "running"}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        if not all(abs(number) < LATEST for number in (step, beat, progress, limit)):  # false for NaN
+            raise ValueError
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return Health("unknown", 0, now - written, f"{STATUS} is damaged")
     if not facts:
         words = f"a trainer is starting; the run was {state}" if is_locked(folder) else reason.partition("\n")[0]

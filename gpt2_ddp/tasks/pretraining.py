@@ -21,7 +21,7 @@ from gpt2_ddp.config.base import complete
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
-from gpt2_ddp.data.manifest import MANIFEST, Manifest, read_manifest
+from gpt2_ddp.data.manifest import MANIFEST, Manifest, prepare_command, read_manifest
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream, Windows, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
@@ -62,7 +62,7 @@ def missing_data(config: TrainingConfig) -> str | None:
     for folder in missing:
         if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
             hint = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}"
-            raise UserError("data.path", folder, f"{hint}; prepare it first")
+            raise UserError("data.path", folder, f"{hint}; if it is text, use {prepare_command(Path(folder))}")
     return config.data.prepare
 
 
