@@ -361,6 +361,15 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         in_checkpoint((STATE, '"val_bits_per_byte": ', '"val_bits_per_byte": 1')),
         (f"{STEP}/state.json: val_bits_per_byte is ",),
     ),
+    "facts and sums of a state": (
+        in_checkpoint(
+            (STATE, '"threads": 1', '"threads": 9'), (STATE, '"since_row": [\n  0.0', '"since_row": [\n  1.0')
+        ),
+        (
+            f"{STEP}/state.json: threads is 9, in metrics.jsonl, line 9 1",
+            f"{STEP}/state.json: since_row is [1.0, 0, 0], after the row of step 10",
+        ),
+    ),
     "the best evaluation of a state": (
         in_checkpoint((STATE, '"best_evaluation": [\n  10', '"best_evaluation": [\n  5')),
         (f"{STEP}/state.json: best_evaluation is [5, ",),
@@ -630,6 +639,14 @@ def test_numbers_that_no_step_changes() -> None:
         assert field in defect
 
 
+def test_events_that_no_training_writes() -> None:
+    rows = read_metrics(GOLDEN / "gpt2_run" / "metrics.jsonl")[0]
+    end = {"event": "end", "step": 10}
+    assert [*check_values(rows | {"more": end})] == ["more: follows the end of a session"]
+    assert [*check_values(rows | {"more": {"event": "start", "step": 10}})] == []
+    assert [*check_values({"first": {"event": "hello", "step": 1}} | rows)] == ["first: has the unknown event hello"]
+
+
 def test_values_after_a_rollback_and_of_a_branch() -> None:
     """The mean of several steps, some of them undone, is not that of one step."""
     row = {"loss": 2.0, "loss_mean": 2.0, "lr": 0.1, "grad_norm": 1.0, "skipped": 1, "order_digest": "", "epoch": 0.5}
@@ -646,6 +663,9 @@ def test_kept_checkpoints_are_saved_ones() -> None:
     start = {"event": "start", "step": 5, "checkpoint": {"step": 5, "sha256": "e"}, "kept": [5]}
     assert [*check_kept({"a": start, "b": saved | {"kept": [5, 10]}})] == []
     assert [*check_kept({"a": start, "b": saved | {"kept": [5, 7, 10]}})] == ["b: kept has step 7, which was not saved"]
+    again = start | {"step": 7}
+    assert [*check_kept({"a": again})] == []
+    assert [*check_kept({"a": start, "b": again})] == ["b: starts at step 7, without a checkpoint of that step"]
     assert [*check_kept({"a": start, "b": saved | {"kept": [5]}})] == ["b: kept lacks its own checkpoint, of step 10"]
 
 

@@ -52,8 +52,6 @@ SAMPLED = 8
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
 """Fields of starts and states that never change in a run."""
-OF_SESSION = ("processes", "device", "versions")
-"""Fields of a start, equal in the states of the checkpoints that its process saved."""
 OF_STEP = ("skipped", "val_loss")
 """Fields of a row and of the state of the same step, besides those of the order of the data."""
 HASH = "samples_sha256"
@@ -239,16 +237,22 @@ def _check_checkpoints(found: Recorded) -> Iterator[str]:
             yield f"{name}: is not recorded in metrics.jsonl"
         if chain not in heads and (ours or chain):
             yield f"{place}: its metrics_chain is not in metrics.jsonl"
-        row, origin = by_step.get(state["step"], {}), f"the row of step {state['step']}"
-        both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
-        yield from _differing(place, state, origin, row, both)
-        if state.get("val_loss") is not None and "val_loss" in row:
-            scores = state.get("metrics", {})
-            yield from _differing(place, scores, origin, row, [name for name in scores if name in row])
-            best = best_until(by_step.values(), state["step"])
-            if (state.get("best_evaluation") or [])[:2] != [*best[:2]]:
-                yield f"{place}: best_evaluation is {state.get('best_evaluation')}, in metrics.jsonl {[*best]}"
+        yield from _compare_state(place, state, by_step)
         yield from misshapen
+
+
+def _compare_state(place: str, state: Record, rows: dict[int, Record]) -> Iterator[str]:
+    """Defects between a state and the valid rows, by step."""
+    row, origin = rows.get(state["step"], {}), f"the row of step {state['step']}"
+    both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
+    yield from _differing(place, state, origin, row, both)
+    if "loss" in row and any(state.get("since_row") or ()):
+        yield f"{place}: since_row is {state['since_row']}, after {origin}"
+    if state.get("val_loss") is not None and "val_loss" in row:
+        scores, best = state.get("metrics", {}), best_until(rows.values(), state["step"])
+        yield from _differing(place, scores, origin, row, [name for name in scores if name in row])
+        if (state.get("best_evaluation") or [])[:2] != [*best[:2]]:
+            yield f"{place}: best_evaluation is {state.get('best_evaluation')}, in metrics.jsonl {[*best]}"
 
 
 def _folder(step: int) -> str:
@@ -330,7 +334,8 @@ def _check_configuration(found: Recorded) -> list[str]:
             sessions[row["chain"]] = newest
     for place, state in found.states.items():
         if start := sessions.get(state.get("metrics_chain", "")):
-            defects += _differing(place, state, start, starts[start], OF_SESSION)
+            same = [name for name in starts[start] if name in state and name != "step"]
+            defects += _differing(place, state, start, starts[start], same)
             defects += altered(place.replace(STATE, CONFIG), start)
     if newest and newest != list(rows)[-1]:  # a start that nothing follows may have been killed before it wrote it
         defects += altered(CONFIG, newest)

@@ -15,6 +15,8 @@ from gpt2_ddp.reports.verify_rows import Record, Records
 from gpt2_ddp.scoring import METRICS
 from gpt2_ddp.training.progress import Best
 
+EVENTS = {"checkpoint", "room", "sample", "end"}
+"""Events besides starts, branches and rollbacks."""
 TEXTS = {"order_digest", "chain"}
 OF_STEP = {"loss", "lr", "grad_norm", "skipped", "order_digest"}
 """Fields of every row except the first one, of the weights before the first step."""
@@ -30,6 +32,7 @@ def check_values(rows: Records) -> Iterator[str]:
     """Defects of the numbers in rows: unknown fields, missing or negative numbers, numbers that contradict others."""
     first, tasks, valid = 0, set(), [{"step": 0, "skipped": 0}]  # `valid`: the rows of steps that no rollback undid
     constants: dict[tuple[str, Any], float] = {}
+    ended = False
     for place, row in rows.items():
         event, defects = row.get("event"), []
         if event == "branch":
@@ -42,6 +45,11 @@ def check_values(rows: Records) -> Iterator[str]:
         elif event is None:
             defects = [*_check_numbers(row, tasks, first), *_compare(valid[-1:], row)]
             valid.append(row)
+        elif event not in EVENTS:
+            defects = [f"has the unknown event {event}"]
+        if ended and event != "start":
+            defects.append("follows the end of a session")
+        ended = event == "end"
         for (what, key), value in _constants(row).items() if event is None else ():
             if not math.isclose(value, right := constants.setdefault((what, key), value), rel_tol=1e-9):
                 defects.append(f"{what} is {value}, in earlier rows {right}")
@@ -104,9 +112,11 @@ def recorded_checkpoint(row: Record) -> Record | None:
 def check_kept(rows: Records) -> Iterator[str]:
     """Defects of the lists of checkpoints in events: each is of saved checkpoints, and of the one saved last."""
     saved: list[Any] = []
-    for place, row in rows.items():
+    for number, (place, row) in enumerate(rows.items()):
         reference, kept = recorded_checkpoint(row), row.get("kept")
         saved += [reference["step"]] if reference else []
+        if number and row.get("event") == "start" and (not reference or reference["step"] != row["step"]):
+            yield f"{place}: starts at step {row['step']}, without a checkpoint of that step"
         if kept is None:
             continue
         yield from (f"{place}: kept has step {step}, which was not saved" for step in kept if step not in saved)
