@@ -66,6 +66,7 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "checkpoint/run_files.py": (16, ["tests/test_rows.py", *CHAIN]),
     "checkpoint/run_folder.py": (8, CHAIN),
     "reports/verify_rows.py": (20, ["tests/test_verify.py"]),
+    "reports/verify_values.py": (20, ["tests/test_verify.py"]),
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
 PARTS = {

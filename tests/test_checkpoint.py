@@ -8,16 +8,21 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from ranks import in_turn, run_ranks
+from runs import reseal
 from safetensors.torch import save_file
 
 from gpt2_ddp.checkpoint import checkpointer as checkpoint
 from gpt2_ddp.checkpoint.checkpoint import (
     DTYPES,
+    MODEL,
+    OPTIMIZER,
+    STATE,
     Checkpoint,
     CorruptCheckpoint,
     Snapshot,
@@ -26,6 +31,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     list_checkpoints,
     load_model_state,
     load_optimizer_state,
+    misfit,
     model_state,
     optimizer_state,
     seal,
@@ -54,6 +60,7 @@ def trained_model() -> tuple[GPT, torch.optim.Optimizer]:
 
 def snapshot(state: dict, config: str = "seed: 1\n") -> Snapshot:
     model, optimizer = trained_model()
+    state = {"position": 0, "order_digest": "", **state}
     return Snapshot(state, config, model_state(model), optimizer_state(model, optimizer))
 
 
@@ -163,6 +170,51 @@ def test_every_damage_is_found_and_named(tmp_path, name):
         file.write_bytes(damaged) if damaged else file.unlink()
         with pytest.raises(CorruptCheckpoint, match=name):
             verify(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        (STATE, '{"step": 60}', "has no position"),
+        (STATE, '{"step": -60, "position": 0, "order_digest": ""}', "has step = -60"),
+        (STATE, '{"step": 6, "position": 0, "order_digest": "", "passed": 5}', "has passed = 5"),
+        (STATE, '{"step": 6, "position": 0, "order_digest": "", "kind": "gpt2"}', "has no vocab_size"),
+        (MODEL, "x" * 64, r"is no safetensors file \(.*header"),
+        (OPTIMIZER, "", r"is no safetensors file \(.*header"),
+    ],
+)
+def test_forged_content_with_right_hashes_is_damage(tmp_path, name, content, reason):
+    """A resumed run falls back to the checkpoint before, as for a flipped bit."""
+    save(tmp_path, 1)
+    place = save(tmp_path, 2)
+    (place / name).write_text(content)
+    reseal(place / name)
+    with pytest.raises(CorruptCheckpoint, match=reason):
+        verify(place)
+    assert Checkpointer(tmp_path).newest().path.name == "step-00000001"
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda state: state.pop("exp_avg.h.0.ln_1.weight"), "has the optimizer state exp_avg_sq, step, unlike other"),
+        (lambda state: [state.pop(f"{kind}.wte.weight") for kind in ("step", "exp_avg", "exp_avg_sq")], "state none"),
+        (lambda state: state.update({"step.wpe": torch.ones(())}), r"step.wpe has shape \[\], its parameter None"),
+        (
+            lambda state: state.update({"exp_avg.wte.weight": torch.ones(3)}),
+            r"has shape \[3\], its parameter \[128, 8\]",
+        ),
+    ],
+)
+def test_optimizer_state_that_does_not_fit_is_refused(edit, reason):
+    model, optimizer = trained_model()
+    state = {name: value.clone() for name, value in optimizer_state(model, optimizer).items()}
+    assert misfit({name: value.shape for name, value in state.items()}, model) == misfit({}, model) == ""
+    edit(state)
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
+    with pytest.raises(UserError, match=rf"optimizer.safetensors: .*{reason}"):
+        load_optimizer_state(accelerator, state, model, optimizer)
+    assert len(optimizer_state(model, optimizer)) == 3 * len([*model.parameters()]), "nothing is lost"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"model.safetensors": 3}}', '{"format": 1, "files": {}}'])

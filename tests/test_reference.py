@@ -91,11 +91,14 @@ def test_files_names_every_event_and_its_keys():
     written = {
         "start": dict_keys("training/run", "_facts") | dict_keys("training/run", "_record_start"),
         "checkpoint": dict_keys("checkpoint/checkpoint", "checkpoint_ref"),
+        "sample": dict_keys("checkpoint/metrics", "show_samples") | dict_keys("checkpoint/run_folder", "append_sample"),
         "room": dict_keys("checkpoint/checkpointer", "_write") - {"sha256"},
         "rollback": dict_keys("training/loop", "_load_good_checkpoint"),
         "branch": {"checkpoint_sha256", "from", "run_id"} & dict_keys("training/branch", "branch_off"),
         "end": dict_keys("checkpoint/run_folder", "record_end"),
     }
+    written["rollback"] |= written["sample"]
+    written["start"] |= dict_keys("checkpoint/run_folder", "cut_rows")
     written["start"] |= dict_keys("checkpoint/run_folder", "record_start") | dict_keys("training/run", "_devices")
     written["branch"] |= dict_keys("data/feed", "state_dict")
     everywhere = {"event", "step", "chain", "torch"}

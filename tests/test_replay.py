@@ -76,6 +76,29 @@ def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded: Path) -> 
     assert {file: file.stat().st_mtime_ns for file in (run, *run.rglob("*"))} == before
 
 
+def test_scores_of_replaced_weights_differ(place: Path) -> None:
+    """Weights whose hashes were recomputed everywhere. Checkpoints that were not evaluated are named."""
+    run = place / "run"
+    command = VerifyConfig(run=str(run), data=str(place / "data"), rescore=True)
+    ((code, text, _),) = run_ranks(said, 1, verify_run, command)
+    lines = text.splitlines()[-4:]
+    assert (code, lines[2]) == (0, "ok      scores of step 12, evaluated again by 1 process, bit for bit")
+    assert [line.partition(",")[0] for line in lines[:2]] == [
+        f"note    scores of step {n}: not evaluated" for n in (4, 8)
+    ]
+    folder = checkpoint(run, 12)
+    tensors = load_file(folder / MODEL)
+    tensors["wpe.weight"] += 0.01
+    save_file(tensors, folder / MODEL)
+    reseal(folder / MODEL)
+    sha256 = sha256_file(folder / "manifest.json")
+    edit_rows(run, lambda rows: rows[-2].update(sha256=sha256))
+    without = VerifyConfig(run=str(run), data=str(place / "data"))
+    (other, *_), (code, text, _) = run_ranks(in_turn, 1, (said, verify_run, without), (said, verify_run, command))[0]
+    assert (other, code) == (0, 1)
+    assert "defect  checkpoints/step-00000012: val_loss is " in text
+
+
 def replayed_by_three_threads(run: Path) -> tuple[tuple[int, list[str]], int]:
     import torch
 

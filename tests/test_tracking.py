@@ -1,5 +1,6 @@
 """Metrics; the run folder's lock and status."""
 
+import hashlib
 import json
 import os
 import signal
@@ -45,8 +46,9 @@ def test_without_a_checkpoint_no_row_is_kept(corpus, tmp_path):
     for name in (METRICS, SAMPLES):
         run.append(name, {"step": 0})
     run.cut_rows(0, start={"event": "start", "step": 0})
-    assert split_chain((run.path / METRICS).read_text().rstrip()) == ('{"event": "start", "step": 0}', run.chain)
-    assert run.chain == next_chain(FIRST_CHAIN, '{"event": "start", "step": 0}')
+    start = json.dumps({"event": "start", "step": 0, "samples_sha256": hashlib.sha256().hexdigest()})
+    assert split_chain((run.path / METRICS).read_text().rstrip()) == (start, run.chain)
+    assert run.chain == next_chain(FIRST_CHAIN, start)
     assert (run.path / SAMPLES).read_text() == ""
 
 

@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from golden_runs import CORPUS, GOLDEN
 from ranks import in_turn, run_ranks
-from runs import change, edit_rows, expect_defect, job_config, reseal, train, training_config, verified
+from runs import change, edit_rows, expect_defect, job_config, reseal, state_of, train, training_config, verified
+from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, STATE
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE
+from gpt2_ddp.checkpoint.metrics import Metrics, Sample
+from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, read_lines
+from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
@@ -23,6 +28,7 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import Recorded, check_end, read_checkpoints, verify_run
 from gpt2_ddp.reports.verify_rows import OrderReplay, Records, Schedule, in_parts, read_metrics, replay_order
+from gpt2_ddp.reports.verify_values import check_kept, check_values
 from gpt2_ddp.tasks.supervised import contiguous
 
 
@@ -44,10 +50,12 @@ def test_trained_run_is_intact(run: Path, corpus: Path, capsys: pytest.CaptureFi
         f"ok      metrics.jsonl: 11 rows, steps strictly increasing; 16 lines chained by hashes up to {last}",
         "ok      checkpoints: 2, all files unchanged, none missing",
         "ok      configuration: equal in config.yaml, starts and checkpoints, with one run id",
+        "ok      status.json: agrees with metrics.jsonl",
         "ok      data: 3 of 3 shards unchanged",
+        "ok      numbers of the rows: known fields, none missing or negative, equal where two agree",
         "ok      order of the data: all digests up to step 10, recomputed from seed 1337",
         "ok      learning rates as scheduled; rows, evaluations and checkpoints at their due steps",
-        "note    losses, norms and weights: not checked; --replay A:B trains them again",
+        "note    losses, norms and weights: not checked; --rescore scores checkpoints again, --replay A:B trains again",
         f"{run} is intact",
     ]
     others = verified(run, capsys, shards="none")[2]
@@ -131,7 +139,7 @@ def test_a_small_job_is_intact_from_its_first_row_on(
     edit_rows(run, lambda rows: rows.remove(at(rows, 18)))
     expect_defect(run, capsys, "metrics.jsonl, line 22: the row of step 18 is missing")
     shutil.rmtree(run / "checkpoints")
-    (run / "status.json").unlink()
+    (run / "status.json").write_text(RUNNING)
     (run / "metrics.jsonl").write_text("".join(rows[:5]))
     assert verify_run(VerifyConfig(run=str(run))) == 0
     assert "note    the last 4 rows are newer than the newest checkpoint" in capsys.readouterr().out
@@ -144,6 +152,7 @@ def test_a_small_job_is_intact_from_its_first_row_on(
 
 
 STEP = "checkpoints/step-00000010"
+RUNNING = '{"state": "running", "step": 4, "reason": ""}'
 
 
 def in_checkpoint(*changes: tuple[str, str, str]) -> Callable[[Path], None]:
@@ -179,6 +188,16 @@ def flipped_bit(run: Path) -> None:
     content = bytearray((run / STEP / MODEL).read_bytes())
     content[len(content) // 2] ^= 1
     (run / STEP / MODEL).write_bytes(content)
+
+
+def in_tensors(name: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def write(run: Path) -> None:
+        tensors = load_file(run / STEP / name)
+        edit(tensors)
+        save_file(tensors, run / STEP / name)
+        reseal(run / STEP / name)
+
+    return write
 
 
 def layers_everywhere(run: Path) -> None:
@@ -231,7 +250,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         in_config("n_layer: 2", "n_layer: 3"),
         (
             "config.yaml: model.n_layer = 3: the run was started with 2",
-            f"{STEP}/model.safetensors: h.2.attn.c_attn.bias has shape None",
+            f"{STEP}/model.safetensors: h.2.attn.c_attn.bias is none, by the model section F32 [96]",
         ),
     ),
     "n_layer everywhere": (
@@ -294,12 +313,74 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "older weights, resealed": (older_weights, (f"{STEP}: its manifest's SHA-256 differs",)),
     "a state that is none": (nonsense(STATE, "[1]"), (f"{STEP}/state.json: contains no fields",)),
     "a state without JSON": (nonsense(STATE, "{"), (f"{STEP}/state.json: cannot be read (",)),
-    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: has no step",)),
+    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), (f"{STEP}/state.json: has step = ten",)),
     "a configuration without YAML": (nonsense(CONFIG, "a: ]"), (f"{STEP}/config.yaml: cannot be read (",)),
-    "weights that are none": (nonsense(MODEL, "no"), (f"{STEP}/model.safetensors: Error while deserializing header",)),
+    "weights that are none": (nonsense(MODEL, "no"), (f"{STEP}/model.safetensors: is no safetensors file (",)),
     "positions that are none": (
         in_checkpoint((STATE, '"passed": []', '"passed": 5')),
-        (f"{STEP}/state.json: skipped 5, not []",),
+        (f"{STEP}/state.json: has passed = 5",),
+    ),
+    "a key of config.yaml misspelt": (
+        in_config("  grad_clip:", "  grad_clips:"),
+        ("config.yaml: optim.grad_clips is 1.0, in", "config.yaml: optim.grad_clip is None, in"),
+    ),
+    "lines of config.yaml deleted": (
+        in_config("guard:\n  skip: true\n  norm_sigmas: null\n", "guard:\n"),
+        ("config.yaml: guard.skip is None, in",),
+    ),
+    "garbage for a status": (
+        lambda run: (run / "status.json").write_text("{"),
+        ("status.json: has state None at step None; state should be one of running",),
+    ),
+    "a status that does not exist": (
+        lambda run: change(run / "status.json", "completed", "kompleted"),
+        ("status.json: has state kompleted at step 10; state should be one of running",),
+    ),
+    "no status": (lambda run: (run / "status.json").unlink(), ("status.json: is missing",)),
+    "another tokenizer, resealed": (
+        in_checkpoint(("tokenizer.json", "{", "{ ")),
+        (f"{STEP}/tokenizer.json: its SHA-256 differs from tokenizer_sha256 in state.json",),
+    ),
+    "a tensor that is not finite, resealed": (
+        in_tensors(MODEL, lambda tensors: tensors["h.0.ln_1.weight"].fill_(float("nan"))),
+        (f"{STEP}/model.safetensors: h.0.ln_1.weight is not finite",),
+    ),
+    "tensors of the optimizer missing, resealed": (
+        in_tensors(OPTIMIZER, lambda tensors: [tensors.pop(name) for name in sorted(tensors)[:10]]),
+        (f"{STEP}/optimizer.safetensors: h.0.ln_1.weight has the optimizer state",),
+    ),
+    "no optimizer state, resealed": (
+        in_tensors(OPTIMIZER, lambda tensors: tensors.clear()),
+        (f"{STEP}/optimizer.safetensors: has no tensors",),
+    ),
+    "weights of another type, resealed": (
+        in_tensors(MODEL, lambda tensors: tensors.update({"wpe.weight": tensors["wpe.weight"].to(torch.float64)})),
+        (f"{STEP}/model.safetensors: wpe.weight is F64 [32, 32], by the model section F32 [32, 32]",),
+    ),
+    "scores of a state": (
+        in_checkpoint((STATE, '"val_bits_per_byte": ', '"val_bits_per_byte": 1')),
+        (f"{STEP}/state.json: val_bits_per_byte is ",),
+    ),
+    "facts and sums of a state": (
+        in_checkpoint(
+            (STATE, '"threads": 1', '"threads": 9'), (STATE, '"since_row": [\n  0.0', '"since_row": [\n  1.0')
+        ),
+        (
+            f"{STEP}/state.json: threads is 9, in metrics.jsonl, line 9 1",
+            f"{STEP}/state.json: since_row is [1.0, 0, 0], after the row of step 10",
+        ),
+    ),
+    "the best evaluation of a state": (
+        in_checkpoint((STATE, '"best_evaluation": [\n  10', '"best_evaluation": [\n  5')),
+        (f"{STEP}/state.json: best_evaluation is [5, ",),
+    ),
+    "val_tokens, chained": (
+        in_rows(lambda rows: at(rows, 10).update(val_tokens=100)),
+        ("metrics.jsonl, line 14: val_tokens of step 10 is 100, not 512",),
+    ),
+    "a sample that was not due, chained": (
+        in_rows(lambda rows: rows.insert(-2, {"event": "sample", "step": 10, "samples_sha256": "f"})),
+        ("metrics.jsonl, line 15: no sample was due at step 10", "samples.jsonl: lines are missing after line 0"),
     ),
     "an older checkpoint": (
         older_checkpoint,
@@ -465,6 +546,158 @@ def test_a_run_may_go_back_to_the_same_checkpoint_twice(corpus: Path, anew: bool
         assert order_defects(corpus, records | {second: records[second] | {"passed": passed}})
 
 
+def end_defects(run: Path, rows: Records) -> list[str]:
+    found = Recorded(run, {}, job_config("regression", run), rows, {}, None, read_lines(run / SAMPLES), [], [])
+    return [defect for _, defects in check_end(found) for defect in defects or ()]
+
+
+def test_samples_are_in_the_chain(tmp_path: Path) -> None:
+    """Also after a rollback, and after a resumed run has dropped some. A killed process may lack the newest ones."""
+    run = RunFolder(job_config("regression", tmp_path))
+    file = run.path / SAMPLES
+    file.write_text('{"step": 1}\n')  # of an earlier release
+    assert end_defects(run.path, {"line 1": {"event": "start", "step": 1}}) == []
+    run.cut_rows(1, 0, run.chain, start={"event": "start", "step": 1})
+    metrics = Metrics(run, 1, 9)
+    metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
+    metrics.go_back({"event": "rollback", "step": 1})
+    metrics.show_samples(3, [Sample("", "d")])
+    whole = file.read_text()
+    lines = whole.splitlines(keepends=True)
+    ended = {"line 9": {"event": "end", "step": 3}}
+
+    def defects(text: str, end: dict) -> list[str]:
+        file.write_text(text)
+        rows = read_metrics(run.path / METRICS)[0]
+        return [one for one in end_defects(run.path, rows | end) if not one.startswith("status")]
+
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 1, 3]
+    for end in ({}, ended):
+        assert defects(whole, end) == []
+        assert defects(whole + '{"step": 3, "prompt": "", "text": "invented"}\n', end)[0].startswith(
+            "samples.jsonl, line 6: was changed or added"
+        )
+        assert defects(whole.replace('"d"', '"e"'), end)[0].startswith("samples.jsonl, line 5: was changed or added")
+        assert defects(whole.replace('"a"', '"e"'), end)[0].startswith("samples.jsonl, line 2: was changed or added")
+        assert defects("".join(lines[1:]), end)
+    assert defects("".join(lines[:-1]), {}) == []
+    assert defects("".join(lines[:-1]), ended) == ["samples.jsonl: lines are missing after line 4"]
+    file.write_text(whole)
+    rollback = json.loads((run.path / METRICS).read_text().splitlines()[-2])
+    assert rollback["event"] == "rollback"
+    run.cut_rows(2, 1, rollback["chain"], start={"event": "start", "step": 2})
+    assert file.read_text() == "".join(lines[:-1])
+    assert defects(file.read_text(), ended) == []
+
+
+def test_a_sample_that_comes_while_the_run_is_verified(run: Path, monkeypatch, capsys) -> None:
+    edit_rows(run, lambda rows: rows.pop(-1))
+    (run / "status.json").write_text(RUNNING)
+
+    def then_sampled(file: Path) -> tuple[Records, list[str]]:
+        found = read_metrics(file)
+        with (run / SAMPLES).open("a") as stream:
+            stream.write('{"step": 15, "prompt": "", "text": "x"}\n')
+        return found
+
+    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", then_sampled)
+    assert verified(run, capsys)[:2] == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "defect"),
+    [
+        ({"loss_mean": 1.5}, "loss_mean of step 7 alone is 1.5, its loss 5."),
+        ({"grad_norm": -0.5}, "grad_norm of step 7 is -0.5"),
+        ({"loss": None}, "loss of step 7 is None"),
+        ({"loss": float("nan")}, "loss of step 7 is nan"),
+        ({"lr": None}, "lr of step 7 is None"),
+        ({"tokens_per_second": True}, "tokens_per_second of step 7 is True"),
+        ({"accuracy": 0.99}, "has the unknown field accuracy"),
+        ({"cloze_acc": 0.99}, "has the unknown field cloze_acc"),
+        ({"loss": ...}, "loss of step 7 is missing"),
+        ({"skipped": 3}, "skipped is 3, 0 at step 6"),
+    ],
+)
+def test_numbers_that_contradict_each_other(changes: dict, defect: str) -> None:
+    """Whatever the chain says."""
+    rows = read_metrics(GOLDEN / "gpt2_run" / "metrics.jsonl")[0]
+    place, row = next((place, row) for place, row in rows.items() if row["step"] == 7)
+    assert [*check_values(rows)] == []
+    rows[place] = {name: value for name, value in (row | changes).items() if value is not ...}
+    assert next(check_values(rows)).startswith(f"{place}: {defect}")
+
+
+def test_numbers_that_no_step_changes() -> None:
+    for run, field, value in (("gpt2_run", "val_bits_per_byte", 5.0), ("regression_run", "val_samples", 30)):
+        rows = read_metrics(GOLDEN / run / "metrics.jsonl")[0]
+        assert [*check_values(rows)] == []
+        place = [place for place, row in rows.items() if field in row][-1]
+        rows[place] = rows[place] | {field: value}
+        (defect,) = check_values(rows)
+        assert defect.startswith(f"{place}: ")
+        assert field in defect
+
+
+def test_events_that_no_training_writes() -> None:
+    rows = read_metrics(GOLDEN / "gpt2_run" / "metrics.jsonl")[0]
+    end = {"event": "end", "step": 10}
+    assert [*check_values(rows | {"more": end})] == ["more: follows the end of a session"]
+    assert [*check_values(rows | {"more": {"event": "start", "step": 10}})] == []
+    assert [*check_values({"first": {"event": "hello", "step": 1}} | rows)] == ["first: has the unknown event hello"]
+
+
+def test_values_after_a_rollback_and_of_a_branch() -> None:
+    """The mean of several steps, some of them undone, is not that of one step."""
+    row = {"loss": 2.0, "loss_mean": 2.0, "lr": 0.1, "grad_norm": 1.0, "skipped": 1, "order_digest": "", "epoch": 0.5}
+    other = row | {"loss_mean": 2.5}
+    back = {"event": "rollback", "step": 4}
+    rows = [row | {"step": 3}, row | {"step": 5, "loss_mean": 1.0, "skipped": 3}, back, other | {"step": 5}]
+    assert [*check_values({str(n): one for n, one in enumerate(rows)})] == []
+    branch = [{"event": "branch", "step": 7}, {"step": 7, "val_loss": 1.0}, row | {"step": 8, "skipped": 1}]
+    assert [*check_values({str(n): one for n, one in enumerate(branch)})] == []
+
+
+def test_kept_checkpoints_are_saved_ones() -> None:
+    saved = {"event": "checkpoint", "step": 10, "sha256": "f"}
+    start = {"event": "start", "step": 5, "checkpoint": {"step": 5, "sha256": "e"}, "kept": [5]}
+    assert [*check_kept({"a": start, "b": saved | {"kept": [5, 10]}})] == []
+    assert [*check_kept({"a": start, "b": saved | {"kept": [5, 7, 10]}})] == ["b: kept has step 7, which was not saved"]
+    again = start | {"step": 7}
+    assert [*check_kept({"a": again})] == []
+    assert [*check_kept({"a": start, "b": again})] == ["b: starts at step 7, without a checkpoint of that step"]
+    assert [*check_kept({"a": start, "b": saved | {"kept": [5]}})] == ["b: kept lacks its own checkpoint, of step 10"]
+
+
+def test_the_anchor_of_a_run_is_kept_elsewhere(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "anchor"
+    code, _, others = verified(run, capsys, anchor=str(file))
+    assert (code, others[-2]) == (0, f"ok      the anchor of step 10 is in {file}")
+    anchor = json.loads(file.read_text())
+    assert anchor["chain"] == state_of(run)["metrics_chain"]
+    assert anchor["sha256"] == sha256_file(run / STEP / MODEL)
+    older = json.loads((run / "checkpoints/step-00000005" / STATE).read_text())["metrics_chain"]
+    weights = sha256_file(run / "checkpoints/step-00000005" / MODEL)
+    file.write_text(json.dumps({"step": 5, "chain": older, "sha256": weights}))
+    assert verified(run, capsys, anchor=str(file))[0] == 0
+    assert json.loads(file.read_text()) == anchor, "an older link is renewed"
+    for field, defect in (
+        ("chain", "metrics.jsonl: lacks the anchor's chain, of step 10"),
+        ("sha256", f"{STEP}/{MODEL}"),
+    ):
+        wrong = json.dumps(anchor | {field: "f" * 64})
+        file.write_text(wrong)
+        code, defects, _ = verified(run, capsys, anchor=str(file))
+        assert (code, len(defects)) == (1, 1)
+        assert defects[0].startswith(defect)
+        assert file.read_text() == wrong, "and stays"
+    file.write_text("[]")
+    with pytest.raises(UserError, match=r"anchor = .*/anchor: is no anchor; name a file"):
+        verify_run(VerifyConfig(run=str(run), anchor=str(file)))
+    with pytest.raises(UserError, match=r"anchor = .*/none/anchor: cannot be written"):
+        verify_run(VerifyConfig(run=str(run), anchor=str(tmp_path / "none/anchor")))
+
+
 def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
     """The run died after it had gone back, before it was there again."""
     rows: dict[str, Any] = {"line 2": {"step": 12}, "line 3": {"event": "rollback", "step": 6, "from": 12}}
@@ -472,8 +705,7 @@ def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def files_with_defects() -> list[str]:
-        found = Recorded(tmp_path, {}, job_config("regression", tmp_path), rows, {})
-        return [defect.split(",")[0] for defect in check_end(found)]
+        return [defect.split(",")[0] for defect in end_defects(tmp_path, rows) if not defect.startswith("status")]
 
     assert files_with_defects() == []
     rows["line 2"]["step"] = rows["line 3"]["from"] = 11
@@ -490,13 +722,13 @@ def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.C
     number = next(n for n, line in enumerate(lines) if '"checkpoint", "step": 10' in line)
     start = json.loads(next(line for line in reversed(lines) if '"event": "start"' in line))
     reference = {name: json.loads(lines[number])[name] for name in ("step", "sha256")}
-    resumed = start | {"step": 10, "checkpoint": reference}
+    resumed = start | {"step": 10, "checkpoint": reference, "kept": [5, 10]}
     edit_rows(run, lambda rows: rows.__setitem__(slice(number + 1, None), [resumed]))
     before, newest = (json.loads(line)["chain"] for line in (run / "metrics.jsonl").read_text().splitlines()[-2:])
     state = json.loads((run / STEP / STATE).read_text())
     change(run / STEP / STATE, state["metrics_chain"], newest)
     reseal(run / STEP / STATE)
-    (run / "status.json").unlink()
+    (run / "status.json").write_text(RUNNING)
     assert verified(run, capsys)[:2] == (0, [])
     change(run / STEP / STATE, newest, before)
     reseal(run / STEP / STATE)

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,6 +37,10 @@ FORMAT = 1
 """Format of a checkpoint folder. Its readers give missing fields their defaults, and ignore unknown fields."""
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
+COUNTS = ("step", "position", "tokens", "samples", "rollbacks", "skipped", "epoch_units", "epoch_size", "vocab_size")
+FIELDS: dict[str, Any] = dict.fromkeys(COUNTS, int) | {"order_digest": str, "kind": str, "tokenizer": str}
+FIELDS |= {"guard": dict, "metrics": dict, "passed": list, "since_row": list}
+"""Types of fields in state.json, for damage that a hash cannot show. COUNTS are not negative."""
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 
 _ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
@@ -101,8 +106,14 @@ def load_optimizer_state(
 ) -> None:
     """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there. The
     network transfers it, as nodes need not share a disk."""
-    layout = on_main(accelerator, lambda: [(key, value.shape, value.dtype) for key, value in state.items()])
     parameters = dict(model.named_parameters())
+
+    def check() -> list[tuple[str, torch.Size, torch.dtype]]:
+        if wrong := misfit({name: value.shape for name, value in state.items()}, model):
+            raise UserError("checkpoint", OPTIMIZER, f"{wrong}; restore the file, or resume from another checkpoint")
+        return [(key, value.shape, value.dtype) for key, value in state.items()]
+
+    layout = on_main(accelerator, check)
     before = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters.values()}
     optimizer.state.clear()
     loaded: dict[str, Tensor] = {}
@@ -115,6 +126,23 @@ def load_optimizer_state(
         if accelerator.is_main_process:
             loaded[key].copy_(state[key])
     broadcast_tensors(accelerator, loaded)
+
+
+def misfit(shapes: Mapping[str, Sequence[int]], model: nn.Module) -> str:
+    """Why tensors of these shapes are no optimizer state of the model; empty if they are. Each parameter has a state,
+    and two parameters have the same kinds of tensors or, in other groups, no common one. Before the first step, there
+    is none."""
+    parameters, kinds = {name: list(value.shape) for name, value in model.named_parameters()}, {}
+    for key, shape in shapes.items():
+        kind, _, name = key.partition(".")
+        if name not in parameters or list(shape) not in ([], parameters[name]):
+            return f"{key} has shape {list(shape)}, its parameter {parameters.get(name)}"
+        kinds.setdefault(name, set()).add(kind)
+    for name in parameters if shapes else ():
+        own = kinds.get(name, set())
+        if not own or any(other & own and not other <= own for other in kinds.values()):
+            return f"{name} has the optimizer state {', '.join(sorted(own)) or 'none'}, unlike other parameters"
+    return ""
 
 
 @torch.no_grad()
@@ -212,7 +240,8 @@ def newest_intact(
 
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises
-    CorruptCheckpoint for the first file that is missing, truncated or changed; UserError for another format."""
+    CorruptCheckpoint for the first file that is missing, truncated, changed or invalid; UserError for another format.
+    """
     for name, (size, sha256) in _read_manifest(checkpoint).items():
         file = checkpoint / name
         try:
@@ -222,11 +251,20 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
                 raise CorruptCheckpoint(file, f"has {file.stat().st_size} bytes instead of {size}")
             if (weights or name not in (MODEL, OPTIMIZER)) and sha256_file(file) != sha256:
                 raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
+            if weights and name in (MODEL, OPTIMIZER):
+                with safe_open(file, "pt"):
+                    pass
+        except SafetensorError as error:
+            raise CorruptCheckpoint(file, f"is no safetensors file ({error})") from error
         except OSError as error:
             raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
     state, config = _read_fields(checkpoint / STATE, parse_json), _read_fields(checkpoint / CONFIG, parse_yaml)
-    if type(state.get("step")) is not int:
-        raise CorruptCheckpoint(checkpoint / STATE, "has no step")
+    needed = ("step", "position", "order_digest", *(("tokenizer", "vocab_size") if state.get("kind") == "gpt2" else ()))
+    for name, kind in FIELDS.items():
+        value = state.get(name)
+        if name in needed if value is None else type(value) is not kind or (kind is int and value < 0):
+            what = f"has no {name}" if value is None else f"has {name} = {truncate(value, 40)}"
+            raise CorruptCheckpoint(checkpoint / STATE, what)
     return Checkpoint(checkpoint, state, config)
 
 

@@ -130,9 +130,10 @@ class Metrics:
 
     def go_back(self, event: dict[str, Any]) -> None:
         """Records a rollback in the files and trackers."""
-        for name in (METRICS, SAMPLES):
-            if self.run and (self.run.path / name).exists():
-                self.run.append(name, event)
+        if self.run and (self.run.path / SAMPLES).exists():
+            self.run.append_sample(event, event)
+        elif self.run:
+            self.run.append(METRICS, event)
         if self.trackers:
             self.trackers.go_back(event["step"])
         self._bar.update(event["step"] - self._bar.n)
@@ -141,7 +142,7 @@ class Metrics:
         """Prints the samples of a step and appends them to samples.jsonl."""
         for sample in samples or ():
             if self.run is not None:
-                self.run.append(SAMPLES, {"step": step, **sample._asdict()})
+                self.run.append_sample({"step": step, **sample._asdict()}, {"event": "sample", "step": step})
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:

@@ -1,6 +1,7 @@
 """A run's folder on its main process: lock, configuration, status and rows."""
 
 import fcntl
+import hashlib
 import json
 import os
 import sys
@@ -132,6 +133,13 @@ class RunFolder:
         with self._appending, writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as stream:
             stream.write(self._chained(row) if name == METRICS else json.dumps(row) + "\n")
 
+    def append_sample(self, row: dict[str, Any], event: dict[str, Any]) -> None:
+        """Appends a row to samples.jsonl. Before, appends `event` to metrics.jsonl, with the SHA-256 of that file."""
+        file = self.path / SAMPLES
+        content = (file.read_bytes() if file.exists() else b"") + f"{json.dumps(row)}\n".encode()
+        self.append(METRICS, {**event, "samples_sha256": hashlib.sha256(content).hexdigest()})
+        self.append(SAMPLES, row)
+
     def _chained(self, row: dict[str, Any]) -> str:
         text = json.dumps(row)
         self.chain = next_chain(self.chain, text)
@@ -153,19 +161,22 @@ class RunFolder:
             chain: of the last row then; None: no row is kept.
             sample_pending, row_pending: whether the step's sample and row follow the checkpoint; the latter matters if
                 the row of `chain` is damaged.
-            start: row to add in the same write: a kill leaves either the old rows or this one.
+            start: row to add in the same write, with the SHA-256 of samples.jsonl: a kill leaves either the old rows or
+                this one.
         """
-        for file, pending in ((self.path / METRICS, row_pending), (self.path / SAMPLES, sample_pending)):
+        content = ""
+        for file, pending in ((self.path / SAMPLES, sample_pending), (self.path / METRICS, row_pending)):
             lines = sound_lines(file) if file.exists() else []
             last = [number for number, line in enumerate(lines, 1) if line.text.endswith(f', "chain": "{chain}"}}')]
             kept = lines[: last[0]] if last else until(lines, step - pending if chain else -1, rollbacks)
+            samples = hashlib.sha256(content.encode()).hexdigest()
             content = "".join(line.text + "\n" for line in kept)
             if file.name == METRICS:
                 if chain and lines and not last:
                     what = f"the last row before the checkpoint of step {step} is missing or changed"
                     print(f"warning: {file}: {what}; rows up to that step are kept", file=sys.stderr)
                 self.chain = (split_chain(kept[-1].text)[1] if kept else None) or FIRST_CHAIN
-                content += self._chained(start) if start else ""
+                content += self._chained({**start, "samples_sha256": samples}) if start else ""
             if content or file.exists():
                 write_atomically(file, content)
 

@@ -218,6 +218,13 @@ class VerifyConfig(Command):
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder (in TMPDIR), on as many processes as the run had; null: train nothing"""
 
+    rescore: bool = False
+    """also evaluate each kept checkpoint that has a val_loss again, and compare: finds replaced weights, in less time
+    than a replay"""
+    anchor: str | None = None
+    """file outside the run folder: the newest checkpoint's step, chain and SHA-256 of its weights. An existing anchor
+    is compared with the run. If the run is intact, its newest checkpoint is written to the file. null: no anchor"""
+
     @field_validator("replay")
     @classmethod
     def _two_steps(cls, replay: str | None) -> str | None:
@@ -312,8 +319,9 @@ class LabConfig(Command):
     """name of an experiment: print its lesson and its code, wrong and right, without measuring; null: none"""
 
 
-def check_writable(output: str) -> None:
-    """Raises UserError if the file `output` cannot be written; for use before long work. Does not change the file."""
+def check_writable(output: str, field: str = "output") -> None:
+    """Raises UserError, for this field, if the file `output` cannot be written; for use before long work.
+    Does not change the file."""
     path = Path(output)
     try:
         is_new = not path.exists()
@@ -321,4 +329,4 @@ def check_writable(output: str) -> None:
         if is_new:
             path.unlink()
     except OSError as error:
-        raise UserError("output", output, f"cannot be written ({error.strerror}); name another file") from error
+        raise UserError(field, output, f"cannot be written ({error.strerror}); name another file") from error

@@ -6,6 +6,7 @@ processes gives the same bits; another number changes the order of sums.
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, finite, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
@@ -35,7 +36,8 @@ from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.progress import Outcome
-from gpt2_ddp.training.task import Due, Task
+from gpt2_ddp.training.run import Run
+from gpt2_ddp.training.task import Due, MakeTask, Task
 
 SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")  # sums over ranks, in some order
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
@@ -110,15 +112,8 @@ def _replay_stretch(
         wrong += [f"{file.relative_to(run)}: {defect}" for defect in defects]
     if wrong:
         return what, wrong
-    with TemporaryDirectory(prefix="replay-") as folder:
-        state = (maker or begin).state
-        config = _config(begin.kind, files[0], folder, data, state)
-        processes, reasons = _how_exactly(config, state)
-        again = Path(folder) / config.run_name
-        copy = again / "checkpoints" / begin.path.name
-        copy.mkdir(parents=True)
-        for file in begin.path.iterdir():
-            (copy / file.name).symlink_to(file.resolve())
+    with _copied(begin, files[0], data, (maker or begin).state) as (config, processes, reasons):
+        state, again = (maker or begin).state, Path(config.output_dir) / config.run_name
         bits = end is not None and not reasons
         if run_processes(_train_again, processes, config, span, bits, state.get("threads")) == "stopped":
             raise SystemExit(STOPPED)
@@ -132,6 +127,49 @@ def _replay_stretch(
     compared += " (without task scores)" * bool(begin.state.get("tasks"))
     how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
     return f"{what} by {processes} process{'es' * (processes > 1)}: {compared}, {how}", defects
+
+
+@contextmanager
+def _copied(
+    checkpoint: Checkpoint, settings: Path, data: str | None, state: dict[str, Any]
+) -> Iterator[tuple[RunConfig, int, list[str]]]:
+    """A temporary run folder with links to a checkpoint's files. Yields its configuration, and `_how_exactly`."""
+    with TemporaryDirectory(prefix="replay-") as folder:
+        config = _config(checkpoint.kind, settings, folder, data, state)
+        copy = Path(folder) / config.run_name / "checkpoints" / checkpoint.path.name
+        copy.mkdir(parents=True)
+        for file in checkpoint.path.iterdir():
+            (copy / file.name).symlink_to(file.resolve())
+        yield config, *_how_exactly(config, state)
+
+
+def rescore(
+    run: Path, rows: Iterable[dict[str, Any]], intact: Iterable[Checkpoint], data: str | None
+) -> Iterator[tuple[str, list[str] | None]]:
+    """Evaluates each of the `intact` checkpoints whose step has a val_loss in the valid `rows` again. Yields a text for
+    each, and its defects; None if there is nothing to compare. Raises: as `replay`."""
+    scores = {row["step"]: row for row in rows if "val_loss" in row}
+    for checkpoint in sorted(intact, key=lambda checkpoint: checkpoint.state["step"]):
+        step, state = checkpoint.state["step"], checkpoint.state
+        what = f"scores of step {step}"
+        if step not in scores or state.get("val_loss") is None:
+            yield f"{what}: not evaluated, so nothing confirms these weights; --replay trains them again", None
+            continue
+        with _copied(checkpoint, checkpoint.path / CONFIG, data, state) as (config, processes, reasons):
+            new = run_processes(_score_again, processes, config, step, state.get("threads"))
+        defects = []
+        for name in (name for name in new if name in scores[step]):
+            old, tolerance = scores[step][name], NEARLY if reasons else 0.0
+            if old != new[name] and not math.isclose(old or math.nan, new[name] or math.nan, rel_tol=tolerance):
+                defects.append(f"{checkpoint.path.relative_to(run)}: {name} is {new[name]}, in {METRICS} {old}")
+        how = f"to {NEARLY:.0e} ({'; '.join(reasons)})" if reasons else "bit for bit"
+        yield f"{what}, evaluated again by {processes} process{'es' * (processes > 1)}, {how}", defects
+
+
+def _score_again(config: RunConfig, step: int, threads: int | None) -> dict[str, Any]:
+    with closing(Run(config, _make_task(config, Span(step, step + 1, {}), False, threads))) as run:
+        run.build()
+        return finite(run.evaluate(lambda: None))
 
 
 def _are_skippable(passed: Any, state: dict[str, Any]) -> bool:
@@ -186,13 +224,17 @@ class ReplayTask:
 
 
 def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None) -> Outcome:
+    return train(config, _make_task(config, span, save, threads)).outcome
+
+
+def _make_task(config: RunConfig, span: Span, save: bool, threads: int | None) -> MakeTask:
     make: Any = Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job)
 
     def make_task(config: RunConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Any:
         torch.set_num_threads(threads or torch.get_num_threads())  # each number has its own order of sums
         return ReplayTask(make(config, accelerator, saved), span, save)
 
-    return train(config, make_task).outcome
+    return make_task
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:

@@ -3,34 +3,47 @@
 docs/verify.md lists what each check finds, and the limits of all.
 """
 
+import hashlib
 import json
 import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, STATE, Checkpoint, CorruptCheckpoint, list_checkpoints, verify
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, is_rollback, read_lines, valid_rows
-from gpt2_ddp.config.base import complete, flat
+from gpt2_ddp.checkpoint.checkpoint import (
+    DTYPES,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Checkpoint,
+    CorruptCheckpoint,
+    list_checkpoints,
+    misfit,
+    verify,
+)
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, Line, is_rollback, read_lines, valid_rows
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
-from gpt2_ddp.config.kinds import guess_kind, read_config
+from gpt2_ddp.config.kinds import CONFIGS, guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.tools import VerifyConfig
+from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST, Manifest, token_dtype
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import sha256_file
+from gpt2_ddp.files import read_json, sha256_file, write_atomically
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.reports.replay import plan, replay, setting_defects
+from gpt2_ddp.reports.replay import Span, plan, replay, rescore, setting_defects
 from gpt2_ddp.reports.verify_rows import Record, Records, Schedule, in_parts, read_metrics, replay_order
+from gpt2_ddp.reports.verify_values import best_until, check_kept, check_values, recorded_checkpoint, scored_tokens
+from gpt2_ddp.training.progress import Outcome
 
 SHOWN = 5
 """Most defects of one kind to print; the others are counted."""
@@ -39,23 +52,36 @@ SAMPLED = 8
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
 """Fields of starts and states that never change in a run."""
-OF_SESSION = ("processes", "device", "versions")
-"""Fields of a start, equal in the states of the checkpoints that its process saved."""
 OF_STEP = ("skipped", "val_loss")
 """Fields of a row and of the state of the same step, besides those of the order of the data."""
+HASH = "samples_sha256"
+"""SHA-256 of samples.jsonl, in rows of starts, samples and rollbacks."""
+STATES = ("running", "failed", *get_args(Outcome))
+"""Values of `state` in status.json."""
 
 Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run folder: `settings` of its config.yaml, its rows, and its intact checkpoints by the place of their state."""
+    """A run folder: `settings` of its config.yaml, its rows, its intact checkpoints by the place of their state, the
+    content of status.json (None: missing, {}: no JSON), the whole lines of samples.jsonl, and the defects that reading
+    rows and checkpoints found."""
 
     run: Path
     settings: Record
     config: RunConfig
     rows: Records
     checkpoints: dict[str, Checkpoint]
+    status: Any
+    samples: list[Line]
+    row_defects: list[str]
+    damage: list[str]
+
+    @property
+    def last(self) -> Record:
+        """The last row; empty without rows."""
+        return [{}, *self.rows.values()][-1]
 
     @property
     def states(self) -> Records:
@@ -72,10 +98,16 @@ class Recorded:
 
 def verify_run(command: VerifyConfig) -> int:
     """Exit code of verify_run.py: 0 if the run is intact, else 1. Prints an `ok` line or the defects of each check, and
-    a `note` for what could not be checked. With `--replay`, trains a part of the run again.
+    a `note` for what could not be checked. With `--rescore`, evaluates checkpoints again; with `--replay`, trains a
+    part of the run again. With `--anchor`, compares the run with a file, and writes the file anew if all is intact.
     Raises: UserError for a missing run, for steps that cannot be replayed, or for other data in `--data`."""
-    n_defects = 0
-    for what, defects in _check(Path(command.run), command):
+    run, n_defects = Path(command.run), 0
+    if not os.path.isfile(run / CONFIG):
+        raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
+    anchor = _read_anchor(command.anchor) if command.anchor else {}
+    span = plan(run, command.replay) if command.replay else None
+    found = _read(run)
+    for what, defects in _check(found, command, span, anchor):
         if not defects:
             print(f"{'note' if defects is None else 'ok':8}{what}")
             continue
@@ -84,33 +116,42 @@ def verify_run(command: VerifyConfig) -> int:
         if len(defects) > SHOWN:
             print(f"defect  ... and {len(defects) - SHOWN} more like these")
         n_defects += len(defects)
-    print(f"{Path(command.run)} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
+    if command.anchor and not n_defects:
+        print(_write_anchor(Path(command.anchor), found))
+    print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
     return 1 if n_defects else 0
 
 
-def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
-    if not os.path.isfile(run / CONFIG):
-        raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
+def _read(run: Path) -> Recorded:
+    """Reads the run's files. A running training writes a row before a sample, and after a checkpoint."""
     settings = read_yaml(str(run / CONFIG), "run")
     if not settings:
         raise UserError("run", run / CONFIG, "is empty; restore the run's original file, or name another run folder")
-    config = read_config(guess_kind(settings), settings, CONFIG)
-    span = plan(run, command.replay) if command.replay else None
-    checkpoints, damaged = read_checkpoints(run)  # before the rows: a running training writes the row first
+    kind = next((line.row.get("kind") for line in read_lines(run / METRICS) if line.row), None)
+    config = read_config(kind if kind in [*CONFIGS] else guess_kind(settings), settings, CONFIG)
+    checkpoints, damaged = read_checkpoints(run)
+    status, samples = read_status(run), _read_samples(run)
     rows, defects = read_metrics(run / METRICS)
-    found = Recorded(run, settings, config, rows, checkpoints)
+    if [{}, *rows.values()][-1].get("event") == "end":  # the samples are complete by now
+        samples = _read_samples(run)
+    status = read_status(run) if status is None else status
+    return Recorded(run, settings, config, rows, checkpoints, status, samples, defects, damaged)
+
+
+def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Record) -> Iterator[Finding]:
+    run, config, rows, checkpoints = found.run, found.config, found.rows, found.checkpoints
     count = sum("event" not in row for row in rows.values())
     chains = [row["chain"] for row in rows.values() if "chain" in row]
     chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
-    yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", defects
-    wrong = damaged + list(_check_checkpoints(found))
+    yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", found.row_defects
+    wrong = [*found.damage, *_check_checkpoints(found), *check_kept(rows)]
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     heads = {state.get("metrics_chain") for state in found.states.values()}
     newest = takewhile(lambda row: row.get("chain") not in heads, reversed(rows.values()))
     if loose := sum("event" not in row for row in newest):
         yield f"the last {loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
-    wrong = _check_configuration(found) + list(check_end(found))
-    yield "configuration: equal in config.yaml, starts and checkpoints, with one run id", wrong
+    yield "configuration: equal in config.yaml, starts and checkpoints, with one run id", _check_configuration(found)
+    yield from check_end(found)
     manifests: list[Manifest] = []
     if isinstance(config, TrainingConfig):
         folders, n_folders = config.data.moved(command.data), len(config.data.paths)
@@ -119,16 +160,28 @@ def _check(run: Path, command: VerifyConfig) -> Iterator[Finding]:
             raise UserError("data", command.data, hint)
         manifests = read_manifests(folders)
         yield from _check_data(config, folders, manifests, command, rows | found.states)
+    yield (
+        "numbers of the rows: known fields, none missing or negative, equal where two agree",
+        [
+            *check_values(rows),
+            *_check_scored(found, manifests),
+        ],
+    )
     yield from _check_training(found, manifests)
     for branch in found.events("branch"):
         manifest = Path(str(branch.get("from"))) / MANIFEST
         same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
         there = "is unchanged" if same else "is missing or changed"
         yield f"the parent checkpoint {manifest.parent} {there}: verify its own run, too", None
+    if command.rescore:
+        yield from rescore(run, valid_rows(rows.values()), checkpoints.values(), command.data)
     if span:
         yield from replay(run, span, checkpoints.values(), command.data)
-    else:
-        yield "losses, norms and weights: not checked; --replay A:B trains them again", None
+    if not (span or command.rescore):
+        hint = "--rescore scores checkpoints again, --replay A:B trains again"
+        yield f"losses, norms and weights: not checked; {hint}", None
+    if anchor:
+        yield f"the anchor of step {anchor['step']} is part of the run", _check_anchor(anchor, found)
 
 
 def read_checkpoints(run: Path) -> tuple[dict[str, Checkpoint], list[str]]:
@@ -170,7 +223,7 @@ def _check_checkpoints(found: Recorded) -> Iterator[str]:
         state, folder = checkpoint.state, checkpoint.path
         try:
             step, sha256 = int(folder.name[5:]), sha256_file(folder / MANIFEST)
-            misshapen = [*_check_shapes(run, folder, found.config, state)]
+            misshapen = [f"checkpoints/{folder.name}/{defect}" for defect in _check_files(checkpoint, found.config)]
         except FileNotFoundError:  # deleted meanwhile by a running training
             continue
         name, is_newest, chain = f"checkpoints/{folder.name}", [folder] == there[-1:], state.get("metrics_chain")
@@ -184,10 +237,22 @@ def _check_checkpoints(found: Recorded) -> Iterator[str]:
             yield f"{name}: is not recorded in metrics.jsonl"
         if chain not in heads and (ours or chain):
             yield f"{place}: its metrics_chain is not in metrics.jsonl"
-        row, origin = by_step.get(state["step"], {}), f"the row of step {state['step']}"
-        both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
-        yield from _differing(place, state, origin, row, both)
+        yield from _compare_state(place, state, by_step)
         yield from misshapen
+
+
+def _compare_state(place: str, state: Record, rows: dict[int, Record]) -> Iterator[str]:
+    """Defects between a state and the valid rows, by step."""
+    row, origin = rows.get(state["step"], {}), f"the row of step {state['step']}"
+    both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
+    yield from _differing(place, state, origin, row, both)
+    if "loss" in row and any(state.get("since_row") or ()):
+        yield f"{place}: since_row is {state['since_row']}, after {origin}"
+    if state.get("val_loss") is not None and "val_loss" in row:
+        scores, best = state.get("metrics", {}), best_until(rows.values(), state["step"])
+        yield from _differing(place, scores, origin, row, [name for name in scores if name in row])
+        if (state.get("best_evaluation") or [])[:2] != [*best[:2]]:
+            yield f"{place}: best_evaluation is {state.get('best_evaluation')}, in metrics.jsonl {[*best]}"
 
 
 def _folder(step: int) -> str:
@@ -199,8 +264,7 @@ def _saved_and_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int
     saved: dict[int, tuple[str, int]] = {}
     kept: list[int] = []
     for number, row in enumerate(rows.values()):
-        reference = row if row.get("event") == "checkpoint" else row.get("checkpoint")
-        if isinstance(reference, dict) and {"step", "sha256"} <= reference.keys():
+        if reference := recorded_checkpoint(row):
             saved[reference["step"]] = reference["sha256"], number
         kept = [step for step in row.get("kept") or kept if type(step) is int]
         if is_rollback(row):
@@ -208,23 +272,38 @@ def _saved_and_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int
     return saved, kept
 
 
-def _check_shapes(run: Path, folder: Path, config: RunConfig, state: Record) -> Iterator[str]:
-    """Whether a GPT's weights are those of the model section."""
+def _check_files(checkpoint: Checkpoint, config: RunConfig) -> Iterator[str]:
+    """Defects of a checkpoint's tokenizer and tensors: other hashes, names, types or shapes, or a number not finite."""
+    state, folder = checkpoint.state, checkpoint.path
+    tokenizer = folder / str(state.get("tokenizer"))
+    if tokenizer.suffix == ".json" and not tokenizer.is_file():
+        yield f"{tokenizer.name}: is missing"
+    elif tokenizer.is_file() and sha256_file(tokenizer) != state.get("tokenizer_sha256"):
+        yield f"{tokenizer.name}: its SHA-256 differs from tokenizer_sha256 in {STATE}"
+    found: dict[str, dict[str, tuple[str, list[int]]]] = {}
+    for file in (MODEL, OPTIMIZER):
+        with safe_open(folder / file, "pt") as tensors:
+            names = [*tensors.keys()]
+            parts = {name: tensors.get_slice(name) for name in names}
+            found[file] = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+            # a bad gradient's step is skipped
+            ruined = [name for name in names if config.guard.skip and not tensors.get_tensor(name).isfinite().all()]
+        if ruined:
+            yield f"{file}: {ruined[0]} is not finite"
     if not isinstance(config, TrainingConfig) or "vocab_size" not in state:
         return
     with torch.device("meta"), without_init():
         model = GPT(config.model, state["vocab_size"])
-    right = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-    place = (folder / MODEL).relative_to(run)
-    try:
-        with safe_open(folder / MODEL, "pt") as tensors:
-            found = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118, it is no dict
-    except SafetensorError as error:
-        yield f"{place}: {error}"
-        return
-    if wrong := [name for name in sorted(right.keys() | found.keys()) if right.get(name) != found.get(name)]:
-        by_model = f"by the model section {right.get(wrong[0])}"
-        yield f"{place}: {wrong[0]} has shape {found.get(wrong[0])}, {by_model}"
+    right = {name: (DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in model.state_dict().items()}
+    weights = found[MODEL]
+    if wrong := [name for name in sorted(right.keys() | weights.keys()) if right.get(name) != weights.get(name)]:
+        ours, theirs = (" ".join(map(str, one.get(wrong[0]) or ["none"])) for one in (right, weights))
+        yield f"{MODEL}: {wrong[0]} is {theirs}, by the model section {ours}"
+    moments = {name: shape for name, (_, shape) in found[OPTIMIZER].items()}
+    if problem := misfit(moments, model):
+        yield f"{OPTIMIZER}: {problem}"
+    elif not moments and state["step"] > state.get("skipped", 0):
+        yield f"{OPTIMIZER}: has no tensors"
 
 
 def _check_configuration(found: Recorded) -> list[str]:
@@ -244,8 +323,8 @@ def _check_configuration(found: Recorded) -> list[str]:
         defects += [f"{place}: {name} is {value}, in {known[0][0]} {known[0][1]}" for place, value in wrong]
 
     def altered(place: str, start: str) -> list[str]:
-        now, right = (flat(complete(type(config), documents[one])[0]) for one in (place, start))
-        return _differing(place, now, start, right, now)
+        now, right = flat(documents[place]), flat(documents[start])
+        return _differing(place, now, start, right, dict.fromkeys([*now, *right]))
 
     newest = ""
     sessions: dict[str, str] = {}  # place of the start that each row's chain comes after
@@ -255,7 +334,8 @@ def _check_configuration(found: Recorded) -> list[str]:
             sessions[row["chain"]] = newest
     for place, state in found.states.items():
         if start := sessions.get(state.get("metrics_chain", "")):
-            defects += _differing(place, state, start, starts[start], OF_SESSION)
+            same = [name for name in starts[start] if name in state and name != "step"]
+            defects += _differing(place, state, start, starts[start], same)
             defects += altered(place.replace(STATE, CONFIG), start)
     if newest and newest != list(rows)[-1]:  # a start that nothing follows may have been killed before it wrote it
         defects += altered(CONFIG, newest)
@@ -267,14 +347,42 @@ def _differing(place: str, found: Record, origin: str, right: Record, names: Ite
     return [f"{place}: {name} is {found.get(name)}, in {origin} {right.get(name)}" for name in differing]
 
 
-def check_end(found: Recorded) -> Iterator[str]:
-    """Defects of status.json and samples.jsonl, by the rows."""
-    last, status = [{}, *found.rows.values()][-1], None
-    with suppress(OSError, ValueError):
-        status = json.loads((found.run / STATUS).read_bytes())
+def read_status(run: Path) -> Any:
+    """The content of status.json; None if it is missing, {} if it is no JSON."""
+    try:
+        return read_json(run / STATUS)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_samples(run: Path) -> list[Line]:
+    return [line for line in read_lines(run / SAMPLES) if not line.torn]
+
+
+def check_end(found: Recorded) -> Iterator[Finding]:
+    """Checks status.json and samples.jsonl against the rows."""
+    count, recorded = len(found.samples), [row[HASH] for row in found.rows.values() if HASH in row]
+    yield f"{STATUS}: agrees with metrics.jsonl", [*_check_status(found)]
+    defects = [*_check_steps(found), *_check_hashes(found, recorded)]
+    if count or defects:
+        yield f"{SAMPLES}: {count} lines" + ", all chained by metrics.jsonl" * bool(recorded), defects
+    if count and not recorded:
+        yield f"{SAMPLES}: metrics.jsonl has no hash of it: an earlier release trained the run", None
+
+
+def _check_status(found: Recorded) -> Iterator[str]:
+    last, status = found.last, found.status
+    if status is None:
+        if {row.get("event") for row in found.rows.values()} - {"start", "branch"}:
+            yield f"{STATUS}: is missing"
+        return
     state, step = (status.get("state"), status.get("step")) if isinstance(status, dict) else (None, None)
     newest = max((saved["step"] for saved in found.states.values()), default=None)
-    if state in ("completed", "stopped", "diverged") and found.events("start"):
+    if state not in STATES or type(step) is not int:
+        yield f"{STATUS}: has state {state} at step {step}; state should be one of {', '.join(STATES)}"
+    elif state in get_args(Outcome) and found.events("start"):
         if last.get("event") == "start":  # the status is the last session's still
             right = state == "diverged" or step == last["step"]
         else:
@@ -287,24 +395,46 @@ def check_end(found: Recorded) -> Iterator[str]:
     elif state in ("completed", "stopped") and newest not in (None, step):
         yield f"{STATUS}: has {state} at step {step}, but the newest checkpoint is of step {newest}"
 
-    yield from _check_samples(found, ended=last.get("event") == "end")
 
-
-def _check_samples(found: Recorded, ended: bool) -> Iterator[str]:
+def _check_steps(found: Recorded) -> Iterator[str]:
     """Defects of the steps of samples.jsonl."""
     end, before = found.end, 0
-    if not ended:  # a killed or running process may have sampled at a step without a row
+    if found.last.get("event") != "end":  # a killed or running process may have sampled at a step without a row
         end = max([end, *(row["steps"] for row in found.rows.values() if isinstance(row.get("steps"), int))])
-    for line in read_lines(found.run / SAMPLES):
+    for line in found.samples:
         place, row = f"{SAMPLES}, line {line.number}", line.row or {}
-        if line.torn:
-            continue
         if type(row.get("step")) is not int:
             yield f"{place}: is not a row with a step"
             continue
         if not is_rollback(row) and not before <= row["step"] <= end:  # a rollback may have undone it
             yield f"{place}: is of step {row['step']}, after step {before} of a run of {end} steps"
         before = row["step"]
+
+
+def _check_hashes(found: Recorded, recorded: list[str]) -> Iterator[str]:
+    """Whether metrics.jsonl holds the hash of samples.jsonl. Where the run has not ended, samples may be missing: their
+    rows are written before them."""
+    digest, right, newest = hashlib.sha256(), 0, hashlib.sha256().hexdigest()
+    for number, line in enumerate(found.samples, 1):
+        digest.update(f"{line.text}\n".encode())
+        if digest.hexdigest() in recorded:
+            right, newest = number, digest.hexdigest()
+    if recorded and right < len(found.samples):
+        yield f"{SAMPLES}, line {right + 1}: was changed or added, or one before it: metrics.jsonl lacks its hash"
+    elif recorded and found.last.get("event") == "end" and newest != recorded[-1]:
+        yield f"{SAMPLES}: lines are missing after line {right}"
+
+
+def _check_scored(found: Recorded, manifests: list[Manifest]) -> Iterator[str]:
+    """Defects of `val_tokens`, which `eval.tokens` and the validation splits determine."""
+    tokens: int | None = None
+    for place, row in found.rows.items():
+        if isinstance(found.config, TrainingConfig) and isinstance(row.get("config"), dict):
+            config = read_config(found.config.kind, row["config"], METRICS)
+            assert isinstance(config, TrainingConfig), "of the same kind"
+            tokens = scored_tokens(config, manifests)
+        if tokens is not None and row.get("val_tokens", tokens) != tokens:
+            yield f"{place}: val_tokens of step {row['step']} is {row['val_tokens']}, not {tokens}"
 
 
 def _check_data(
@@ -380,3 +510,41 @@ def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Find
     yield f"order of the data: all digests up to step {found.end}, recomputed from seed {config.seed}", order
     when = "; rows, evaluations and checkpoints at their due steps" if schedule.steps is not None else ""
     yield f"learning rates as scheduled{when}", missing
+
+
+def _read_anchor(file: str) -> Record:
+    """The anchor in a file; empty if the file is missing. Raises: UserError, also for a file that cannot be written."""
+    check_writable(file, "anchor")
+    try:
+        anchor = read_json(Path(file)) if os.path.exists(file) else {}
+    except ValueError:
+        anchor = {"": None}
+    if anchor and not {"step", "chain", "sha256"} <= anchor.keys():
+        raise UserError("anchor", file, "is no anchor; name a file that --anchor has written, or a new file")
+    return anchor
+
+
+def _write_anchor(file: Path, found: Recorded) -> str:
+    """Writes step, chain and SHA-256 of the weights of the newest checkpoint, which a resumed run keeps. Returns a line
+    of output."""
+    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.state["step"], default=None)
+    if newest is None or not newest.state.get("metrics_chain"):
+        return "note    no checkpoint holds a chain yet: no anchor is written"
+    step, chain = newest.state["step"], newest.state["metrics_chain"]
+    write_atomically(file, json.dumps({"step": step, "chain": chain, "sha256": _weights_hash(newest)}) + "\n")
+    return f"ok      the anchor of step {step} is in {file}"
+
+
+def _weights_hash(checkpoint: Checkpoint) -> str:
+    return json.loads((checkpoint.path / MANIFEST).read_bytes())["files"][MODEL]["sha256"]
+
+
+def _check_anchor(anchor: Record, found: Recorded) -> list[str]:
+    """Whether the rows continue the anchor's chain, and its checkpoint, if it still exists, has the same weights."""
+    step, defects = anchor["step"], []
+    if anchor["chain"] not in [row.get("chain") for row in found.rows.values()]:
+        defects += [f"{METRICS}: lacks the anchor's chain, of step {step}: earlier rows were rewritten or cut off"]
+    for checkpoint in found.checkpoints.values():
+        if checkpoint.state["step"] == step and _weights_hash(checkpoint) != anchor["sha256"]:
+            defects += [f"{_folder(step)}/{MODEL}: differs from the anchor's weights"]
+    return defects

@@ -31,7 +31,7 @@ Records = dict[str, Record]
 """Rows of metrics.jsonl, including events, or states of checkpoints, by their place in the run folder."""
 
 SHAPES: dict[str, Any] = {"lr": int | float, "config": dict, "steps": int, "kept": list, "checkpoint": dict}
-SHAPES["chain"] = str
+SHAPES |= {"chain": str, "samples_sha256": str, "skipped": int}
 """Types of a row's fields, unless missing or null."""
 
 
@@ -225,6 +225,7 @@ class Schedule:
         self.config, self.history, self.validates, self.begun = config, history, validates, begun
         self.steps: int | None = None  # of the whole run, by the start in force; None before the first one
         self.peak: float | None = None  # rate of a small job
+        self.started = -1  # the newest start's step, where a pending sample may follow
         self.reached, self.saved_to = -1, 0  # steps of which rows and checkpoints have been looked for
         self.saved: set[int] = set()
         self.pending: tuple[int, Due | None] = (-1, None)  # a step whose row the next session writes; None: it may
@@ -259,6 +260,9 @@ class Schedule:
         step = row["step"]
         if row["event"] == "checkpoint":
             self.saved.add(step)
+        elif row["event"] == "sample" and step > self.started and not self.config.eval_patience:
+            if (due := self._due(step)) and not due.sample:
+                yield f"no sample was due at step {step}"
         elif row["event"] == "rollback" and isinstance(row.get("from"), int):
             yield from self._missing(min(row["from"], steps))
             self.reached = self.saved_to = step
@@ -286,7 +290,7 @@ class Schedule:
             self.config = read_config(self.config.kind, row["config"], "metrics.jsonl")
         except UserError as error:
             yield from error.mistakes
-        self.steps, self.peak, self.saved_to = row["steps"], row.get("lr"), step
+        self.steps, self.peak, self.saved_to, self.started = row["steps"], row.get("lr"), step, step
         self.saved.add(step)
 
     def _missing(self, end: int, one_in_flight: bool = False) -> Iterator[str]:
