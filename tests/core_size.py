@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (5997, 38), "reachable": (7753, 53), "product": (16899, 117)}
+CEILINGS = {"loaded": (5997, 38), "reachable": (7753, 53), "product": (16912, 117)}
 """Most lines and modules. Of them, the architectures beside GPT-2 have 161, 291 and 333 lines."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 
