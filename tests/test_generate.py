@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
-from gpt2_ddp.tasks.trained_model import TextStream, generate_text
+from gpt2_ddp.tasks.trained_model import TextStream, find_gpt, generate_text, load_model, load_weights, note_best
 
 ROOT = Path(__file__).parents[1]
 
@@ -264,6 +265,30 @@ def checkpoint(tmp_path_factory):
         snapshot = Snapshot({"step": step} | state, dump(config), model_state(model), moments, (file,))
         Checkpointer(folder / "checkpoints").save(snapshot)
     return folder
+
+
+@pytest.mark.parametrize(
+    ("state", "model"),
+    [
+        ({"tokenizer": 1.5}, {}),
+        ({"vocab_size": []}, {}),
+        ({"vocab_size": None}, {}),
+        ({}, {"block_size": None}),
+        ({"best_evaluation": [{}, 1.0]}, {"n_layer": "x"}),
+        ({"best_evaluation": True}, {"n_layer": 0}),
+    ],
+)
+def test_a_checkpoint_with_what_no_training_writes(checkpoint, state, model):
+    found = find_gpt(checkpoint, "checkpoint")
+    strange = replace(found, state=found.state | state, config=found.config | {"model": found.config["model"] | model})
+    assert note_best(str(checkpoint), strange) == "" or "best_evaluation" not in state
+    expect_error("checkpoint = .*: is not of a training .*; name another", load_model, strange)
+
+
+def test_weights_that_are_no_weights(checkpoint, tmp_path):
+    found = replace(find_gpt(checkpoint, "checkpoint"), path=tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    expect_error("checkpoint = .*: is not of a training .*; name another", load_weights, found, tiny())
 
 
 def test_run_prints_every_sample(checkpoint, capsys):

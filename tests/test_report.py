@@ -416,6 +416,7 @@ HUGE, DEEP = "1" * 400, "[" * 400 + "]" * 400
         ("metrics.jsonl", '{"step": NaN, "loss": 1}', "1 unreadable line"),
         ("metrics.jsonl", '{"step": -1, "loss": 1}', "1 unreadable line"),
         ("metrics.jsonl", '{"step": 1e300, "loss": 1}', "1 unreadable line"),
+        ("metrics.jsonl", '{"step": 1e-320, "tokens": 9}', "1 unreadable line"),
         ("metrics.jsonl", f'{{"step": 50, "loss": {DEEP}}}', "1 unreadable line"),
         ("metrics.jsonl", '{"step": 50, "event": "branch", "tokens": "text"}', ""),
         (

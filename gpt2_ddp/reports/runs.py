@@ -167,7 +167,9 @@ def _read_run(folder: Path, name: str) -> RunRecord:
 def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
     lines = [line.row or {} for line in read_lines(file) if line.text.strip()]
-    rows = [row for row in lines if _is_number(row.get("step")) and 0 <= row["step"] < LAST_STEP]
+    rows = [
+        row for row in lines if _is_number(row.get("step")) and 0 <= row["step"] < LAST_STEP and row["step"] % 1 == 0
+    ]
     if unreadable := len(lines) - len(rows):
         notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} omitted")
     return valid_rows(rows), [row for row in rows if is_event(row)]

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from operator import add
 from pathlib import Path
 
+from pydantic import BaseModel, PositiveInt, ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,7 +24,6 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
 from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.training.progress import Best
 
 LONGEST = 2**28  # bytes of a file of prompts
 
@@ -33,15 +34,23 @@ def find_gpt(path: Path, field: str) -> Checkpoint:
     return find_checkpoint(path, field, kind="gpt2")
 
 
+class _State(BaseModel):
+    """Fields of state.json that a model needs."""
+
+    tokenizer: str
+    vocab_size: PositiveInt
+
+
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
-    Raises: UserError if the tokenizer cannot be loaded, or the weights do not fit the configuration."""
+    Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not fit each other."""
     settings, _ = complete(TrainingConfig, checkpoint.config)
-    name = checkpoint.state["tokenizer"]
-    file = checkpoint.path / name
-    tokenizer = load_tokenizer(str(file) if file.is_file() else name)
+    with still_there(checkpoint):
+        state, shape = _State(**checkpoint.state), ModelConfig(**settings["model"])
+    file = checkpoint.path / state.tokenizer
+    tokenizer = load_tokenizer(str(file) if file.is_file() else state.tokenizer)
     with without_init():
-        model = GPT(ModelConfig(**settings["model"]), checkpoint.state["vocab_size"], tokenizer.eot)
+        model = GPT(shape, state.vocab_size, tokenizer.eot)
     load_weights(checkpoint, model)
     return model.eval(), tokenizer
 
@@ -56,21 +65,26 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 @contextmanager
 def still_there(checkpoint: Checkpoint) -> Iterator[None]:
-    """Raises: UserError if a file of a verified checkpoint was removed since."""
+    """Raises: UserError if a file of a verified checkpoint was removed since, or if no training wrote its content."""
     try:
         yield
     except FileNotFoundError as error:
         hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
+    except (ValidationError, SafetensorError) as error:
+        hint = f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
+        raise UserError("checkpoint", checkpoint.path, hint) from error
 
 
 def note_best(named: str, checkpoint: Checkpoint) -> str:
     """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
-    best = Best(*(checkpoint.state.get("best_evaluation") or ()))
-    place = checkpoint.path.with_name(f"step-{best.step:08d}")
+    best = checkpoint.state.get("best_evaluation")
+    if not isinstance(best, list) or [*map(type, best[:2])] != [int, float]:  # none; or of a file that was changed
+        return ""
+    place = checkpoint.path.with_name(f"step-{best[0]:08d}")
     if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
         return ""
-    lowest = f"the one with the lowest val_loss, {best.val_loss:.4f}, is {place}"
+    lowest = f"the one with the lowest val_loss, {best[1]:.4f}, is {place}"
     return f"note: using {checkpoint.path}, the newest; {lowest}\n"
 
 
