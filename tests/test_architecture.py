@@ -15,6 +15,8 @@ from torch import nn
 from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
 from gpt2_ddp.config.training import ModelConfig, OptimConfig, TrainingConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.model import architecture
+from gpt2_ddp.model.architecture import causal_attention
 from gpt2_ddp.model.generate import KVCache, Sampling, decode, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import build_optimizer, muon_matrices
@@ -25,6 +27,7 @@ from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 VOCABULARY = 300
 KINDS = [("gpt2", None), ("llama", None), ("llama", 2), ("qwen3", 2), ("nanochat", 2), ("nanochat", None)]
 each = pytest.mark.parametrize(("kind", "key_heads"), KINDS)
+ours_too = pytest.mark.parametrize(("kind", "key_heads"), [*KINDS, ("speedrun", 2)])
 
 
 def make(kind: str, key_heads: int | None = None, scale: float = 5.0, **changes) -> GPT:
@@ -115,7 +118,29 @@ def test_generation_with_a_cache_writes_what_transformers_writes(kind, key_heads
     assert rows[0] == written[0, len(prompt) :].tolist()
 
 
-@each
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_short_attention_by_products_is_that_of_torch(key_heads, monkeypatch):
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, heads, 64, 16, requires_grad=True) for heads in (4, key_heads, key_heads)]
+    theirs = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    found = causal_attention(*inputs)
+    torch.testing.assert_close(found, theirs)
+    noise = torch.randn_like(found)
+    for mine, known in zip(*(torch.autograd.grad(y, inputs, noise) for y in (found, theirs)), strict=True):
+        torch.testing.assert_close(mine, known)
+    used = []
+    monkeypatch.setattr(architecture, "causal_attention", lambda *parts: used.append(len(parts)) or parts[0])
+    model, tokens = make("gpt2", block_size=257), torch.zeros(1, 257, dtype=torch.int64)
+    for length, dtype, trains in [(64, "bf16", True), (256, "bf16", True), (64, "bf16", False), (64, "no", True)]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"), torch.set_grad_enabled(trains):
+            model(tokens[:, :length])
+    assert len(used) == 2 * 3, "training in bf16 only, in each layer"
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens), model(tokens[:, :32])
+    assert len(used) == 2 * 3
+
+
+@ours_too
 def test_the_chunked_loss_is_the_loss(kind, key_heads):
     model, tokens = make(kind, key_heads), random_tokens(VOCABULARY, length=33)
     found = []
@@ -128,7 +153,7 @@ def test_the_chunked_loss_is_the_loss(kind, key_heads):
         torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
 
 
-@each
+@ours_too
 def test_flops_count_every_matrix_product_once(kind, key_heads):
     """By torch's own counter, of a step without attention's scores."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -143,7 +168,7 @@ def test_flops_count_every_matrix_product_once(kind, key_heads):
     assert ours - small == pytest.approx(counted, rel=1e-6)
 
 
-@each
+@ours_too
 def test_muon_has_the_matrices_of_the_blocks(kind, key_heads):
     model = make(kind, key_heads)
     assert len(muon_matrices(model, OptimConfig(name="muon"))) == 3 * 4
@@ -151,7 +176,7 @@ def test_muon_has_the_matrices_of_the_blocks(kind, key_heads):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@each
+@ours_too
 def test_trains_in_bf16(kind, key_heads, name):
     model, tokens = make(kind, key_heads, scale=1.0), random_tokens(VOCABULARY, length=33)
     optimizer, found = build_optimizer(model, OptimConfig(name=name, lr=1e-2)), []
@@ -166,7 +191,7 @@ def test_trains_in_bf16(kind, key_heads, name):
 
 
 @torch.no_grad()
-@each
+@ours_too
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cached_logits_are_those_of_the_whole_forward(kind, key_heads, dtype):
     model = make(kind, key_heads, scale=1.0).to(dtype).eval()
@@ -181,7 +206,7 @@ POISON = (12 * 6, 12 * 9)
 """Positions of steps 7 to 9: on them, the last rank's gradient is not finite."""
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("nanochat", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("nanochat", marks=pytest.mark.slow), "speedrun"])
 def test_a_run_keeps_what_runs_promise(short_documents, tmp_path, kind):
     """With dropout and masked documents, bad steps and a rollback: resumed, it is the same to the bit; on 1, 2 and
     3 processes it has the same order and losses; it replays, is evaluated to its val_loss, and keeps its architecture.

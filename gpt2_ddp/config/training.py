@@ -92,8 +92,9 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The model"""
 
-    architecture: Literal["gpt2", "llama", "qwen3", "nanochat"] = "gpt2"
-    """architecture, as transformers' class of that name has it (model/architecture.py has a table)"""
+    architecture: Literal["gpt2", "llama", "qwen3", "nanochat", "speedrun"] = "gpt2"
+    """architecture, as transformers' class of that name has it; speedrun, which no other tool reads, adds embeddings of
+    token pairs and of values to nanochat's (model/architecture.py has a table)"""
     n_layer: int = Field(default=12, ge=1)
     """number of transformer blocks"""
     n_head: int = Field(default=12, ge=1)
@@ -135,6 +136,8 @@ class OptimConfig(ClipConfig):
     """peak learning rate"""
     min_lr: float = Field(default=6e-5, ge=0)
     """learning rate at the end of the decay and after it"""
+    embedding_lr: float | None = Field(default=None, gt=0)
+    """peak learning rate of embeddings that no matrix product reads, on the same schedule; null: lr"""
     muon_lr: float = Field(default=0.01, gt=0)
     """muon: peak learning rate of the matrices; the schedule is the same: always muon_lr / lr times AdamW's rate"""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)

@@ -111,11 +111,11 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
     file for llama.cpp. Raises: UserError if the architecture has no such format, `output` is in use, the checkpoint was
     deleted, or writing fails; ExportMismatch if transformers' results differ: the folder is renamed to `.rejected`."""
-    architecture, known = checkpoint.config["model"].get("architecture", "gpt2"), LLAMA_CPP if gguf else CLASSES
-    if architecture not in known:
-        program = "llama.cpp; leave --gguf away" if gguf else "transformers"
-        hint = f"only {', '.join(known)} can be exported for {program}"
-        raise UserError("model.architecture", architecture, hint)
+    architecture = checkpoint.config["model"].get("architecture", "gpt2")
+    for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
+        if architecture not in known:
+            hint = f"only {', '.join(known)} can be exported for {program}"
+            raise UserError("model.architecture", architecture, hint)
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)

@@ -4,7 +4,7 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head query heads, K = n_kv_head
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,6 +55,8 @@ class Architecture(NamedTuple):
         rotated_norm: the same after the rotation.
         embedding_norm: of the embeddings. tied: the head is the embedding.
         soft_cap: of logits, `cap · tanh(logits / cap)` (Gemma 2, 2024); None: none.
+        pairs: rows of an embedding of each token with the one before, hashed (Huang et al., 2025); 0: none.
+        values: each layer adds an embedding of the token to its values (Zhou et al., 2024; modded-nanogpt).
     """
 
     norm: Norm | None
@@ -66,6 +68,8 @@ class Architecture(NamedTuple):
     embedding_norm: Norm | None
     tied: bool
     soft_cap: float | None
+    pairs: int = 0
+    values: bool = False
 
 
 # fmt: off
@@ -77,6 +81,7 @@ ARCHITECTURES = {
     "nanochat": (plain_rms_norm, relu2,      False, -1,     None,     plain_rms_norm, plain_rms_norm, False, 15.0),
 }
 ARCHITECTURES = {name: Architecture(*row) for name, row in ARCHITECTURES.items()}
+ARCHITECTURES["speedrun"] = ARCHITECTURES["nanochat"]._replace(pairs=32_768, values=True)
 # fmt: on
 
 
@@ -101,11 +106,13 @@ class Head(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), and cache."""
+    """What the blocks know of the tokens: rotation of their positions, attention mask (None: causal), cache, and value
+    embeddings [B, T, K·Q] of each layer."""
 
     rotation: Rotation | None = None
     mask: "Mask | None" = None
     cache: "KVCache | None" = None
+    values: Sequence[Tensor] = ()
 
 
 def rotation(config: ModelConfig, positions: Tensor) -> Rotation | None:
@@ -126,6 +133,25 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+SHORT = range(64, 257)
+"""Contexts in tokens whose attention matrix is built in bf16 training on CPUs: at 128, the backward pass of torch's
+kernel takes three times as long. Shorter contexts keep the bits of earlier releases."""
+
+
+def _by_products(q: Tensor) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.size(2) in SHORT and torch.is_grad_enabled()
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q·kᵀ / √Q)·v over the past, by matrix products: [B, H, T, Q], 2 x [B, K, T, Q] -> [B, H, T, Q]."""
+    (B, H, T, Q), groups = q.shape, q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (k, v))
+    q, k, v = (x.reshape(B * H, T, Q) for x in (q, k, v))
+    later = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    share = torch.baddbmm(later, q, k.mT, alpha=1 / math.sqrt(Q)).softmax(-1)  # [B·H, T, T]
+    return (share @ v).view(B, H, T, Q)
+
+
 class Attention(nn.Module):
     """Causal self-attention. Several query heads may share a key head (Ainslie et al., 2023)."""
 
@@ -144,8 +170,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context = Context()) -> Tensor:  # noqa: B008
         """x: [B, T, C] -> [B, T, C]. With a cache, x continues its tokens."""
         B, T, C = x.shape
-        rotation, mask, cache = context
+        rotation, mask, cache, values = context
         q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # [B, T, C], 2 x [B, T, K·Q]
+        if values:
+            v = v + values[self.layer].type_as(v)
         q, k, v = (y.view(B, T, -1, self.head_size) for y in (q, k, v))  # [B, T, H or K, Q]
         if rotation:
             q = self._rotated(q.float(), self.q_norm, rotation).type_as(v)
@@ -154,7 +182,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v, mask = cache.extend(self.layer, k, v)  # 2 x [B, K, S, Q], [B, 1, T, S]
         dropout = self.dropout if self.training else 0.0
-        if mask is None or isinstance(mask, Tensor):
+        if mask is None and not dropout and _by_products(q):
+            y = causal_attention(q, k, v)
+        elif mask is None or isinstance(mask, Tensor):
             y = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.shares_keys
             )

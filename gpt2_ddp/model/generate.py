@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.data.tokenizer import Tokenizer
-from gpt2_ddp.model.architecture import Context, rotation
 from gpt2_ddp.model.gpt import GPT
 
 BATCH_ROWS = 32
@@ -29,12 +28,15 @@ class KVCache:
         # zeros: masked values are multiplied by 0, and 0 * NaN is NaN
         self.keys = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
         self.values = torch.zeros_like(self.keys)
+        self.tokens = torch.zeros(rows, length, dtype=torch.int64, device=weight.device)
 
-    def place(self, positions: Tensor) -> None:
-        """Sets the positions of the next tokens for all layers: int64 [B, t]."""
+    def place(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Sets the next tokens and their positions, int64 [B, t], for all layers. Returns the token before each."""
+        self.tokens.scatter_(1, positions, tokens)
         end = int(positions.max()) + 1
         self.slots = positions[:, None, :, None].expand(-1, self.keys.size(2), -1, self.keys.size(4))  # [B, H, t, Q]
         self.mask = torch.arange(end, device=positions.device) <= positions[:, None, :, None]  # [B, 1, t, end]
+        return self.tokens.gather(1, (positions - 1).clamp(min=0))
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Stores [B, H, t, Q]. Returns keys and values [B, H, end, Q], and the attention mask [B, 1, t, end]."""
@@ -47,9 +49,8 @@ def decode(model: GPT, tokens: Tensor, positions: Tensor, cache: KVCache) -> Ten
     """Hidden states [B, t, C], for `GPT.head`, of tokens int64 [B, t] that continue the cache; extends the cache. Their
     positions in the rows are int64 [B, t]; all earlier slots have to be filled. A row is one document, for a model with
     a document mask."""
-    cache.place(positions)
-    x = model.embed(tokens, positions)  # [B, t, C]
-    context = Context(rotation(model.config, positions), cache=cache)
+    x = model.embed(tokens, cache.place(tokens, positions), positions)  # [B, t, C]
+    context = model.context(tokens, positions, cache=cache)
     for block in model.h:
         x = block.forward(x, context)  # not compiled, as shapes change with each token
     return x

@@ -18,9 +18,12 @@ from gpt2_ddp.model.architecture import ARCHITECTURES, Block, Context, Head, mak
 
 if TYPE_CHECKING:
     from gpt2_ddp.model.documents import Mask
+    from gpt2_ddp.model.generate import KVCache
 
 VOCAB_MULTIPLE = 128
 """The embedding is padded to a multiple of this many rows: faster matrix multiplication in the head."""
+PAIR_HASH = 92_821
+"""Prime factor of the first token in the hash of a pair."""
 GPU_LOSS_CHUNK = 8192
 """`train.loss_chunk: auto` on GPUs, in tokens: fills the device; GPT-2's logits take about 1 GB in bf16."""
 
@@ -57,6 +60,9 @@ class GPT(nn.Module):
         self.soft_cap = kind.soft_cap
         self.wte = nn.Embedding(padded, config.n_embd)
         self.wpe = None if kind.rotary else nn.Embedding(config.block_size, config.n_embd)
+        self.pairs = nn.Embedding(kind.pairs, config.n_embd) if kind.pairs else None
+        keys = config.n_embd // config.n_head * config.key_heads
+        self.values = nn.ModuleList(nn.Embedding(padded, keys) for _ in range(config.n_layer * kind.values))
         self.embedding_norm = kind.embedding_norm(config.n_embd) if kind.embedding_norm else None
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
@@ -88,8 +94,8 @@ class GPT(nn.Module):
             Cross-entropy in nats: fp32 scalar, or [B, T] with reduction `none`. Logits: [B, T, vocab_size].
         """
         positions, mask = self._positions(tokens)
-        x = F.dropout(self.embed(tokens, positions), self.config.dropout, self.training)  # [B, T, C]
-        context = Context(rotation(self.config, positions), mask)
+        x = self.embed(tokens, F.pad(tokens[:, :-1], (1, 0)), positions)  # [B, T, C]
+        x, context = F.dropout(x, self.config.dropout, self.training), self.context(tokens, positions, mask)
         for block in self.h:
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, context, use_reentrant=False)
@@ -118,13 +124,23 @@ class GPT(nn.Module):
         self.loss = torch.compile(self.loss, dynamic=False)
         self.compiles_blocks = True
 
-    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T]."""
+    def context(
+        self, tokens: Tensor, positions: Tensor, mask: "Mask | None" = None, cache: "KVCache | None" = None
+    ) -> Context:
+        """What the blocks know of tokens int64 [B, T] at positions [T] or [B, T]."""
+        return Context(rotation(self.config, positions), mask, cache, [table(tokens) for table in self.values])
+
+    def embed(self, tokens: Tensor, before: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T], and of their pairs with the tokens
+        `before` [B, T], which do not count at position 0."""
         if self.wpe is None:
             x = self.wte(tokens)
         else:  # [T]: the first ones, whose gradient needs no gather
             learned = self.wpe.weight[: tokens.size(1)] if positions.dim() == 1 else self.wpe(positions)
             x = self.wte(tokens) + learned
+        if self.pairs is not None:
+            pairs = (positions > 0) * (PAIR_HASH * before + tokens) % self.pairs.num_embeddings
+            x = x + self.pairs(pairs)
         return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def _positions(self, tokens: Tensor) -> "tuple[Tensor, Mask | None]":
@@ -145,12 +161,15 @@ class GPT(nn.Module):
         """Final norm and head: [..., C] -> logits [..., V], -inf in the padding."""
         return self._head().logits(self.ln_f(x))
 
+    def lookups(self) -> list[Tensor]:
+        """The weights of embeddings that are only looked up: no matrix product reads them."""
+        tables = [self.wpe, self.pairs, *self.values, self.wte if self.lm_head is not None else None]
+        return [table.weight for table in tables if table is not None]
+
     def num_parameters(self) -> int:
-        """Parameters of matrix products and norms, without embeddings that are only looked up (nanoGPT's count): 123.7M
-        for GPT-2 (124M), padding included."""
-        looked_up = [self.wpe, self.wte if self.lm_head is not None else None]
-        embeddings = sum(table.weight.numel() for table in looked_up if table is not None)
-        return sum(parameter.numel() for parameter in self.parameters()) - embeddings
+        """Parameters of matrix products and norms, without `lookups` (nanoGPT's count): 123.7M for GPT-2 (124M), with
+        padding."""
+        return sum(p.numel() for p in self.parameters()) - sum(table.numel() for table in self.lookups())
 
     def flops_per_token(self) -> int:
         """Training FLOPs per token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, appendix B; nanoGPT's N). Masked

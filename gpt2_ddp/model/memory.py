@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.model.architecture import ARCHITECTURES, Architecture, gelu, mlp_width, plain_rms_norm
+from gpt2_ddp.model.architecture import ARCHITECTURES, SHORT, Architecture, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import muon_matrices
 
@@ -139,7 +139,8 @@ def _activations(setting: Setting, n: int) -> Moment:
         Block("activations", layers, (width + 2 * keys) * (4 if plain else half)),  # queries, keys, values
         Block("activations", (2 + 2 * kind.gated) * layers, wide * half),  # before and after the activation
     ]
-    if kind.rotary and not plain:  # rotated queries and keys
+    short = setting.kind == "cpu" and half == 2 and config.block_size in SHORT and not (plain or config.document_mask)
+    if kind.rotary and not plain and not short:  # rotated queries and keys
         saved += [Block("activations", layers, (width + keys) * half)]
     # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
     unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
@@ -149,6 +150,8 @@ def _activations(setting: Setting, n: int) -> Moment:
         saved += [Block("activations", copies * layers, 4 * (width + keys))]
     if plain:  # softmax, noise and their product; noise behind both branches, too
         saved += [Block("activations", 3 * layers, _scores(setting, n)), Block("activations", 2 * layers, width * half)]
+    elif short:
+        saved += [Block("activations", layers, _scores(setting, n) / 2)]  # softmax in bf16
     elif config.dropout:
         saved += [Block("activations", 2 * layers, width)]  # a byte for each number
     return saved

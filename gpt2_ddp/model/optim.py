@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from gpt2_ddp.config.training import OptimConfig
+from gpt2_ddp.model.gpt import GPT
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
@@ -18,11 +19,15 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     """
     matrices = muon_matrices(model, config)
     known = set(matrices)
+    tables = set(model.lookups()) if config.embedding_lr and isinstance(model, GPT) else set()
     others = [p for p in model.parameters() if p.requires_grad and p not in known]
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() >= 2 and p not in tables], "weight_decay": config.weight_decay},
         {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if tables:
+        relative = {"relative_lr": (config.embedding_lr or 0) / config.lr}
+        groups.append({"params": [p for p in others if p in tables], "weight_decay": config.weight_decay, **relative})
     kind: type[AdamW] = AdamW
     if matrices:
         from gpt2_ddp.model.muon import Muon as kind
