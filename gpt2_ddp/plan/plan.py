@@ -1,7 +1,7 @@
 """The plan of a training: its steps, memory, disk, time and price, and its user errors."""
 
-import difflib
 import json
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -67,15 +67,29 @@ def find_target(config: PlanConfig, started: int) -> Target:
             memory = memory or float(torch.cuda.get_device_properties(device).total_memory)
         memory = memory or psutil.virtual_memory().available / per_node  # the processes of a machine share it
     else:
-        kind = "cuda"
-        name = config.gpu if config.gpu in GPUS else f"NVIDIA {config.gpu.removeprefix('NVIDIA ')}"
+        kind, name = "cuda", find_gpu(config.gpu) or config.gpu
         if memory is None and name not in GPUS:
-            near = ", ".join(difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3))
-            known = f"is unknown; the nearest names are {near}" if near else "is unknown"
-            raise UserError("gpu", config.gpu, f"{known}; or set --gpu_memory and --tracking.peak_flops")
+            hint = "is no known name of nvidia-smi; set --gpu_memory, in GB, and --tracking.peak_flops, in FLOP/s"
+            raise UserError("gpu", config.gpu, hint)
         memory = memory or GPUS[name].memory * 1e9
     peak = config.tracking.peak_flops or peak_flops(name)
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
+
+
+def find_gpu(text: str) -> str | None:
+    """The name in the table whose words begin with all words of `text`, in any case; None if there is none. Makers may
+    be omitted. A name of the same words comes first. Raises: UserError for several names."""
+    words = _words(text)
+    found = [name for name in GPUS if words and all(re.search(rf"\b{word}", name.lower()) for word in words)]
+    equal = [name for name in found if _words(name) == words]
+    if len(found) > 1 and not equal:
+        several = ", ".join(f"{name} ({GPUS[name].memory} GB)" for name in found)
+        raise UserError("gpu", text, f"is part of several names; name one of {several}")
+    return next(iter([*equal, *found]), None)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.findall(r"rtx|[^\W_]+", text.lower()) if word not in ("nvidia", "geforce")]
 
 
 class Corpus(NamedTuple):
@@ -359,7 +373,8 @@ def _training(plan: Plan) -> str:
 
 def _time(plan: Plan) -> list[str]:
     if plan.rate is None or plan.seconds is None:
-        return ["  time         unknown: measure it here with --measure, or set --tokens_per_second"]
+        how = "measure it here with --measure" if plan.machine.is_here else "set --tracking.peak_flops"
+        return [f"  time         unknown: {how}, or set --tokens_per_second"]
     total, price = sum(plan.seconds.values()), f", {plan.price:,.2f} in total" if plan.price is not None else ""
     return [
         f"  time         {_duration(total)} at {plan.rate.tokens_per_second:,.0f} tokens/s, {plan.rate.source}",
