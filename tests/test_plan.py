@@ -282,7 +282,8 @@ def test_machines():
 @pytest.mark.parametrize(("said", "name"), [
     ("RTX 4090", "NVIDIA GeForce RTX 4090"), ("geforce rtx4090", "NVIDIA GeForce RTX 4090"),
     ("RTX 3090", "NVIDIA GeForce RTX 3090"), ("a10", "NVIDIA A10"), ("B200", "NVIDIA B200"),
-    ("H100 80GB", "NVIDIA H100 80GB HBM3"), ("a100-sxm4 80gb", "NVIDIA A100-SXM4-80GB"), ("A4000", "NVIDIA RTX A4000"), ("L40", "NVIDIA L40"),
+    ("H100 80GB", "NVIDIA H100 80GB HBM3"), ("a100-sxm4 80gb", "NVIDIA A100-SXM4-80GB"),
+    ("A4000", "NVIDIA RTX A4000"), ("L40", "NVIDIA L40"),
 ])  # fmt: skip
 def test_a_gpu_is_found_by_a_part_of_its_name(said, name):
     assert find_target(plan_config(gpu=said), 1).device == name
@@ -290,9 +291,9 @@ def test_a_gpu_is_found_by_a_part_of_its_name(said, name):
 
 
 @pytest.mark.parametrize(("said", "message"), [
-    ("H100", r"several names; name one of NVIDIA H100 80GB HBM3 \(80 GB\), NVIDIA H100 PCIe .*, NVIDIA H100 NVL \(94 GB"),
+    ("H100", r"names; name one of NVIDIA H100 80GB HBM3 \(80 GB\), NVIDIA H100 PCIe .*, NVIDIA H100 NVL \(94 GB"),
     ("A100 80GB", r"name one of NVIDIA A100-SXM4-80GB \(80 GB\), NVIDIA A100 80GB PCIe"),
-    *((name, f"gpu = {name}: is no known name of nvidia-smi; set --gpu_memory, in GB, and --tracking.peak_flops")
+    *((name, f"gpu = {name}: is no known name of nvidia-smi; set --gpu_memory, in GB, and --tracking")
       for name in ("MI300X", "T4", "RTX 4090 D", "NVIDIA")),
 ])  # fmt: skip
 def test_a_gpu_that_is_several_or_unknown(said, message):
