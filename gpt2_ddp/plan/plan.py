@@ -32,6 +32,8 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
 
+CPU_MARGIN = 0.2
+"""Largest error of the memory estimate on CPUs: kernels differ by processor, and freed memory fragments."""
 DISK = 5e8
 """Assumed bytes per second for copying, hashing and writing a checkpoint, unless measured."""
 
@@ -346,7 +348,9 @@ def format_plan(plan: Plan) -> list[str]:
         lines.append(f"    padding    {plan.padding} rows, {plan.padding / windows:.1%} of a step's time; {none}")
     splits = ", ".join(f"{n} x {times} x {batch}" for n, (batch, times) in list(plan.splits.items())[:16])
     lines.append(f"  divisible by {splits}")
-    lines.append(f"  memory       {_gb(memory.peak)} of {_gb(machine.memory)} GB per process, in {memory.moment}")
+    margin = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
+    of = f"{_gb(machine.memory)} GB per process, in {memory.moment}"
+    lines.append(f"  memory       {_gb(memory.peak)}{margin} of {of}")
     lines += [f"    {_gb(size):>8}   {part}" for part, size in memory.parts.items()]
     others = ", ".join(f"{name} {_gb(peak)}" for name, peak in memory.peaks.items() if name != memory.moment)
     host = f"; {memory.host / 1e9:.2f} on the host, for a checkpoint" if memory.host else ""
