@@ -64,7 +64,7 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
 OTHERS = {"n_kv_head": 1, "n_inner": 48, "rope_theta": 500.0}
 SHAPES = {
     "gpt2": {"n_inner": 48},
-    **{kind: {"architecture": kind, **OTHERS} for kind in ("llama", "qwen3", "nanochat")},
+    **{kind: {"architecture": kind, **OTHERS} for kind in ("llama", "qwen3", "nanochat", "speedrun")},
 }
 """What a model has of each architecture, other than the defaults."""
 
@@ -137,8 +137,11 @@ def test_transformers_does_with_it_what_the_model_does(name, bias, kind, corpus,
 
     (ours,) = generate(model, [ids], tokenizer.eot, Sampling(10, temperature=0))
     settings = {"max_new_tokens": 10, "do_sample": False, "return_full_text": False, "add_special_tokens": False}
-    said = pipeline("text-generation", model=str(tmp_path / "made"))(text, **settings)[0]["generated_text"]
-    assert said == tokenizer.decode(ours)
+    prompts = [text, text[:4]]  # which are padded to one length
+    said = pipeline("text-generation", model=str(tmp_path / "made"))(prompts, batch_size=2, **settings)
+    other = generate(model, [tokenizer.encode(prompts[1]).tolist()], tokenizer.eot, Sampling(10, temperature=0))
+    assert [one[0]["generated_text"] for one in said] == [tokenizer.decode(each) for each in (ours, *other)]
+    assert their_tokenizer(prompts, padding=True)["input_ids"][1][0] == their_tokenizer.pad_token_id == tokenizer.eot
 
 
 @kinds("llama")
@@ -166,6 +169,12 @@ def test_what_is_in_the_folder(checkpoint, tmp_path, little_text):
     for said in (f"of {parameters:,} parameters", "480 tokens in 7 steps, 2.5 epochs", "3.2500", "0f" * 32, "1,000"):
         assert said in body
     assert "loss.png" not in body
+    for said in (
+        "append the id:\n`tokenizer(text)[",
+        "+ [tokenizer.eos_token_id]`",
+        "Padding is end-of-text too, on the",
+    ):
+        assert said in body
 
 
 def test_a_recorded_checkpoint(tmp_path, little_text, monkeypatch):
@@ -224,7 +233,12 @@ WRONG = {
     "special tokens in text": (edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
      "token ids differ after '': [28, 92,"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "t"),
-    "another end": (edit_json("generation_config.json", lambda config: config.update(eos_token_id=9)), "end-of-text"),
+    "another end": (edit_json("generation_config.json", lambda config: config.update(eos_token_id=9)),
+     "loads {'bos_token_id': 0, 'eos_token_id': 9, 'pad_token_id': 0} from generation_config.json, in place of "),
+    "sampling": (edit_json("generation_config.json", lambda config: config.update(do_sample=True, temperature=0.3)),
+     "'do_sample': True, 'eos_token_id': 0, 'pad_token_id': 0, 'temperature': 0.3} from generation_config.json"),
+    "another pad": (edit_json("tokenizer_config.json", lambda config: config.update(pad_token="!")),
+     "the tokenizer's pad_token_id is 1, in place of 0"),
 }  # fmt: skip
 
 
@@ -308,12 +322,23 @@ def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
     expect_error(r"name one of a gpt2 run", exported, GOLDEN / "regression_run", tmp_path / "made")
     (tmp_path / "file").write_text("mine")
     expect_error(r"file: exists, and nothing is overwritten", exported, checkpoint, tmp_path / "file")
+    inside = GOLDEN / "gpt2_run/checkpoints/new/made"
+    expect_error("made: is among the run's checkpoints; name another folder", exported, GOLDEN / "gpt2_run", inside)
+    assert not inside.parent.exists()
     with pytest.raises(UserError, match=r"push_to_hub = me/mine: .*; log in with `hf auth login`"):  # tests are offline
         export_hf(load(ExportConfig, [str(checkpoint), "--push_to_hub", "me/mine"]))
     expect_error(r"push_to_hub = mine", load, ExportConfig, [str(checkpoint), "--push_to_hub", "mine"])
     monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
     expect_error(r"transformers: is not installed", exported, checkpoint, tmp_path / "made")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+@kinds("speedrun")
+def test_an_architecture_of_no_other_program_is_refused(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "load_model", None)  # reading weights would fail
+    hint = "only gpt2, llama, qwen3, nanochat can be exported for transformers"
+    expect_error(f"model.architecture = speedrun: {hint}", exported, checkpoint, tmp_path / "made")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @kinds("nanochat")

@@ -262,7 +262,13 @@ def checkpoint(tmp_path_factory):
     optimizer = torch.optim.AdamW(model.parameters())
     moments = optimizer_state(model, optimizer)
     for step in (1, 2):
-        snapshot = Snapshot({"step": step} | state, dump(config), model_state(model), moments, (file,))
+        snapshot = Snapshot(
+            {"step": step, "position": 0, "order_digest": ""} | state,
+            dump(config),
+            model_state(model),
+            moments,
+            (file,),
+        )
         Checkpointer(folder / "checkpoints").save(snapshot)
     return folder
 

@@ -21,7 +21,7 @@ from runs import job_config, run_small_job, same, weights
 from gpt2_ddp.config.jobs import ClassifierDataConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.tasks.images.load import StoredImages, decode_image, read_images
+from gpt2_ddp.tasks.images.load import StoredImages, _hold_out, decode_image, read_images
 from gpt2_ddp.tasks.images.sources import image_files, split_files
 from gpt2_ddp.tasks.supervised import Samples
 
@@ -53,14 +53,35 @@ def test_classes_that_are_called_like_splits(tmp_path, test, capsys):
 def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
     write_images(tmp_path, dict.fromkeys(WORDS, 10), 1)
     found = read(tmp_path, test_fraction=0.2)
-    told = "validation: 18 of 90 random images (seed 0) are test images (data.test_fraction)"
+    told = "validation: 18 of 90 images, drawn from each class (seed 0), are test images (data.test_fraction)"
     assert told in capsys.readouterr().err
-    assert [a + b for a, b in zip(counts(found.train), counts(found.test), strict=True)] == [10] * len(WORDS)
-    files = sorted(tmp_path.rglob("*.png"), key=str)
+    assert (counts(found.train), counts(found.test)) == ([8] * len(WORDS), [2] * len(WORDS))
+    own = ClassifierDataConfig(name="images", path=str(tmp_path), test_fraction=0.2)
+    again, other = (read_images(own, seed) for seed in (0, 1))
+    assert again.test.sha256() == found.test.sha256() != other.test.sha256()
+
+
+def test_a_run_that_was_begun_before_keeps_its_held_out_images(tmp_path):
+    """Its checkpoints do not say that test images were drawn from each class."""
+    write_images(tmp_path, dict.fromkeys(WORDS, 10), 1)
+    own = ClassifierDataConfig(name="images", path=str(tmp_path), test_fraction=0.2)
+    facts = read_images(own, 0).facts
+    found, files = read_images(own, 0, {"classes": facts["classes"]}), sorted(tmp_path.rglob("*.png"), key=str)
     for number, item in enumerate(sorted(Order(0, 90).items_at(np.arange(90))[:18])):
         with Image.open(files[int(item)]) as image:
             assert np.array_equal(found.test.inputs[number].permute(1, 2, 0), np.asarray(image))
-    assert read_images(ClassifierDataConfig(name="images", path=str(tmp_path)), 1).test.sha256() != found.test.sha256()
+    assert read_images(own, 0, found.facts).test.sha256() == found.test.sha256()
+    assert read_images(own, 0, facts).test.sha256() != found.test.sha256()
+
+
+@pytest.mark.parametrize(("sizes", "fraction", "held_out"), [
+    ((30, 50, 20), 0.1, (3, 5, 2)), ((7, 7, 7), 0.33, (2, 3, 2)), ((1, 1, 98), 0.1, (0, 0, 10)), ((2, 1), 0.9, (1, 1)),
+])  # fmt: skip
+def test_each_class_has_its_share_of_the_held_out_images(sizes, fraction, held_out):
+    labels, own = np.random.default_rng(0).permutation(np.repeat(range(len(sizes)), sizes)), ClassifierDataConfig()
+    rows, _ = _hold_out(labels, "x", own.model_copy(update={"test_fraction": fraction}), 0, True)
+    assert np.bincount(labels[rows["test"]], minlength=len(sizes)).tolist() == [*held_out]
+    assert sorted([*rows["train"], *rows["test"]]) == [*range(len(labels))]
 
 
 @pytest.mark.parametrize(("files", "message"), [
@@ -168,6 +189,24 @@ def test_cifar_100_archive(tmp_path):
     assert [found.classes[target] for target in found.train.targets[:3]] == ["f0", "f1", "f2"]
     coarse = read(tmp_path, label_column="coarse_label")
     assert [coarse.classes[target] for target in coarse.test.targets] == [f"c{label // 5}" for label in labels[500:]]
+
+
+def test_the_folder_that_holds_a_cifar_archive(tmp_path, drawn):
+    write_archive(tmp_path / "cifar-10-batches-py", "cifar10", *drawn)
+    (tmp_path / "cifar-10-python.tar.gz").touch()
+    held(read(tmp_path, "cifar10"), drawn)
+    write_archive(tmp_path / "cifar-100-python", "cifar100", *pictures(60, 100, 1))
+    message = "has several archives; name one of cifar-10-batches-py, cifar-100-python"
+    expect_error(message, read, tmp_path, "cifar100")
+
+
+@pytest.mark.parametrize(("kind", "file"), [
+    ("cifar10", "data_batch_3"), ("cifar10", "batches.meta"), ("cifar100", "meta"), ("cifar100", "test"),
+])  # fmt: skip
+def test_a_missing_file_of_a_cifar_archive_is_named(tmp_path, drawn, kind, file):
+    write_archive(tmp_path, kind, *drawn)
+    (tmp_path / file).unlink()
+    expect_error(rf"data.path = \S+/{file}: is not a file of CIFAR's archive \(.*\); unpack", read, tmp_path)
 
 
 class Boom:
@@ -436,5 +475,5 @@ def test_a_run_keeps_its_classes(tmp_path):
     own = {"data.name": "images", "train.epochs": 1, "train.global_batch_size": 4}
     run_ranks(run_small_job, 1, job_config("lenet", tmp_path, own | {"data.path": str(tmp_path / "one")}))
     again = job_config("lenet", tmp_path, own | {"data.path": str(tmp_path / "other"), "train.epochs": 2})
-    with pytest.raises(RankError, match=r"has the classes \['cat', 'owl'\]; the run was started with \['cat', 'dog'\]"):
+    with pytest.raises(RankError, match=r"has the label owl; labels are cat, dog"):
         run_ranks(run_small_job, 1, again)

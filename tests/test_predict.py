@@ -19,7 +19,14 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.reports.picture import Picture
 from gpt2_ddp.reports.report import report
-from gpt2_ddp.tasks.checkpoints import confusion, evaluate_checkpoint, format_confusion, predict, save_classes
+from gpt2_ddp.tasks.checkpoints import (
+    confusion,
+    evaluate_checkpoint,
+    format_confusion,
+    predict,
+    save_classes,
+    worst_mistakes,
+)
 from gpt2_ddp.tasks.jobs import LeNet
 from gpt2_ddp.tasks.supervised import Samples
 from gpt2_ddp.tasks.trained_model import generate_text
@@ -123,9 +130,12 @@ def test_what_is_taken_for_what(runs, capsys):
     assert sum(len({*color}) > 1 for color in seen) > 1000, "letters are grey, images are not"
     report(ReportConfig(runs=(str(run),)))
     page = (run / "report.html").read_text()
-    cells = "".join(f"<td>{count}</td>" for count in counts[0])
     assert f"<th>cat</th><td>3</td><td>{counts[0, 0] / 3:.2%}</td>" in page
-    assert cells + "</tr>" in page
+    kinds = ["right", "wrong", "wrong"]
+    cells = (
+        f'<td class="{kind}" style="--share: {n / 3:.0%}">{n}</td>' for kind, n in zip(kinds, counts[0], strict=True)
+    )
+    assert f"<tr><th>cat</th>{''.join(cells)}</tr>" in page
     picture = base64.b64encode((found / "wrong.png").read_bytes()).decode()
     assert page.count(f'src="data:image/png;base64,{picture}"') == page.count("<img") == 1
     assert "Not in this report" not in page
@@ -133,7 +143,7 @@ def test_what_is_taken_for_what(runs, capsys):
     report(ReportConfig(runs=(str(run),)))
     assert "<img" not in (run / "report.html").read_text()
     assert "wrong.png: unreadable" in (run / "report.html").read_text()
-    evaluated = np.array([[0, 1, 2], [0, 1, 2]])
+    evaluated = np.array([[0, 1, 2], [0, 1, 2], [1, 1, 1]])
     save_classes(found, 3, evaluated, confusion(evaluated, 3), names, Samples(torch.zeros(3), torch.zeros(3)))
     assert {file.name for file in found.iterdir()} == {"classes.json"}, "all are right"
     (found / "classes.json").write_text('{"step": 3}')
@@ -145,7 +155,7 @@ def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     monkeypatch.setattr(Picture, "svg", lambda picture: "")
     monkeypatch.setattr("gpt2_ddp.reports.report.as_png", lambda figure: b"")
     names = [f"class {number}" for number in range(10_000)]
-    found = np.stack([np.arange(5000), np.arange(5000)])
+    found = np.stack([np.arange(5000), np.arange(5000), np.ones(5000)])
     found[1, 4500:] = found[1, 9] = 7
     counts = confusion(found, len(names))
     assert sum(map(len, counts)) == 5000
@@ -162,11 +172,28 @@ def test_a_confusion_takes_no_more_than_its_images(runs, monkeypatch):
     assert "The 1,000 with the lowest accuracy, of 10,000." in page
     assert "<th>class 9</th><td>1</td><td>0.00%</td><td>class 7 (1)</td>" in page
     (folder / "classes.json").write_text(
-        json.dumps({"step": 3, "classes": ["a", "b"], "confusion": [{"0": 3, "1": 1}, {}]})
+        json.dumps({"step": 3, "classes": ["a", "b", "c"], "confusion": [{"0": 2, "1": 1, "2": 1}, {}, {"2": 1}]})
     )
     report(ReportConfig(runs=(str(runs / "kept/run"),)))
     page = (runs / "kept/run/report.html").read_text()
-    assert "<th>a</th><td>4</td><td>75.00%</td><td>b (1)</td><td>3</td><td>1</td>" in page
+    assert "<th>a</th><td>4</td><td>50.00%</td><td>b (1)</td></tr>" in page, "the first of equals"
+    first = '<td class="right" style="--share: 50%">2</td><td class="wrong" style="--share: 25%">1</td>'
+    assert f"<tr><th>a</th>{first}" in page
+    assert format_confusion([{0: 2, 1: 1, 2: 1}, {}, {2: 1}], "abc")[0].endswith("mostly taken for b (1)")
+
+
+def test_wrong_images_are_those_of_the_worst_classes(monkeypatch):
+    labels = np.repeat([0, 1, 2, 3], [100, 10, 10, 10])
+    taken = labels.copy()
+    taken[:40], taken[100:109], taken[110:113] = 1, 0, 3
+    probability = np.random.default_rng(0).random(len(labels))
+    found, right = np.stack([labels, taken, probability]), np.stack([labels, labels, probability])
+    chosen = worst_mistakes(found, confusion(found, 4)).tolist()
+    wrong = [range(100, 109), range(40), range(110, 113)]  # of 90, 40 and 30 %
+    assert chosen == [item for of in wrong for item in sorted(of, key=lambda item: -probability[item])[:6]]
+    monkeypatch.setattr("gpt2_ddp.tasks.checkpoints.PICTURES", 7)
+    assert worst_mistakes(found, confusion(found, 4)).tolist() == chosen[:7]
+    assert not len(worst_mistakes(right, confusion(right, 4)))
 
 
 def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsys):

@@ -17,7 +17,7 @@ class PlanConfig(TrainingConfig):
     """plan.py: memory, time, disk and price of a training by train_gpt2.py, and its user errors, without starting it"""
 
     gpu: str | None = Field(default=None, exclude=True)
-    """GPU to plan for, by its name in nvidia-smi, like "H100 80GB HBM3"; null: this machine"""
+    """GPU to plan for: its name in nvidia-smi, or a part that no other name has, like "RTX 4090"; null: this machine"""
     gpus: int | None = Field(default=None, ge=1, exclude=True)
     """processes per node, one per GPU; null: as many as the launcher started, or 1"""
     nodes: int = Field(default=1, ge=1, exclude=True)

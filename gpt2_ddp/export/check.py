@@ -21,6 +21,8 @@ SCRIPTS = (
     "\u200b\u2028\u3000\ufeff\x00\x7f end   "
 )
 """Text that is rare in modules: other scripts, combining characters, all kinds of blanks, end-of-text as text."""
+END_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+"""Names of end-of-text's id in transformers."""
 WINDOWS = 2
 """Windows of the model's whole context, to compare logits on."""
 GREEDY_TOKENS = 200
@@ -63,8 +65,7 @@ def check_export(folder: Path, model: GPT, tokenizer: Tokenizer) -> Findings:
     text, ids = _compare_tokens(their_tokenizer, tokenizer)
     row = np.concatenate([[tokenizer.eot], *[ids] * math.ceil(WINDOWS * model.config.block_size / len(ids))])
     tokens = torch.from_numpy(row.astype(np.int64))
-    if theirs.generation_config.eos_token_id != tokenizer.eot or their_tokenizer.eos_token_id != tokenizer.eot:
-        raise ExportMismatch("end-of-text has another id")
+    _compare_settings(theirs, their_tokenizer, tokenizer.eot)
     compared = _compare_logits(theirs, model, tokens)
     greedy = _compare_greedy(theirs, model, tokens, tokenizer.eot)
     return Findings(tensors, *compared, *greedy, len(ids), len(text))
@@ -123,6 +124,16 @@ def _text(tokenizer: Tokenizer) -> str:
             break
     known, text = tokenizer.characters, "".join(parts)
     return text if known is None else "".join([*sorted(known), *filter(known.__contains__, text)])
+
+
+def _compare_settings(theirs: Any, their_tokenizer: Any, eot: int) -> None:
+    settings = theirs.generation_config.to_diff_dict()  # without transformers' defaults
+    loaded = {name: settings[name] for name in sorted(settings) if name != "transformers_version"}
+    if loaded != (wanted := dict.fromkeys(END_IDS, eot)):
+        raise ExportMismatch(f"transformers loads {loaded} from generation_config.json, in place of {wanted}")
+    for name in END_IDS:
+        if (found := getattr(their_tokenizer, name)) != eot:
+            raise ExportMismatch(f"the tokenizer's {name} is {found}, in place of {eot}")
 
 
 def _compare_logits(theirs: Any, model: GPT, tokens: Tensor) -> tuple[int, float, float]:

@@ -56,7 +56,11 @@ print(generate("The", max_new_tokens=50)[0]["generated_text"])
 {table}
 {curve}
 In training each document begins with end-of-text, id {eot}; the tokenizer does not add it. Written out in a text, \
-`<|endoftext|>` is encoded as plain text (`split_special_tokens`).
+`<|endoftext|>` is encoded as plain text (`split_special_tokens`). To train on ends of documents, append the id:
+`tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]`.
+
+Padding is end-of-text too, on the left, so that batches of prompts continue at their ends. Collators of transformers \
+ignore labels of the padding's id. To train the end of documents, set the labels yourself, or pack documents.
 {notes}
 ## What was checked
 
@@ -109,13 +113,17 @@ def default_output(checkpoint: Checkpoint) -> Path:
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
-    file for llama.cpp. Raises: UserError if the architecture has no such format, `output` is in use, the checkpoint was
-    deleted, or writing fails; ExportMismatch if transformers' results differ: the folder is renamed to `.rejected`."""
+    file for llama.cpp. Raises: UserError if the architecture has no such format, `output` is in use or among the run's
+    checkpoints, the checkpoint was deleted, or writing fails; ExportMismatch if transformers' results differ: the
+    folder is renamed to `.rejected`."""
     architecture = checkpoint.config["model"].get("architecture", "gpt2")
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
         if architecture not in known:
             hint = f"only {', '.join(known)} can be exported for {program}"
             raise UserError("model.architecture", architecture, hint)
+    checkpoints = checkpoint.path.parent.resolve()
+    if checkpoints.name == "checkpoints" and checkpoints in output.resolve().parents:
+        raise UserError("output", output, "is among the run's checkpoints; name another folder")
     with atomic_directory(output) as folder:
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)

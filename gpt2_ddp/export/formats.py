@@ -16,7 +16,7 @@ import numpy as np
 from gpt2_ddp.checkpoint.checkpoint import as_safetensors
 from gpt2_ddp.data.tokenizer import BYTES, CHARACTER_OF_BYTE, END_OF_TEXT, GPT2_PATTERN, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.export.check import ExportMismatch
+from gpt2_ddp.export.check import END_IDS, ExportMismatch
 from gpt2_ddp.files import write_hashed, writing
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import fixed_fields, shape, to_transformers, transformers_config
@@ -28,8 +28,7 @@ LLAMA_CPP = ("gpt2", "llama", "qwen3")
 def write_model(model: GPT, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes config.json, generation_config.json and model.safetensors."""
     _write_json(folder / "config.json", transformers_config(model.config, model.vocab_size, tokenizer.eot))
-    generation = {f"{kind}_token_id": tokenizer.eot for kind in ("bos", "eos", "pad")}
-    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "generation_config.json", dict.fromkeys(END_IDS, tokenizer.eot))
     file = folder / "model.safetensors"
     with writing(file):
         tensors = to_transformers(model.state_dict(), model.config, model.vocab_size)
@@ -45,6 +44,8 @@ def write_tokenizer(tokenizer: Tokenizer, definition: bytes | None, context: int
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
+        "pad_token": END_OF_TEXT,
+        "padding_side": "left",  # a batch of prompts continues at their ends
         "split_special_tokens": True,  # a literal end-of-text in a text is text, here as in training
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,

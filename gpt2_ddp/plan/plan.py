@@ -1,7 +1,7 @@
 """The plan of a training: its steps, memory, disk, time and price, and its user errors."""
 
-import difflib
 import json
+import re
 import shutil
 import time
 from contextlib import suppress
@@ -32,6 +32,8 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
 
+CPU_MARGIN = 0.2
+"""Largest error of the memory estimate on CPUs: kernels differ by processor, and freed memory fragments."""
 DISK = 5e8
 """Assumed bytes per second for copying, hashing and writing a checkpoint, unless measured."""
 
@@ -67,15 +69,29 @@ def find_target(config: PlanConfig, started: int) -> Target:
             memory = memory or float(torch.cuda.get_device_properties(device).total_memory)
         memory = memory or psutil.virtual_memory().available / per_node  # the processes of a machine share it
     else:
-        kind = "cuda"
-        name = config.gpu if config.gpu in GPUS else f"NVIDIA {config.gpu.removeprefix('NVIDIA ')}"
+        kind, name = "cuda", find_gpu(config.gpu) or config.gpu
         if memory is None and name not in GPUS:
-            near = ", ".join(difflib.get_close_matches(name, GPUS, n=3, cutoff=0.3))
-            known = f"is unknown; the nearest names are {near}" if near else "is unknown"
-            raise UserError("gpu", config.gpu, f"{known}; or set --gpu_memory and --tracking.peak_flops")
+            hint = "is no known name of nvidia-smi; set --gpu_memory, in GB, and --tracking.peak_flops, in FLOP/s"
+            raise UserError("gpu", config.gpu, hint)
         memory = memory or GPUS[name].memory * 1e9
     peak = config.tracking.peak_flops or peak_flops(name)
     return Target(name, kind, per_node * config.nodes, config.nodes, memory, peak, config.gpu is None)
+
+
+def find_gpu(text: str) -> str | None:
+    """The name in the table whose words begin with all words of `text`, in any case; None if there is none. Makers may
+    be omitted. A name of the same words comes first. Raises: UserError for several names."""
+    words = _words(text)
+    found = [name for name in GPUS if words and all(re.search(rf"\b{word}", name.lower()) for word in words)]
+    equal = [name for name in found if _words(name) == words]
+    if len(found) > 1 and not equal:
+        several = ", ".join(f"{name} ({GPUS[name].memory} GB)" for name in found)
+        raise UserError("gpu", text, f"is part of several names; name one of {several}")
+    return next(iter([*equal, *found]), None)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.findall(r"rtx|[^\W_]+", text.lower()) if word not in ("nvidia", "geforce")]
 
 
 class Corpus(NamedTuple):
@@ -332,7 +348,9 @@ def format_plan(plan: Plan) -> list[str]:
         lines.append(f"    padding    {plan.padding} rows, {plan.padding / windows:.1%} of a step's time; {none}")
     splits = ", ".join(f"{n} x {times} x {batch}" for n, (batch, times) in list(plan.splits.items())[:16])
     lines.append(f"  divisible by {splits}")
-    lines.append(f"  memory       {_gb(memory.peak)} of {_gb(machine.memory)} GB per process, in {memory.moment}")
+    margin = f" (estimate, ±{CPU_MARGIN:.0%})" if machine.kind == "cpu" else ""
+    of = f"{_gb(machine.memory)} GB per process, in {memory.moment}"
+    lines.append(f"  memory       {_gb(memory.peak)}{margin} of {of}")
     lines += [f"    {_gb(size):>8}   {part}" for part, size in memory.parts.items()]
     others = ", ".join(f"{name} {_gb(peak)}" for name, peak in memory.peaks.items() if name != memory.moment)
     host = f"; {memory.host / 1e9:.2f} on the host, for a checkpoint" if memory.host else ""
@@ -359,7 +377,8 @@ def _training(plan: Plan) -> str:
 
 def _time(plan: Plan) -> list[str]:
     if plan.rate is None or plan.seconds is None:
-        return ["  time         unknown: measure it here with --measure, or set --tokens_per_second"]
+        how = "measure it here with --measure" if plan.machine.is_here else "set --tracking.peak_flops"
+        return [f"  time         unknown: {how}, or set --tokens_per_second"]
     total, price = sum(plan.seconds.values()), f", {plan.price:,.2f} in total" if plan.price is not None else ""
     return [
         f"  time         {_duration(total)} at {plan.rate.tokens_per_second:,.0f} tokens/s, {plan.rate.source}",

@@ -156,23 +156,39 @@ def _classes(run: RunRecord) -> list[str]:
     names, counts = run.classes.classes, run.classes.confusion
     shares = {k: row.get(k, 0) / sum(row.values()) if any(row.values()) else 1.0 for k, row in enumerate(counts)}
     listed = sorted(sorted(shares, key=lambda k: shares[k])[:LISTED])
-    shown = range(len(names)) if len(names) <= MATRIX else []
     rows = []
     for number in listed:
         name, row = names[number], counts[number]
         total = sum(row.values())
         right = f"{shares[number]:.2%}" if total else UNKNOWN
-        others = [(count, names[other]) for other, count in row.items() if other != number and count]
-        most = "{1} ({0:,})".format(*max(others)) if others else UNKNOWN
-        rows.append([name, _number(total), right, most, *(_number(row.get(other, 0)) for other in shown)])
-    head = ["class", "test images", "right", "mostly taken for", *(f"as {names[other]}" for other in shown)]
+        others = [other for other, count in row.items() if other != number and count]
+        most = max(others, key=row.__getitem__, default=None)  # the first of equals, as evaluate.py has it
+        rows.append([name, _number(total), right, UNKNOWN if most is None else f"{names[most]} ({row[most]:,})"])
+    head = ["class", "test images", "right", "mostly taken for"]
     parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes.step)}</h2>", _table(head, rows)]
+    if len(names) <= MATRIX:
+        parts.append(_matrix(names, counts))
     if len(names) > LISTED:
         parts.append(f"<p>The {LISTED:,} with the lowest accuracy, of {len(names):,}.</p>")
     if run.wrong:
         source = f"data:image/png;base64,{base64.b64encode(run.wrong).decode()}"
         parts.append(f'<img alt="misclassified test images" src="{source}">')
     return parts
+
+
+def _matrix(names: Sequence[str], counts: Sequence[Mapping[int, int]]) -> str:
+    """The confusion matrix: a row for each class, a column for each prediction. Shades are shares of the row."""
+    heads = "".join(f"<th><span>{escape(name)}</span></th>" for name in names)
+    lines = [f"<thead><tr><th>class \\ taken for</th>{heads}</tr></thead>"]
+    for k, (name, row) in enumerate(zip(names, counts, strict=True)):
+        total = max(sum(row.values()), 1)
+        cells = (
+            f'<td class="{"right" if other == k else "wrong"}" style="--share: {row.get(other, 0) / total:.0%}">'
+            f"{_number(row.get(other, 0))}</td>"
+            for other in range(len(names))
+        )
+        lines.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
+    return "\n".join(['<div><table class="matrix">', *lines, "</table></div>"])
 
 
 def _differences(settings: Mapping[str, Row]) -> str:

@@ -51,7 +51,12 @@ def show_status(config: StatusConfig) -> int:
 def no_run(folder: Path, file: str) -> UserError:
     """The error for a folder that lacks the `file` of all runs."""
     problem = f"has no {file}" if os.path.isdir(folder) else "no such folder"
-    near = sorted(str(found.parent) for place in (folder, folder.parent) for found in place.glob(f"*/{file}"))
+    near = sorted(
+        str(found.parent)
+        for place in (folder, folder.parent)
+        if os.path.isdir(place)
+        for found in place.glob(f"*/{file}")
+    )
     hint = "name a run folder" + (f", like {', '.join(near[:3])}" if near else f"; {TRAINERS} make one")
     return UserError("runs", folder, f"{'holds token shards' if is_data(folder) else problem}; {hint}")
 

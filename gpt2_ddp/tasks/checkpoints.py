@@ -37,7 +37,7 @@ Counts = list[dict[int, int]]
 """Confusion matrix by class and prediction, without zeros: never more numbers than samples."""
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
 WORST = 10  # most classes to print
-PICTURES, COLUMNS = 24, 6  # most wrongly classified images to draw, and images per row
+PICTURES, COLUMNS = 24, 6  # most wrongly classified images to draw, and images per row and class
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
@@ -177,16 +177,17 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
 
     def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs, scores = job.score(model, inputs, targets)
-        return {**scores, "class": targets, "taken for": outputs.argmax(1)} if names else scores
+        most, taken = outputs.softmax(1).max(1)
+        return {**scores, "class": targets, "taken for": taken, "probability": most} if names else scores
 
     kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
-    plain = len(kinds) - 2 * bool(names)
+    plain = len(kinds) - 3 * bool(names)
     scores = means(kinds[:plain], values[:, :plain])
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
     if not names:
         return line
-    found = values[:, plain:].T.long().numpy()
+    found = values[:, plain:].T.numpy()
     counts = confusion(found, len(names))
     if not config.data:  # other samples than the run's own are not saved
         step, folder = checkpoint.state["step"], _evaluations(checkpoint)
@@ -199,18 +200,33 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
 
 
 def confusion(found: np.ndarray, classes: int) -> Counts:
-    """Number of samples of class i predicted as class j. `found`: int64 [2, N], classes and predictions."""
+    """Number of samples of class i predicted as class j. `found`: fp64 [3, N], classes, predictions, and probabilities
+    of the predictions."""
     counts: Counts = [{} for _ in range(classes)]
-    for (one, other), count in sorted(Counter(zip(*found.tolist(), strict=True)).items()):
+    for (one, other), count in sorted(Counter(zip(*found[:2].astype(int).tolist(), strict=True)).items()):
         counts[one][other] = count
     return counts
 
 
+def worst_classes(counts: Counts) -> list[int]:
+    """The classes with errors, the one with the highest error rate first."""
+    shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
+    return sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])
+
+
+def worst_mistakes(found: np.ndarray, counts: Counts) -> np.ndarray:
+    """int64 [PICTURES] or fewer: of each of the worst classes, the COLUMNS mistakes with the highest probability."""
+    labels, taken, probability = found
+    items = np.lexsort((-probability, labels))  # by class
+    items = items[labels[items] != taken[items]]
+    starts, ends = (np.searchsorted(labels[items], np.arange(len(counts)), side) for side in ("left", "right"))
+    rows = [items[starts[k] : ends[k]][:COLUMNS] for k in worst_classes(counts)]
+    return np.concatenate([items[:0], *rows])[:PICTURES]
+
+
 def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
     """Lines on the classes with the highest error rates, worst first."""
-    shares = {k: row.get(k, 0) / sum(row.values()) for k, row in enumerate(counts) if row}
-    worst = sorted((k for k, share in shares.items() if share < 1), key=lambda k: shares[k])
-    lines = []
+    worst, lines = worst_classes(counts), []
     for k in worst[:WORST]:
         total, right = sum(counts[k].values()), counts[k].get(k, 0)
         other, most = max(((other, n) for other, n in counts[k].items() if other != k), key=lambda pair: pair[1])
@@ -223,8 +239,8 @@ def format_confusion(counts: Counts, names: Sequence[str]) -> list[str]:
 def save_classes(
     folder: Path, step: int, found: np.ndarray, counts: Counts, names: Sequence[str], test: SampleSet
 ) -> None:
-    """Writes classes.json and, if there are errors, wrong.png with some of them; report.py shows both."""
-    wrong = np.flatnonzero(found[0] != found[1])[:PICTURES]
+    """Writes classes.json and, if there are errors, wrong.png with the worst; report.py shows both."""
+    wrong = worst_mistakes(found, counts)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         content = {"step": step, "classes": [*names], "confusion": counts}
@@ -236,7 +252,7 @@ def save_classes(
 
 
 def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: SampleSet) -> bytes:
-    """A PNG of images, each with its class and the predicted class."""
+    """A PNG of images, each with its class, the predicted class and its probability."""
     from matplotlib.figure import Figure
 
     rows = -(-len(items) // COLUMNS)
@@ -247,8 +263,8 @@ def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: Samp
         place.axis("off")
     for place, item, image in zip(places, items, images, strict=False):
         place.imshow(image)
-        one, other = (names[int(number)][:24] for number in found[:, item])
-        place.set_title(f"{one}\ntaken for {other}", fontsize=8, parse_math=False)
+        one, other = (names[int(number)][:24] for number in found[:2, item])
+        place.set_title(f"{one}\ntaken for {other} {found[2, item]:.0%}", fontsize=8, parse_math=False)
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=80)
     return file.getvalue()

@@ -23,7 +23,7 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.distributed.workers import worker_context
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at, without_dynamo
 from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
@@ -111,7 +111,7 @@ class Supervised:
 
     def __init__(
         self,
-        make_job: Callable[[JobConfig, Accelerator], Job],
+        make_job: Callable[[JobConfig, Accelerator, Mapping[str, Any] | None], Job],
         config: JobConfig,
         accelerator: Accelerator,
         saved: Checkpoint | None,
@@ -142,18 +142,14 @@ class Supervised:
         config, accelerator = self.config, self.accelerator
         watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
         torch.manual_seed(config.seed)
-        self.job = self._make_job(config, accelerator)
+        saved = self._saved.state if self._saved else None
+        self.job = self._make_job(config, accelerator, saved)
         hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}
         self.data_hash = "".join(hashes.values())
         data = config.model_dump().get("data", {})
         name = str(data.get("path") or data.get("name") or "generated")
         check_ranks_agree(hashes)
-        saved = self._saved.state if self._saved else {}
-        for fact, here in self.job.facts.items():
-            if (there := saved.get(fact, here)) != here:
-                hint = f"has the {fact} {truncate(here, 80)}; the run was started with {truncate(there, 80)}"
-                raise UserError("data", name, f"{hint}: restore its data")
-        if saved.get("data_hash", self.data_hash) != self.data_hash:
+        if saved and saved.get("data_hash", self.data_hash) != self.data_hash:
             hint = "has other data than the run was started with; restore them, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)

@@ -47,11 +47,12 @@ class Images:
     test: SampleSet
     classes: list[str]
     shape: tuple[int, ...]
+    by_class: bool  # each class has its share of held-out test images; older runs drew from all images
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps of them."""
-        return {"classes": self.classes, "image_shape": [*self.shape]}
+        return {"classes": self.classes, "image_shape": [*self.shape], "held_out_by_class": self.by_class}
 
 
 @dataclass
@@ -154,9 +155,10 @@ def read_images(
     train = splits["train"]
     shape = tuple(facts.get("image_shape") or (3, *next(_decode(train, [0], config)).shape[:2]))
     rows = {name: np.arange(len(split.images)) for name, split in splits.items()}
+    by_class = facts.get("held_out_by_class", not facts)
     if "test" not in splits:
         splits["test"], numbers["test"] = train, numbers["train"]
-        rows, note = _hold_out(len(train.images), source, config, seed)
+        rows, note = _hold_out(np.array(numbers["train"]), source, config, seed, by_class)
         notes.append(note)
     stored = {
         name: StoredImages(split, torch.tensor(numbers[name])[rows[name]], rows[name], config, shape, config.workers)
@@ -168,18 +170,24 @@ def read_images(
         notes += _notes(source, classes, stored, {name: digests for name, (_, digests) in scanned.items()})
         for note in notes:
             print(f"note: {truncate(note, NOTE)}", file=sys.stderr)
-    return Images(scanned["train"][0], scanned["test"][0], classes, shape)
+    return Images(scanned["train"][0], scanned["test"][0], classes, shape, by_class)
 
 
-def _hold_out(n: int, source: str, config: ClassifierDataConfig, seed: int) -> tuple[dict[str, np.ndarray], str]:
-    """The rows of n images that are for training and for testing, in order; and a note."""
+def _hold_out(
+    labels: np.ndarray, source: str, config: ClassifierDataConfig, seed: int, by_class: bool
+) -> tuple[dict[str, np.ndarray], str]:
+    """The rows of images that are for training and for testing, in order; and a note. `labels`: int64 [n]. `by_class`:
+    the shares of each class differ by less than an image; otherwise the draw ignores the classes."""
+    n = len(labels)
     held = min(max(round(n * config.test_fraction), 1), n - 1)
     if held < 1:
         raise UserError("data.path", source, "has one image; training and testing need at least one each")
-    order = Order(seed, n).items_at(np.arange(n)).astype(np.int64)
-    told = f"{held:,} of {n:,} random images (seed {seed}) are test images (data.test_fraction)"
-    rows = {"test": np.sort(order[:held]), "train": np.sort(order[held:])}
-    return rows, f"{source} has no split named test, val or validation: {told}"
+    order, chosen = Order(seed, n).items_at(np.arange(n)).astype(np.int64), np.arange(held)
+    if by_class:  # places at equal distances in the images sorted by class, in random order within each
+        order, chosen = order[np.argsort(labels[order], kind="stable")], (2 * chosen + 1) * n // (2 * held)
+    rows = {"test": np.sort(order[chosen]), "train": np.sort(np.delete(order, chosen))}
+    told = f"{held:,} of {n:,} images, drawn from {'each class' if by_class else 'all'} (seed {seed}), are test images"
+    return rows, f"{source} has no split named test, val or validation: {told} (data.test_fraction)"
 
 
 def _notes(

@@ -311,12 +311,16 @@ def join_first(names: Sequence[str]) -> str:
 
 
 def read_archive(folder: Path, label_column: str | None) -> dict[str, tuple[np.ndarray, list[Any]]]:
-    """Images uint8 [N, H, W] or [N, 32, 32, 3] of each split, and their labels; {} for a folder of other files.
-    Raises: UserError for a damaged file."""
-    for names, splits in CIFAR.items():
-        if all((folder / file).is_file() for files in ([names], *splits.values()) for file in files):
-            kinds = [f"{label_column.rstrip('s')}s"] if label_column else ["labels", "fine_labels"]
-            return {split: _read_cifar(folder, names, files, kinds) for split, files in splits.items()}
+    """Images uint8 [N, H, W] or [N, 32, 32, 3] of each split, and their labels; {} for a folder of other files. CIFAR's
+    archive may be the folder, or in it. Raises: UserError for a damaged or missing file, or several archives."""
+    places = [folder, *sorted(folder.glob("cifar-*"))]
+    archives = [(place, *content) for place in places for content in CIFAR.items() if _is_cifar(place, *content)]
+    if len(archives) > 1:
+        known = join_first([place.name for place, *_ in archives])
+        raise UserError("data.path", folder, f"has several archives; name one of {known}")
+    for place, names, splits in archives:
+        kinds = [f"{label_column.rstrip('s')}s"] if label_column else ["labels", "fine_labels"]
+        return {split: _read_cifar(place, names, files, kinds) for split, files in splits.items()}
     found = {}
     for split, word in MNIST:
         images, labels = (sorted(folder.glob(f"{word}-{kind}?idx?-ubyte*")) for kind in ("images", "labels"))
@@ -327,6 +331,12 @@ def read_archive(folder: Path, label_column: str | None) -> dict[str, tuple[np.n
                 raise UserError("data.path", images[0], hint)
             found[split] = pixels, numbers.tolist()
     return found
+
+
+def _is_cifar(folder: Path, names: str, splits: Mapping[str, list[str]]) -> bool:
+    """Whether most files of an archive are there; the missing ones are then named."""
+    there = [(folder / file).is_file() for files in ([names], *splits.values()) for file in files]
+    return 2 * sum(there) > len(there)
 
 
 def _read_idx(path: Path) -> np.ndarray:
