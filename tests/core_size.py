@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (5966, 38), "reachable": (7741, 53), "product": (16871, 117)}
+CEILINGS = {"loaded": (5966, 38), "reachable": (7741, 53), "product": (17021, 118)}
 """Most lines and modules. Of them, the architectures beside GPT-2 have 211, 360 and 402 lines."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 
