@@ -130,13 +130,13 @@ import os, runpy, signal, sys
 saves, replace = [], os.replace
 def replace_or_die(*names):
     saves.append(names)
-    if len(saves) == 3:
+    if len(saves) == 6:
         os.kill(os.getpid(), signal.SIGKILL)
     replace(*names)
 os.replace, sys.argv = replace_or_die, {argv!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Rank 0 dies within the third save, at step 45."""
+"""Rank 0 dies within the last save, at step 80."""
 WAYS = [(world, flag) for flag in ("", "--accelerate") for world in (1, 2, 3)]
 
 
@@ -153,13 +153,13 @@ def whole_trainer(tmp_path_factory):
 
 
 def resumed(folder: Path, worlds: tuple[int, int], flag: str) -> dict[str, Any]:
-    """The last snapshot of a training that `worlds[0]` processes begin, of which the first is killed at step 45, and
+    """The last snapshot of a training that `worlds[0]` processes begin, of which the first is killed at step 80, and
     that `worlds[1]` processes resume."""
     forked(["-c", KILLED.format(argv=[str(TRAINER), *flag.split()])], folder, worlds[0])
-    assert torch.load(folder / "runs/hello_trainer.pt")["step"] == 30
+    assert torch.load(folder / "runs/hello_trainer.pt")["step"] == 75, "within an epoch"
     done = forked([str(TRAINER), *flag.split()], folder, worlds[1])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("resumed at step 30 of 80; to begin again, remove runs/hello_trainer.pt\nstep 45: ")
+    assert done.stdout.startswith("resumed at step 75 of 80; to begin again, remove runs/hello_trainer.pt\nstep 80: ")
     return torch.load(folder / "runs/hello_trainer.pt")
 
 
