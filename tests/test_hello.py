@@ -127,16 +127,19 @@ def end_of(snapshot: dict[str, Any]) -> torch.Tensor:
 
 KILLED = """
 import os, runpy, signal, sys
-saves, replace = [], os.replace
+from torch.nn.parallel import DistributedDataParallel as DDP
+saves, replace, local, no_sync = [], os.replace, [], DDP.no_sync
+DDP.no_sync = lambda self: local.append(self) or no_sync(self)
 def replace_or_die(*names):
     saves.append(names)
     if len(saves) == 6:
+        print("backward passes under no_sync:", len(local), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     replace(*names)
 os.replace, sys.argv = replace_or_die, {argv!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Rank 0 dies within the last save, at step 80."""
+"""Rank 0 dies within the last save, at step 80, and prints how many of its backward passes sent nothing."""
 WAYS = [(world, flag) for flag in ("", "--accelerate") for world in (1, 2, 3)]
 
 
@@ -155,7 +158,9 @@ def whole_trainer(tmp_path_factory):
 def resumed(folder: Path, worlds: tuple[int, int], flag: str) -> dict[str, Any]:
     """The last snapshot of a training that `worlds[0]` processes begin, of which the first is killed at step 80, and
     that `worlds[1]` processes resume."""
-    forked(["-c", KILLED.format(argv=[str(TRAINER), *flag.split()])], folder, worlds[0])
+    killed = forked(["-c", KILLED.format(argv=[str(TRAINER), *flag.split()])], folder, worlds[0])
+    local = 80 * (12 // worlds[0] - 1) if worlds[0] > 1 or not flag else 0  # Accelerate wraps one process in no DDP
+    assert f"backward passes under no_sync: {local}\n" in killed.stdout
     assert torch.load(folder / "runs/hello_trainer.pt")["step"] == 75, "within an epoch"
     done = forked([str(TRAINER), *flag.split()], folder, worlds[1])
     assert done.returncode == 0, done.stderr
