@@ -178,7 +178,7 @@ def describe_script(name: str) -> str:
     examples = re.findall(r"^ *((?:python|torchrun|accelerate) (?:.*\\\n)*.*)$", rest, re.MULTILINE)
     parts = [f"### {name}", summary, "```sh\n" + "\n".join(examples) + "\n```"]
     if not (found := command_of(file)):
-        return "\n\n".join([*parts, "No flags; the examples show the arguments."])
+        return "\n\n".join([*parts, "The examples show the arguments."])
     command, preset = found
     preset = preset if isinstance(preset, str) or preset is None else preset({})[0]
     if preset:

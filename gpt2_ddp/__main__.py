@@ -25,7 +25,7 @@ GROUPS = {
     "use": ("generate", "evaluate", "predict", "export_hf"),
     "look": ("status", "report", "verify_run"),
     "plan": ("plan", "check_cluster", "compare_parallel", "benchmark"),
-    "learn": ("hello_ddp", "hello_torch_ddp", "ddp_lab"),
+    "learn": ("hello_ddp", "hello_torch_ddp", "hello_trainer", "ddp_lab"),
 }
 """The scripts, grouped by purpose."""
 

@@ -46,6 +46,7 @@ def main() -> None:
         os.makedirs("runs", exist_ok=True)
         torch.save(line.state_dict(), "runs/hello_ddp.pt")
         print(f"y = {line.weight.item():.4f} x + {line.bias.item():.4f}, loss {error / TEST:.4f}; processes: {world}")
+        print("next: docs/first-steps.md explains this program, line by line")
     accelerator.end_training()  # leaves the process group
 
 

@@ -44,6 +44,7 @@ def main(rank: int, world: int) -> None:
         os.makedirs("runs", exist_ok=True)
         torch.save(line.state_dict(), "runs/hello_torch_ddp.pt")
         print(f"y = {line.weight.item():.4f} x + {line.bias.item():.4f}, loss {error / TEST:.4f}; processes: {world}")
+        print("next: scripts/hello_trainer.py, a trainer; docs/first-steps.md explains both")
     distributed.destroy_process_group()
 
 

@@ -356,6 +356,7 @@ def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     found = capsys.readouterr()
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.md", "compare.json", "compare.png"}
     assert (tmp_path / "out/compare.md").read_text() == found.out
+    assert found.out.endswith("\n- next: docs/compare.md explains the columns, docs/ddp-lab.md common mistakes\n")
     assert not (tmp_path / "runs").exists()
     rows = json.loads((tmp_path / "out/compare.json").read_text())["rows"]
     assert [(row["job"], row["way"]) for row in rows] == [("tiny", way) for way in ("single", "DataParallel", "DDP-2")]

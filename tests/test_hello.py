@@ -1,34 +1,40 @@
-"""The two programs of docs/first-steps.md: any number of processes, and the full job, end at the same line."""
+"""The programs of docs/first-steps.md: any number of processes, and the full job, end at the same line."""
 
 import runpy
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from commands import ROOT, TORCHRUN, environment, forked
-from ranks import free_port, rank_environment
-from runs import newest_checkpoint
+from commands import ACCELERATE, ROOT, TORCHRUN, environment, forked
+from conftest import once
+from ranks import free_port, rank_environment, run_ranks
+from runs import job_config, newest_checkpoint, train
 from safetensors.torch import load_file
 
 SCRIPTS = [ROOT / "scripts/hello_ddp.py", ROOT / "scripts/hello_torch_ddp.py"]
+TRAINER = ROOT / "scripts/hello_trainer.py"
+ALL = [*SCRIPTS, TRAINER]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
 def test_it_is_short_and_stands_alone(script):
     text = script.read_text()
-    assert len([line for line in text.splitlines() if line.strip()]) < 60
+    assert len(text.splitlines()) <= (150 if script == TRAINER else 62)
     assert "gpt2_ddp" not in text
 
 
-def test_the_pages_have_the_length_of_the_program():
-    lines = len(SCRIPTS[0].read_text().splitlines())
-    for page, text in (("first-steps.md", f"It has {lines} lines."), ("first-steps.zh-CN.md", f"它有 {lines} 行")):
-        assert text in (ROOT / "docs" / page).read_text(encoding="utf-8")
+def test_the_pages_have_the_length_of_the_programs():
+    for script in (SCRIPTS[0], TRAINER):
+        lines = len(script.read_text().splitlines())
+        for page, text in (("first-steps.md", f"It has {lines} lines."), ("first-steps.zh-CN.md", f"它有 {lines} 行")):
+            assert text in (ROOT / "docs" / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
 def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
@@ -40,7 +46,7 @@ def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
 def test_more_processes_than_gpus_end_with_one_line(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
@@ -68,7 +74,7 @@ def test_all_of_them_end_at_the_same_line(tmp_path):
     ):
         found = start()
         assert found.returncode == 0, found.stderr
-        assert found.stdout == f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\n"
+        assert found.stdout.startswith(f"y = 1.9997 x + 3.0009, loss 0.0103; processes: {processes}\nnext: ")
         ends.append(saved_line(tmp_path / f"runs/{Path(script).stem}.pt"))
     flags = "--train.global_batch_size 10000 --train.epochs 40 --optim.lr 0.1"
     assert f"python scripts/train_regression.py {flags}" in (ROOT / "docs/first-steps.md").read_text()
@@ -95,3 +101,129 @@ def test_small_batches_train_the_same_on_three_processes(tmp_path):
         ends.append(saved_line(tmp_path / f"runs/{script.stem}.pt"))
     assert 1.5 < ends[0][0] < 1.7, "far from the end, where another order would not show"
     assert torch.allclose(*ends, rtol=0, atol=1e-6), ends
+
+
+def test_processes_that_cannot_share_a_batch_end_with_one_line(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    monkeypatch.setattr("sys.argv", [str(TRAINER)])
+    with pytest.raises(SystemExit, match=r"^error: these processes cannot share 1200 points equally; start 1, 2, 3, 4"):
+        runpy.run_path(str(TRAINER), run_name="__main__")
+
+
+def run_trainer(folder: Path, world: int, *flags: str) -> dict[str, Any]:
+    """Runs hello_trainer.py on forked ranks; returns its snapshot."""
+    alone = rank_environment(0, 1, free_port()) if world == 1 else {}
+    done = forked([str(TRAINER), *flags], folder, world, **alone)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f"; processes: {world}\nnext: docs/ddp-lab.md, common mistakes with DDP\n")
+    return torch.load(folder / "runs/hello_trainer.pt")
+
+
+def end_of(snapshot: dict[str, Any]) -> torch.Tensor:
+    """Weight, bias, and the momentum of both."""
+    momenta = [state["momentum_buffer"] for state in snapshot["optimizer"]["state"].values()]
+    return torch.cat([part.flatten() for part in (*snapshot["line"].values(), *momenta)])
+
+
+KILLED = """
+import os, runpy, signal, sys
+from torch.nn.parallel import DistributedDataParallel as DDP
+saves, replace, local, no_sync = [], os.replace, [], DDP.no_sync
+DDP.no_sync = lambda self: local.append(self) or no_sync(self)
+def replace_or_die(*names):
+    saves.append(names)
+    if len(saves) == 6:
+        print("backward passes under no_sync:", len(local), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(*names)
+os.replace, sys.argv = replace_or_die, {argv!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Rank 0 dies within the last save, at step 80, and prints how many of its backward passes sent nothing."""
+WAYS = [(world, flag) for flag in ("", "--accelerate") for world in (1, 2, 3)]
+
+
+@pytest.fixture
+def whole_trainer(tmp_path_factory):
+    """Runs the trainer without interruption, once for all tests; returns its last snapshot."""
+
+    def of(world: int, flag: str) -> dict[str, Any]:
+        run = lambda folder: run_trainer(folder, world, *flag.split())  # noqa: E731
+        folder = once(tmp_path_factory, f"hello_trainer-{world}{flag}", run)
+        return torch.load(folder / "runs/hello_trainer.pt")
+
+    return of
+
+
+def resumed(folder: Path, worlds: tuple[int, int], flag: str) -> dict[str, Any]:
+    """The last snapshot of a training that `worlds[0]` processes begin, of which the first is killed at step 80, and
+    that `worlds[1]` processes resume."""
+    killed = forked(["-c", KILLED.format(argv=[str(TRAINER), *flag.split()])], folder, worlds[0])
+    local = 80 * (12 // worlds[0] - 1) if worlds[0] > 1 or not flag else 0  # Accelerate wraps one process in no DDP
+    assert f"backward passes under no_sync: {local}\n" in killed.stdout
+    assert torch.load(folder / "runs/hello_trainer.pt")["step"] == 75, "within an epoch"
+    done = forked([str(TRAINER), *flag.split()], folder, worlds[1])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("resumed at step 75 of 80; to begin again, remove runs/hello_trainer.pt\nstep 80: ")
+    return torch.load(folder / "runs/hello_trainer.pt")
+
+
+@pytest.mark.parametrize(
+    ("world", "flag"), [pytest.param(*way, marks=() if way == (2, "") else pytest.mark.slow) for way in WAYS]
+)
+def test_a_killed_trainer_resumes_and_ends_at_the_same_bits(world, flag, whole_trainer, tmp_path):
+    found, whole = resumed(tmp_path, (world, world), flag), whole_trainer(world, flag)
+    assert found["step"] == whole["step"] == 80
+    assert torch.equal(end_of(found), end_of(whole))
+
+
+def train_in_the_order_of_torch(config):
+    """Trains a job whose epochs have the order of DistributedSampler, instead of `data.order`'s."""
+    from gpt2_ddp.data.order import Order
+
+    def permute(self, epoch: int, index: np.ndarray) -> np.ndarray:
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.n_items, generator=generator).numpy().astype(np.uint64)[index.astype(int)]
+
+    Order._permute = permute
+    return train(config)
+
+
+@pytest.mark.slow
+def test_trainers_of_all_kinds_end_at_the_same_line(whole_trainer, tmp_path):
+    """Plain and on Accelerate, 1 to 3 processes, also after a resume on another number, and the full job."""
+    ends = {way: end_of(whole_trainer(*way)) for way in WAYS}
+    ends["2, then 3"] = end_of(resumed(tmp_path, (2, 3), ""))
+    changes = {"seed": 1337, "data.points": 12_000, "train.epochs": 8, "train.global_batch_size": 1200}
+    changes |= {"train.micro_batch_size": 100, "optim.lr": 0.05, "optim.momentum": 0.5, "eval.batch_size": 2000}
+    flags = [f"--{name} {value}" for name, value in changes.items() if name != "seed" and "eval" not in name]
+    assert f"python scripts/train_regression.py {' '.join(flags)}" in (ROOT / "docs/first-steps.md").read_text()
+    for world in (1, 2):
+        config = job_config("regression", tmp_path / f"job{world}", changes)
+        assert run_ranks(train_in_the_order_of_torch, world, config) == ["completed"] * world
+        checkpoint = newest_checkpoint(tmp_path / f"job{world}/run")
+        saved = load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "optimizer.safetensors")
+        names = [f"{kind}linear.{name}" for kind in ("", "momentum_buffer.") for name in ("weight", "bias")]
+        ends[f"job on {world}"] = torch.cat([saved[name].flatten() for name in names])
+    for way, end in ends.items():
+        assert torch.allclose(end, ends[1, ""], rtol=0, atol=2e-6), (way, ends)
+
+
+@pytest.mark.slow
+def test_the_trainer_in_mixed_precision_and_by_launchers(whole_trainer, tmp_path):
+    ends = {}
+    starts = {"torchrun": [*TORCHRUN, "--standalone", "--nproc_per_node"], "accelerate": [*ACCELERATE, "--multi_gpu"]}
+    starts["accelerate"].append("--num_processes")
+    for name, start in starts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [*start, "2", str(TRAINER), "--amp", "bf16", *["--accelerate"] * (name == "accelerate")]
+        done = subprocess.run(
+            command, cwd=folder, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        ends[name] = end_of(torch.load(folder / "runs/hello_trainer.pt"))[:2]
+    plain = end_of(whole_trainer(2, ""))[:2]
+    assert torch.allclose(ends["torchrun"], ends["accelerate"], rtol=0, atol=1e-2), ends
+    assert torch.allclose(ends["torchrun"], plain, rtol=0, atol=2e-2), (ends, plain)
+    assert not torch.allclose(ends["torchrun"], plain, rtol=0, atol=1e-5), "bf16 rounds"

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 from commands import ROOT
 from conftest import once
+from pages import load_docs
 from ranks import forked_ranks, run_ranks
 
 from gpt2_ddp.config.tools import LabConfig
@@ -32,36 +33,12 @@ WAITING = ("unequal_batches", "collective_on_one_rank", "early_stopping")
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) for name in BY_NAME]
 
 
-DOCUMENTED = {
-    "mean_of_gradients": "{alone:.0%}",
-    "different_replicas": "{kept:.2f} {broadcast:.0f}",
-    "no_sync": "{every:.0f} {last:.0f}",
-    "bucket_size": "{small:.0f} {default:.0f}",
-    "unused_parameters": "{found}",
-    "batch_norm": "{plain:.0%}",
-    "called_module": "{module:.2f} {model:.0f}",
-    "loaded_after_wrapping": "{after:.2f} {before:.0f}",
-    "module_prefix": "{forced}~of~4 {unwrapped}~of~4",
-    "reentrant_checkpointing": "{error} {reentrant}~of~5 {plain}",
-    "set_epoch": "{forgotten:.0%} {told:.1%}",
-    "seed_per_rank": "{common} {own}",
-    "padded_test_set": "{dropped} {padded} {padded_accuracy:.1%} {dropped_accuracy:.0%}",
-    "training_sampler_on_test_set": "{borrowed}~of~{own} {borrowed_accuracy:.0%} {own_accuracy:.0%}",
-    "unequal_batches": "{timeout:.0f}~s {joined:.0f}",
-    "collective_on_one_rank": "{alone_mean:.3f} {all_mean:.3f} {alone_rows:.1f} {all_rows:.0f} {timeout:.0f}~s {error}",
-    "early_stopping": "Rank~{own}'s {own_epochs:.0f}~epochs {mean_epochs:.0f}",
-    "dropout_seed": "{same_masks:.0%} {own_masks:.0%} {ratio:.2f}",
-    "every_rank_saves": "{error} {one_read}~of~4",
-    "every_rank_downloads": "{together}~downloads {main_first}.",
-    "unequal_shares": "{means:.0%}",
-    "rank_0s_loss": "{logged:.3f} {true:.3f}",
-    "logging_each_step": "{each}~collectives {summed} {summed_mean:.4f}",
-    "short_last_window": "{plain:.2f} {scaled:.2f}",
-    "end_of_loader": "{steps} {reckoned} ({rounded}) ({carried})",
-    "scheduler_steps": "{prepared:.2f}",
-    "multiplied_learning_rate": "{same:.3f} {multiplied:.0e}",
-}
-"""What is in the lesson of docs/ddp-lab.md, as measured; ~ standing for a space. Rounding errors and times vary."""
+LAB = load_docs("lab")
+PAGE = (ROOT / "docs/ddp-lab.md").read_text(encoding="utf-8")
+MEASURED = dict(re.findall(r"^### (\w+)\n(?:(?!^###).*\n)*?- \*\*measured\*\*: (.*)", PAGE, re.MULTILINE))
+"""The figures on docs/ddp-lab.md, by lesson."""
+NUMBER = r"\d+(?:\.\d+)?(?:e[-+]\d+)?"
+TIMES = rf"{NUMBER} and {NUMBER} ms|{NUMBER} s until"
 
 
 def measure_all(names: list[str], broken: dict | None = None) -> dict[str, dict]:
@@ -95,22 +72,32 @@ def numbers(tmp_path_factory) -> Callable[[str], dict]:
 def test_claim_holds_and_the_documentation_has_the_measured_numbers(numbers, name):
     experiment, found = BY_NAME[name], numbers(name)
     assert experiment.holds(SimpleNamespace(**found)), found
-    assert not any(brace in experiment.measured.format_map(found) for brace in "{}")
-    told = re.sub(r"(?<=\d) %", "%", lesson(experiment))
-    for number in DOCUMENTED[name].split():
-        assert number.format_map(found).replace("~", " ") in told
+    printed = " ".join(experiment.measured.format_map(found).split())
+    texts = [re.sub(TIMES, "", text) for text in (printed, MEASURED[name])]
+    here, there = ([float(number) for number in re.findall(NUMBER, text)] for text in texts)
+    assert re.sub(NUMBER, "", texts[0]) == re.sub(NUMBER, "", texts[1])
+    assert here == pytest.approx(there, rel=0.05, abs=1e-5), "run `python docs/lab.py`, and commit the page"
 
 
-def test_the_page_has_every_lesson_in_the_order_of_the_table():
-    page = (ROOT / "docs" / "ddp-lab.md").read_text()
-    assert re.findall(r"^\*\*(\w+)\.\*\*", page, re.MULTILINE) == list(BY_NAME)
+def test_the_page_has_every_lesson_with_its_code_and_a_table_of_contents():
+    assert re.findall(r"^### (\w+)", PAGE, re.MULTILINE) == list(MEASURED) == list(BY_NAME)
+    assert LAB.page(PAGE, MEASURED) == PAGE, "run `python docs/lab.py`, and commit the page"
+    for name, shown in BY_NAME.items():
+        assert f"| [{name}](#{name}) | {shown.claim} |" in PAGE
+        assert f"```python\n{shown.code.rstrip()}\n```" in PAGE
+
+
+def test_a_lesson_has_one_set_of_figures():
+    """Those that were measured: its text has settings, which are in the code, too."""
+    for name, shown in BY_NAME.items():
+        assert not re.findall(r"\d+(?:\.\d+)? %|\d+\.\d+|\de-\d+|\d+ of \d+", lesson(shown)), name
 
 
 def test_a_lesson_is_told_with_the_code_that_measures_it(capsys, monkeypatch):
     assert run_lab(LabConfig(explain="no_sync")) == 0
     told = capsys.readouterr().out
     assert told.startswith("Accumulating over 4 micro-batches, gradients need to travel once")
-    assert "\n\nGradient accumulation over 4 micro-batches all-reduces 4 times, 2576 bytes, unless" in told
+    assert "\n\nGradient accumulation over 4 micro-batches all-reduces 4 times, unless the first 3" in told
     assert "\nwrong: DDP as it is: every backward all-reduces\nright: no_sync() for all" in told
     for part in ("def record_traffic(", "def no_sync(", "model.no_sync() if saves and i < 3 else nullcontext()"):
         assert told.count(part) == 1
@@ -201,8 +188,26 @@ def killed(accelerator, seed):
 
 def test_a_failing_experiment_does_not_stop_the_next(forked):
     rows = list(run_experiments([killed, BY_NAME["seed_per_rank"]], seed=0))
-    assert [row.holds for row in rows] == [False, True]
+    assert [row.holds for row in rows] == [None, True]
     assert rows[0].measured.startswith("rank 0 failed: UserError")
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_the_start_of_the_ranks_has_a_bound_of_its_own_and_a_failed_one_ends_the_lab(starts, monkeypatch):
+    bounds = []
+    rank, pipe = mock.Mock(), mock.Mock()
+    pipe.poll.side_effect = lambda seconds: bounds.append(seconds) or starts
+    pipe.recv.return_value = {"x": 1}, ""
+    monkeypatch.setattr("gpt2_ddp.lab.lab._start_ranks", lambda: [(rank, pipe)] * 2)
+    rows = list(run_experiments([killed] * 3, seed=0))
+    if starts:
+        assert bounds == [300, 300] + [60, 60] * 3
+        assert [row.verdict for row in rows] == ["holds"] * 3
+    else:
+        assert [(row.verdict, row.measured) for row in rows] == [
+            ("not measured", "rank 0 did not start within 300 s; the lab ends here")
+        ]
+    assert rank.kill.called
 
 
 @pytest.mark.slow
@@ -214,7 +219,7 @@ def test_experiments_that_die_or_hang_are_reported_and_the_next_begins_afresh(fo
         if number == signal.SIGSTOP:
             monkeypatch.setattr("gpt2_ddp.lab.lab.BOUND", 2.0)
         row = next(rows)
-        assert not row.holds
+        assert row.holds is None
         assert re.match(message, row.measured)
         assert not ranks_of_the_lab()
         monkeypatch.setattr("gpt2_ddp.lab.lab.BOUND", 60.0)
@@ -256,10 +261,21 @@ def test_the_table_and_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
     rows = [Row(BY_NAME["no_sync"], {}, True, "2576\n<i>"), Row(BY_NAME["set_epoch"], {}, False, "1 < 2")]
     monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: (row for row in rows))
     assert run_lab(LabConfig()) == 1
-    head, rule, good, bad = capsys.readouterr().out.splitlines()[-4:]
+    *_, head, rule, good, bad, after = capsys.readouterr().out.splitlines()
     assert (head, rule) == ("| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |")
     assert good.startswith(f"| {BY_NAME['no_sync'].claim} | {BY_NAME['no_sync'].wrong} | ")
     assert (good[-13:], bad[-16:]) == (" | 2576 <i> |", " | 1 < 2 FAILS |")
+    assert after.startswith("Next: `python scripts/ddp_lab.py --explain set_epoch` has the code; ")
+
+
+def test_a_claim_that_was_not_measured_has_a_word_and_an_exit_code(monkeypatch, capsys, tmp_path):
+    late, output = Row(BY_NAME["set_epoch"], {}, None, "rank 0 died"), tmp_path / "lab.json"
+    for row, code in ((late._replace(holds=True), 4), (late._replace(holds=False), 1)):
+        monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_, rows=(late, row): (row for row in rows))
+        assert run_lab(LabConfig(output=str(output))) == code
+    text = capsys.readouterr().out
+    assert f"not measured  {late.experiment.claim}\n       rank 0 died\n" in text
+    assert "| rank 0 died not measured |" in text
 
 
 def test_mistakes(monkeypatch):

@@ -195,7 +195,7 @@ def compare(config: CompareConfig) -> list[Row]:
             notes = find_notes(config, machine, busy)
             if left := [name for name, _ in jobs[number:]]:
                 notes.insert(0, f"not finished: without {', '.join(left)}")
-            notes += _about_jobs(rows)
+            notes += [*_about_jobs(rows), "next: docs/compare.md explains the columns, docs/ddp-lab.md common mistakes"]
             found = {
                 "machine": {**machine._asdict(), "torch": torch.__version__},
                 "settings": config.model_dump(mode="json"),

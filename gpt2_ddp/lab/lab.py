@@ -33,20 +33,33 @@ EXPERIMENTS = [
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 PROCESSES = 2
-BOUND = 60.0  # seconds that an experiment may take, the start of its processes included; all take a few
+START, BOUND = 300.0, 60.0  # most seconds for processes to start; then, for an experiment to end: all take a few
+NOT_MEASURED = 4
+"""Exit code: an experiment gave no numbers."""
+Ranks = list[tuple[BaseProcess, Connection]]
 
 
 class Row(NamedTuple):
     experiment: Experiment
     numbers: Numbers
-    holds: bool
-    measured: str
+    holds: bool | None  # None: not measured
+    measured: str  # or the reason why it was not
+
+    @property
+    def verdict(self) -> str:
+        return {True: "holds", False: "FAILS", None: "not measured"}[self.holds]
 
 
 def run_lab(config: LabConfig) -> int:
-    """Runs experiments, prints each as it ends, and writes the table; or explains one. Returns 0 if all claims hold,
-    else 1. Raises UserError: an unknown experiment, an `output` that cannot be written, or a launcher that started
-    several of this command."""
+    """Runs experiments, prints each as it ends, and writes the table; or explains one.
+
+    Returns:
+        0 if all claims hold; 1 if one fails; otherwise `NOT_MEASURED`.
+
+    Raises:
+        UserError: an unknown experiment, an `output` that cannot be written, or a launcher that started several of
+            this command.
+    """
     if config.explain:
         print(explain(choose((config.explain,), "explain")[0]))
         return 0
@@ -59,13 +72,15 @@ def run_lab(config: LabConfig) -> int:
     with closing(run_experiments(choose(config.only), config.seed)) as measured:  # or its ranks outlive a failing print
         for row in measured:
             rows.append(row)
-            print(f"{'holds' if row.holds else 'FAILS'}  {row.experiment.claim}\n       {row.measured}", flush=True)
+            print(f"{row.verdict}  {row.experiment.claim}\n       {row.measured}", flush=True)
     print(f"\n{as_markdown(rows)}")
     if config.output:
         found = {row.experiment.name: {"holds": row.holds, "measured": row.measured, **row.numbers} for row in rows}
         text = json.dumps(found, indent=1) if Path(config.output).suffix == ".json" else as_markdown(rows)
         Path(config.output).write_text(text + "\n", encoding="utf-8")
-    return 0 if all(row.holds for row in rows) else 1
+    print(f"Next: `{command_for('ddp_lab')} --explain {rows[-1].experiment.name}` has the code; docs/ddp-lab.md, all")
+    found = [row.holds for row in rows]
+    return 1 if False in found else NOT_MEASURED if None in found else 0
 
 
 def choose(names: tuple[str, ...], field: str = "only") -> list[Experiment]:
@@ -85,9 +100,9 @@ def explain(experiment: Experiment) -> str:
 
 
 def lesson(experiment: Experiment) -> str:
-    """The experiment's paragraph in docs/ddp-lab.md, without the name; empty without docs/, as in an image."""
+    """The experiment's text in docs/ddp-lab.md; empty without docs/, as in an image."""
     text = DOCUMENTATION.read_text(encoding="utf-8") if DOCUMENTATION.exists() else ""
-    found = re.search(rf"^\*\*{experiment.name}\.\*\* (.*?)\n(?:\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^### {experiment.name}\n\n(.*?)\n\n- \*\*wrong", text, re.MULTILINE | re.DOTALL)
     return " ".join(found[1].split()) if found else ""
 
 
@@ -97,21 +112,28 @@ def as_markdown(rows: list[Row]) -> str:
     for row in rows:
         cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured
         lines.append([" ".join(cell.split()) for cell in cells])
-        lines[-1][-1] += "" if row.holds else " FAILS"
+        lines[-1][-1] += "" if row.holds else f" {row.verdict}"
     return markdown_table(("claim", "wrong way", "right way", "measured"), lines, align=False)
 
 
 def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
-    """Runs experiments one after the other in a world of two processes; starts a new world after a failed one."""
-    ranks: list[tuple[BaseProcess, Connection]] = []
+    """Runs experiments one after the other in a world of two processes. Starts a new world after an experiment without
+    numbers; ends if a world does not start."""
+    ranks: Ranks = []
     try:
         for experiment in experiments:
-            ranks = ranks or _start_ranks()
-            numbers, error = _measure(ranks, experiment, seed)
+            if not ranks:
+                ranks = _start_ranks()
+                if error := _receive(ranks, START, "start")[1]:
+                    yield Row(experiment, {}, None, f"{error}; the lab ends here")
+                    return
+            for _, pipe in ranks:
+                pipe.send((experiment.name, seed))
+            numbers, error = _receive(ranks, BOUND, "end")
             if error:
                 _end_ranks(ranks)
                 ranks = []
-                yield Row(experiment, {}, False, error)
+                yield Row(experiment, {}, None, error)
                 continue
             measured = experiment.measured.format_map(numbers)
             yield Row(experiment, numbers, experiment.holds(SimpleNamespace(**numbers)), measured)
@@ -119,14 +141,12 @@ def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, 
         _end_ranks(ranks)
 
 
-def _measure(ranks: list[tuple[BaseProcess, Connection]], experiment: Experiment, seed: int) -> tuple[Numbers, str]:
+def _receive(ranks: Ranks, seconds: float, event: str) -> tuple[Numbers, str]:
     """Rank 0's numbers, or the problem of the first rank without an answer."""
-    for _, pipe in ranks:
-        pipe.send((experiment.name, seed))
     answers = []
     for rank, (_, pipe) in enumerate(ranks):
-        if not pipe.poll(BOUND):
-            return {}, f"rank {rank} did not end within {BOUND:.0f} s"
+        if not pipe.poll(seconds):
+            return {}, f"rank {rank} did not {event} within {seconds:.0f} s"
         try:
             numbers, error = pipe.recv()
         except EOFError:
@@ -137,7 +157,7 @@ def _measure(ranks: list[tuple[BaseProcess, Connection]], experiment: Experiment
     return answers[0], ""
 
 
-def _start_ranks() -> list[tuple[BaseProcess, Connection]]:
+def _start_ranks() -> Ranks:
     pipes = [multiprocessing.Pipe() for _ in range(PROCESSES)]
     ranks = start_ranks(_answer, [(theirs,) for _, theirs in pipes])
     started = [(rank, ours) for rank, (ours, _) in zip(ranks, pipes, strict=True)]
@@ -146,7 +166,7 @@ def _start_ranks() -> list[tuple[BaseProcess, Connection]]:
     return started
 
 
-def _end_ranks(ranks: list[tuple[BaseProcess, Connection]]) -> None:
+def _end_ranks(ranks: Ranks) -> None:
     for process, pipe in ranks:
         pipe.close()
         process.kill()
@@ -154,11 +174,12 @@ def _end_ranks(ranks: list[tuple[BaseProcess, Connection]]) -> None:
 
 
 def _answer(pipe: Connection) -> None:
-    """One rank: measures each experiment whose name arrives, until its pipe closes."""
+    """One rank: answers when it has started, and measures each experiment whose name arrives, until its pipe closes."""
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
     accelerator = build_accelerator("cpu", "no")
     torch.set_num_threads(1)
+    pipe.send(({}, ""))
     with suppress(EOFError):
         while True:
             name, seed = pipe.recv()
