@@ -201,7 +201,7 @@ def test_an_exported_folder_has_what_the_converter_of_llama_cpp_asks_for(tmp_pat
         assert torch.equal(tensor.T if turned else tensor, wanted.pop(theirs)), name
     assert not wanted
     special = gguf.SpecialVocab(tmp_path, load_merges=True, n_vocab=TOKENIZER.vocab_size)
-    assert special.special_token_ids == {"bos": TOKENIZER.eot, "eos": TOKENIZER.eot}
+    assert special.special_token_ids == dict.fromkeys(("bos", "eos", "pad"), TOKENIZER.eot)
     definition = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokens = [definition.id_to_token(rank) for rank in range(config["vocab_size"])]
     assert encoded(tokens, special.merges) == TOKENIZER.encode(TEXT).tolist()
