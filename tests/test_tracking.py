@@ -52,6 +52,18 @@ def test_without_a_checkpoint_no_row_is_kept(corpus, tmp_path):
     assert (run.path / SAMPLES).read_text() == ""
 
 
+def test_rows_do_not_follow_a_planted_link(corpus, tmp_path):
+    run = RunFolder(training_config(corpus, tmp_path))
+    (tmp_path / "diary").write_text("mine")
+    for name, target in ((METRICS, "diary"), (SAMPLES, "nothing")):
+        (run.path / name).symlink_to(tmp_path / target)
+    run.record_start({"step": 0}, 0, None, False, False)
+    run.append_sample({"step": 0}, {"event": "sample", "step": 0})
+    assert len((run.path / METRICS).read_text().splitlines()) == 2
+    assert (tmp_path / "diary").read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_rows_are_cut_behind_the_one_that_a_checkpoint_names(corpus, tmp_path, capsys):
     """Whatever steps they are of; by their steps where that row was altered. The chain goes on from what is left."""
     run, metrics = RunFolder(training_config(corpus, tmp_path)), tmp_path / "run/metrics.jsonl"

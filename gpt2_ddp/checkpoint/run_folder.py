@@ -177,7 +177,7 @@ class RunFolder:
                     print(f"warning: {file}: {what}; rows up to that step are kept", file=sys.stderr)
                 self.chain = (split_chain(kept[-1].text)[1] if kept else None) or FIRST_CHAIN
                 content += self._chained({**start, "samples_sha256": samples}) if start else ""
-            if content or file.exists():
+            if content or os.path.lexists(file):  # also a link that leads nowhere, which appends would follow
                 write_atomically(file, content)
 
     def record_start(

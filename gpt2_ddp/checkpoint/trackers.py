@@ -63,10 +63,12 @@ class Trackers:
                 self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.log(numbers, row["step"]))
 
     def go_back(self, step: int) -> None:
+        """Deletes the rows after this step from the trackers that can."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", lambda tracker=tracker: tracker.go_back(step))
 
     def finish(self) -> None:
+        """Ends the trackers."""
         for name, tracker in self._running.items():
             self._attempt(f"{name} tracker", tracker.finish)
         self._running = {}

@@ -245,6 +245,7 @@ class Pretraining:
         return lr_at(step, self.config.optim)
 
     def loss(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """Sum of the losses of the valid windows' tokens, in nats, fp32 scalar."""
         targets = tokens = batch.rows[0]  # [b, T + 1]
         if batch.n_valid < len(tokens):
             targets = tokens.clone()  # all of it: a compiled model would compile anew for other strides
