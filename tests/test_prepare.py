@@ -27,7 +27,7 @@ from gpt2_ddp.data.shards import RECORD, TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, source_files, sources
+from gpt2_ddp.preparation import encode, source_files
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
 
@@ -107,7 +107,6 @@ def test_a_document_keeps_its_split(texts, tmp_path):
 
 def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 10_000)
-    monkeypatch.setattr(sources, "BLOCK", 10_000)
     rows = [{"text": text[:2000]} for text in documents_in(texts)[:100]]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bpe = {"tokenizer": "bpe", "vocab_size": 400, "shard_tokens": 50_000}
@@ -122,7 +121,6 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch
 
 def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 1000)
-    monkeypatch.setattr(encode, "LARGE", 2000)
     text = "".join(library[:40])
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "one.txt").write_bytes(text.encode())

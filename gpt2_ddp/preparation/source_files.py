@@ -164,18 +164,10 @@ def open_bytes(path: Path) -> io.BufferedReader:
     return pyarrow.input_stream(str(path), compression)  # pyright: ignore[reportReturnType]
 
 
-def open_text(
-    path: Path, encoding: str, newline: str | None = "", part: tuple[int, int] | None = None
-) -> io.TextIOWrapper:
-    """Text of a file without its byte order mark, line ends as they are; what cannot be decoded becomes U+FFFD.
-    `part`: the bytes [start, stop) of an uncompressed file, which begin and end where characters do; None: all."""
-    name = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" and not (part and part[0]) else encoding
-    file = open_bytes(path)
-    if part:
-        with file:
-            file.seek(part[0])
-            file = io.BytesIO(file.read(part[1] - part[0]))
-    return io.TextIOWrapper(file, encoding=name, errors="replace", newline=newline)
+def open_text(path: Path, encoding: str, newline: str | None = "") -> io.TextIOWrapper:
+    """Text of a file without its byte order mark, line ends as they are; what cannot be decoded becomes U+FFFD."""
+    name = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
+    return io.TextIOWrapper(open_bytes(path), encoding=name, errors="replace", newline=newline)
 
 
 def _wide(head: bytes) -> str | None:
