@@ -449,8 +449,6 @@ class Vanished(Numbers):
     def read(self, items: np.ndarray) -> Any:
         raise UserError("data.path", "photos/1.png", "is not an image")
 
-    __getitems__ = read
-
 
 def with_workers(ways: list[Way], folder: Path) -> tuple[list[list[tuple[Any, ...]]], list[str]]:
     """What `go` gives on this rank, and the mistakes that reading in a worker comes upon."""
