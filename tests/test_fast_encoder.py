@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet
@@ -177,15 +178,15 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
 def test_only_a_few_items_are_under_way(workers):
     given, taken, most = 0, 0, 0
 
-    def items() -> Iterator[list]:
+    def items() -> Iterator[Any]:
         nonlocal given, most
         for given in range(1, 51):
             most = max(most, given - taken)
-            yield []
+            yield given
 
-    for found in encode.in_order(lambda number, item: {"train": (Path(), number)}, items(), InlineExecutor(), workers):
-        assert found["train"][1] == taken
+    for found in encode.in_order(lambda item: item, items(), InlineExecutor(), workers):
         taken += 1
+        assert found == taken
     assert (given, taken) == (50, 50)
     assert most == (encode.AHEAD * workers if workers > 1 else 1)
 

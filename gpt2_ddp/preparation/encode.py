@@ -1,6 +1,6 @@
 """Encodes documents into the shards of their splits, with several processes, in the order of the source.
 
-The main process reads; workers encode, and write tokens to files, which the main process joins.
+The main process reads the text and writes the tokens; workers encode.
 If `gigatoken` is installed (`pip install gpt2_ddp[fast]`), it encodes GPT-2's BPE: the same ids, many times faster.
 tiktoken encodes a sample of each item again, for comparison.
 """
@@ -9,17 +9,15 @@ import base64
 import hashlib
 import json
 import re
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
-from contextlib import ExitStack
+from concurrent.futures import Executor, Future
 from dataclasses import asdict
 from functools import cache, partial
 from math import ceil
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -32,9 +30,9 @@ from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
 from gpt2_ddp.preparation.sources import DocumentChunk, Source
 
-CHUNK = 2**20  # characters that a process encodes, and tokens that are joined, at a time
+CHUNK = 2**20  # characters that a process encodes at a time
 AHEAD = 3
-"""Items per worker that are being encoded, or wait to be joined."""
+"""Items per worker that are being encoded, or wait to be written."""
 EXPECTED_DOCUMENTS = 10
 """Least expected documents of the smaller split, for splits by hash; with fewer, it could be empty."""
 SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
@@ -42,29 +40,23 @@ WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
 """Places where GPT-2's pattern divides every text: no token crosses them."""
 
 Item = Sequence[tuple[str, DocumentChunk]]  # pieces of documents, each with its split
-Encoded = dict[str, tuple[Path, int]]  # by split, the file of an item's tokens, and their number
+Encoded = dict[str, np.ndarray]  # an item's tokens, by split
 
 
-def encode_item(folder: Path, tokenizer_name: str, fast: bool, number: int, item: Item) -> Encoded:
-    """Writes the tokens of the item of this number into `folder`, in any process. `fast`: with gigatoken, if it is
-    installed."""
+def encode_item(tokenizer_name: str, fast: bool, item: Item) -> Encoded:
+    """The tokens of an item, in any process. `fast`: with gigatoken, if it is installed."""
     tokenizer = _cached_tokenizer(tokenizer_name)
     quick, unchecked = _cached_fast_encoder(tokenizer) if fast else None, EVERY
     beginning = np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
-    files: dict[str, BinaryIO] = {}
-    with ExitStack() as stack:
-        for split, piece in item:
-            if split not in files:
-                files[split] = stack.enter_context((folder / f".{split}-{number:09d}.tmp").open("wb"))
-            tokens = (quick or tokenizer).encode(piece.text)
-            if quick and unchecked >= EVERY:
-                quick.check(piece.text, tokens)
-                unchecked = 0
-            unchecked += len(piece.text)
-            if piece.first:
-                files[split].write(beginning.data)
-            files[split].write(tokens.data)
-        return {split: (Path(file.name), file.tell() // beginning.itemsize) for split, file in files.items()}
+    encoded: dict[str, list[np.ndarray]] = {}
+    for split, piece in item:
+        tokens = (quick or tokenizer).encode(piece.text)
+        if quick and unchecked >= EVERY:
+            quick.check(piece.text, tokens)
+            unchecked = 0
+        unchecked += len(piece.text)
+        encoded.setdefault(split, []).extend([beginning, tokens] if piece.first else [tokens])
+    return {split: np.concatenate(parts) for split, parts in encoded.items()}
 
 
 def write_splits(
@@ -84,15 +76,20 @@ def write_splits(
         writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
         items = batches(with_splits(source.pieces(), fraction if by_hash else 0.0))
         try:
-            encoded = in_order(partial(encode_item, folder, tokenizer, try_fast), items, pool, workers)
-            _join(_count(encoded), writers, None if by_hash else fraction)
+            encoded = _count(in_order(partial(encode_item, tokenizer, try_fast), items, pool, workers))
+            if by_hash:
+                for tokens in encoded:
+                    for split, ids in tokens.items():
+                        writers[split].add(ids)
+            else:
+                _divide(folder, (tokens["train"] for tokens in encoded), writers, fraction)
             splits = {split: writer.close() for split, writer in writers.items()}
             break
         except EncodersDiffer as error:
             print(f"note: {error}; tiktoken encodes the whole text", flush=True)
             for writer in writers.values():
                 writer.close()
-            for file in (*folder.glob("*.bin"), *folder.glob(".*.tmp")):
+            for file in folder.glob("*.bin"):
                 file.unlink()
     for split, shards in splits.items():
         if not shards:
@@ -103,27 +100,25 @@ def write_splits(
 
 def _count(encoded: Iterator[Encoded]) -> Iterator[Encoded]:
     with tqdm(desc="encoding", unit=" tokens", unit_scale=True, disable=None) as progress:
-        for files in encoded:
-            progress.update(sum(tokens for _, tokens in files.values()))
-            yield files
+        for tokens in encoded:
+            progress.update(sum(map(len, tokens.values())))
+            yield tokens
 
 
-def _join(encoded: Iterable[Encoded], writers: "dict[str, ShardWriter]", fraction: float | None) -> None:
-    """Gives the tokens of files to the writers of their splits, or, of all tokens, the last `fraction` to `val`."""
-    left = sys.maxsize  # tokens before the validation split
-    if fraction is not None:
-        encoded = list(encoded)
-        total = sum(tokens for files in encoded for _, tokens in files.values())
-        left = total - round(total * fraction)
-    for files in encoded:
-        for split, (path, _) in files.items():
-            with path.open("rb") as file:
-                while len(tokens := np.fromfile(file, writers[split].dtype, CHUNK)):
-                    writers[split].add(tokens[:left])
-                    if left < len(tokens):
-                        writers["val"].add(tokens[left:])
-                    left -= min(left, len(tokens))
-            path.unlink()
+def _divide(
+    folder: Path, encoded: Iterable[np.ndarray], writers: "dict[str, ShardWriter]", val_fraction: float
+) -> None:
+    """Writes the last `val_fraction` of the tokens to `val`, the others to `train`, when their number is known."""
+    dtype = writers["val"].dtype
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for tokens in encoded:
+            file.write(tokens.data)
+        total = file.tell() // dtype.itemsize
+        ends = {"train": total - round(total * val_fraction), "val": total}
+        file.seek(0)
+        for split, end in ends.items():
+            while (left := end - file.tell() // dtype.itemsize) > 0:
+                writers[split].add(np.fromfile(file, dtype, min(left, CHUNK)))
 
 
 def batches(pieces: Iterable[tuple[str, DocumentChunk]]) -> Iterator[Item]:
@@ -150,21 +145,17 @@ def with_splits(pieces: Iterable[DocumentChunk], val_fraction: float) -> Iterato
 
 
 def in_order(
-    encode: Callable[[int, Item], Encoded], items: Iterator[Item], pool: Executor, workers: int
+    encode: Callable[[Item], Encoded], items: Iterator[Item], pool: Executor, workers: int
 ) -> Iterator[Encoded]:
     """`map` over a pool, only a few items ahead. The pool has processes, since tiktoken is a quarter slower in threads
     (estimate). They are spawned, since forking a process with threads can deadlock."""
     pending: deque[Future[Encoded]] = deque()
-    try:
-        for number, item in enumerate(items):
-            pending.append(pool.submit(encode, number, item))
-            if len(pending) >= (AHEAD * workers if workers > 1 else 1):
-                yield pending.popleft().result()
-        while pending:
+    for item in items:
+        pending.append(pool.submit(encode, item))
+        if len(pending) >= (AHEAD * workers if workers > 1 else 1):
             yield pending.popleft().result()
-    except EncodersDiffer:  # no process may write any more
-        wait([future for future in pending if not future.cancel()])
-        raise
+    while pending:
+        yield pending.popleft().result()
 
 
 class EncodersDiffer(Exception):
