@@ -7,19 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.workers import InlineExecutor
-from gpt2_ddp.preparation import encode, sources
+from gpt2_ddp.preparation import encode
 from gpt2_ddp.preparation.encode import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
 from gpt2_ddp.preparation.prepare import prepare, train_bpe
-from gpt2_ddp.preparation.sources import scan
 
 LIE = "xylophone"
 
@@ -198,25 +194,3 @@ def test_samples_are_taken_all_over(rows, monkeypatch):
     prepared(rows, "out")
     assert 50 < len(checked) < 150  # of about 200,000 characters in documents of up to 1,500
     assert sum(LIE in text for text in checked) > 5
-
-
-def test_formats_side_by_side_are_one_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 2000)
-    monkeypatch.setattr(encode, "CHUNK", 4096)
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name in "adg":
-        texts = [f"{name} {number} " + "row " * (number % 50) for number in range(100)]
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / f"{name}.parquet", row_group_size=7)
-        lines = "".join(json.dumps({"text": f"line of {text}"}) + "\n" for text in texts)
-        (folder / f"{name}1.jsonl").write_text(lines)
-        (folder / f"{name}2.txt").write_text(f"{name} small\n")
-        (folder / f"{name}3.txt").write_text("".join(f"{name} large {number}\n" for number in range(1000)))
-    prepared(folder, "out", workers=2, shard_tokens=5000)
-    values = {"source": str(folder), "output": str(tmp_path / "out"), "tokenizer": "gpt2"}
-    tokenizer, joined = load_tokenizer("gpt2"), {"train": [], "val": []}
-    for split, piece in encode.with_splits(scan(PrepareConfig.model_validate(values)).pieces(), 0.2):
-        joined[split] += [[tokenizer.eot] * piece.first, tokenizer.encode(piece.text)]
-    for split, parts in joined.items():
-        stream = TokenStream(tmp_path / "out", read_manifest(tmp_path / "out"), split)
-        np.testing.assert_array_equal(stream.read(np.zeros(1, np.int64), len(stream))[0], np.concatenate(parts))

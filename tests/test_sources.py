@@ -45,7 +45,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.json.zst").write_bytes(pa.Codec("zstd").compress(lines.encode(), asbytes=True))
-    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet", row_group_size=3)
     (tmp_path / "e").mkdir()
     for number, text in enumerate(documents):
         (tmp_path / "e" / f"{number}.txt").write_bytes(text.encode())
