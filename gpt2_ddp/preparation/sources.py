@@ -189,10 +189,12 @@ class Source:
             with pyarrow.parquet.ParquetFile(path) as file:
                 names = [file.schema.column(index).path for index in range(len(file.schema))]
                 present = any(f"{name}.".startswith(f"{column}.") for name in names)
-                for batch in file.iter_batches(batch_size=256, columns=[column] if present else None):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield self._text(row, f"{path}, row {number}")
+                columns = [column] if present else None
+                groups = range(file.num_row_groups)  # one by one: several would be read ahead
+                batches = (file.iter_batches(256, [group], columns) for group in groups)
+                for row in (row for group in batches for batch in group for row in batch.to_pylist()):
+                    number += 1
+                    yield self._text(row, f"{path}, row {number}")
         except UnicodeDecodeError as error:
             hint = f"has text after row {number} that is not UTF-8 ({error}), as parquet requires; write the file again"
             raise UserError("source", path, hint) from error
