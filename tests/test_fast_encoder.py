@@ -4,20 +4,18 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.workers import InlineExecutor
-from gpt2_ddp.preparation import encode, sources
+from gpt2_ddp.preparation import encode
 from gpt2_ddp.preparation.encode import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
 from gpt2_ddp.preparation.prepare import prepare, train_bpe
-from gpt2_ddp.preparation.sources import scan
 
 LIE = "xylophone"
 
@@ -173,20 +171,18 @@ def test_a_panic_of_rust_is_no_crash(rows, slow, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_only_a_few_items_are_under_way(workers, tmp_path, monkeypatch):
+def test_only_a_few_items_are_under_way(workers):
     given, taken, most = 0, 0, 0
 
-    def items() -> Iterator[encode.WorkItem]:
+    def items() -> Iterator[Any]:
         nonlocal given, most
         for given in range(1, 51):
             most = max(most, given - taken)
-            yield encode.WorkItem()
+            yield given
 
-    monkeypatch.setattr(encode.Encoder, "encode", lambda self, number, item: (number, 0, item.stats))
-    encoder = encode.Encoder(tmp_path, "gpt2", False, PrepareConfig(), 0.0)
-    for number, _, _ in encode.in_order(encoder, items(), InlineExecutor(), workers):
-        assert number == taken
+    for found in encode.in_order(lambda item: item, items(), InlineExecutor(), workers):
         taken += 1
+        assert found == taken
     assert (given, taken) == (50, 50)
     assert most == (encode.AHEAD * workers if workers > 1 else 1)
 
@@ -198,41 +194,3 @@ def test_samples_are_taken_all_over(rows, monkeypatch):
     prepared(rows, "out")
     assert 50 < len(checked) < 150  # of about 200,000 characters in documents of up to 1,500
     assert sum(LIE in text for text in checked) > 5
-
-
-def test_workers_read_lines_of_their_own(rows, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 10_000)
-    with rows.open("a") as file:
-        file.write(json.dumps({"text": "long " * 9000}) + "\n" + json.dumps({"text": "no line break at the end"}))
-    parts = list(sources.json_splits(rows))
-    assert len(parts) > 10
-    assert [part.row for part in parts] == [rows.read_bytes()[: part.start].count(b"\n") for part in parts]
-    assert b"".join(rows.read_bytes()[part.start :][: part.size] for part in parts) == rows.read_bytes()
-
-
-@pytest.mark.slow
-def test_formats_side_by_side_are_one_order_whoever_reads(tmp_path, monkeypatch):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(sources, "BLOCK", 2000)
-    monkeypatch.setattr(encode, "CHUNK", 4096)  # of this process, which hands out; LARGE is not made from it again
-    monkeypatch.setattr(encode, "LARGE", 8192)
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for name in "adg":
-        texts = [f"{name} {number} " + "row " * (number % 50) for number in range(100)]
-        parquet.write_table(pyarrow.table({"text": texts}), folder / f"{name}.parquet", row_group_size=7)
-        lines = "".join(json.dumps({"text": f"line of {text}"}) + "\n" for text in texts)
-        (folder / f"{name}1.jsonl").write_text(lines)
-        (folder / f"{name}2.txt").write_text(f"{name} small\n")
-        (folder / f"{name}3.txt").write_text("".join(f"{name} large {number}\n" for number in range(1000)))
-    assert len(list(sources.parquet_splits(folder / "a.parquet"))) == 15
-    one, three = (prepared(folder, f"of {workers}", workers=workers, shard_tokens=5000) for workers in (1, 3))
-    assert one == three
-    values = {"source": str(folder), "output": str(tmp_path / "of 1"), "tokenizer": "gpt2", "val_fraction": 0.2}
-    read = PrepareConfig.model_validate(values)
-    tokenizer, joined = load_tokenizer("gpt2"), {"train": [], "val": []}
-    for split, piece in encode.with_splits(scan(read).pieces(), 0.2):
-        joined[split] += [[tokenizer.eot] * piece.first, tokenizer.encode(piece.text)]
-    for split, parts in joined.items():
-        stream = TokenStream(tmp_path / "of 1", read_manifest(tmp_path / "of 1"), split)
-        np.testing.assert_array_equal(stream.read(np.zeros(1, np.int64), len(stream))[0], np.concatenate(parts))

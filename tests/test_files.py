@@ -45,10 +45,9 @@ def test_what_a_disk_refuses_leaves_the_old_file(tmp_path, monkeypatch):
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
-@pytest.mark.parametrize(
-    ("number", "hint"),
-    [(errno.EDQUOT, "quota"), (errno.EIO, "check"), (errno.EROFS, "writable"), (errno.EFBIG, "ulimit -f")],
-)
+@pytest.mark.parametrize(("number", "hint"), [
+    (errno.EDQUOT, "quota"), (errno.EIO, "check"), (errno.EROFS, "writable"), (errno.EFBIG, "ulimit -f"),
+])  # fmt: skip
 def test_every_refusal_names_its_cure(number, hint):
     with pytest.raises(UserError, match=f"file = place: cannot be written .*{hint}"), writing(Path("place")):
         raise OSError(number, os.strerror(number))
@@ -80,18 +79,11 @@ def test_a_planted_link_does_not_lead_a_write_elsewhere(tmp_path):
     assert free_name(tmp_path / "other").name == "other-2"
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("1" * 400, "more than 64 bits"),
-        (f'{{"a": -{"9" * 5000}}}', "limit"),
-        ('{"a": 9223372036854775808}', "more than 64 bits"),
-        ("[" * 60 + "]" * 60, "nested more than 50 levels"),
-        ('{"a":' * 99999, "nested more than 50 levels"),
-        ("{", "Expecting"),
-        ("\ufeff{}", "BOM"),
-    ],
-)
+@pytest.mark.parametrize(("text", "problem"), [
+    ("1" * 400, "more than 64 bits"), (f'{{"a": -{"9" * 5000}}}', "limit"),
+    ('{"a": 9223372036854775808}', "more than 64 bits"), ("[" * 60 + "]" * 60, "nested more than 50 levels"),
+    ('{"a":' * 99999, "nested more than 50 levels"), ("{", "Expecting"), ("\ufeff{}", "BOM"),
+])  # fmt: skip
 def test_json_that_is_not_taken(text, problem):
     with pytest.raises(ValueError, match=problem):
         parse_json(text)

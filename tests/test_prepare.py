@@ -27,7 +27,7 @@ from gpt2_ddp.data.shards import RECORD, TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, source_files, sources
+from gpt2_ddp.preparation import encode, source_files
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
 
@@ -107,7 +107,6 @@ def test_a_document_keeps_its_split(texts, tmp_path):
 
 def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 10_000)
-    monkeypatch.setattr(sources, "BLOCK", 10_000)
     rows = [{"text": text[:2000]} for text in documents_in(texts)[:100]]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bpe = {"tokenizer": "bpe", "vocab_size": 400, "shard_tokens": 50_000}
@@ -122,7 +121,6 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch
 
 def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
     monkeypatch.setattr(encode, "CHUNK", 1000)
-    monkeypatch.setattr(encode, "LARGE", 2000)
     text = "".join(library[:40])
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "one.txt").write_bytes(text.encode())
@@ -424,11 +422,11 @@ def test_the_account_says_what_became_of_every_file(tmp_path, capsys):
     manifest = prepare(asked)
     printed = capsys.readouterr().out
     (files, left_out, undecodable, documents, without_text, text, tokens, note) = account_of(printed, source)
-    assert files == "files 19 (12 utf-8, 2 cp1252, 1 parquet, 1 utf-16-le, 2 utf-16, 1 utf-32)"
+    assert files == "files 18 (12 utf-8, 2 cp1252, 1 parquet, 2 utf-16, 1 utf-32)"
     left = "archive.txt is not text; image.txt is not text; late.txt is not text; ..."
-    assert left_out.startswith(f"left out 7 files ({left})")
+    assert left_out.startswith(f"left out 8 files ({left})")
     assert undecodable == "undecodable 0 bytes"
-    assert documents == "documents 21"
+    assert documents == "documents 20"
     assert without_text == "without text 7 rows (rows.jsonl, line 2; rows.jsonl, line 3; rows.jsonl, line 4; ...) of 13"
     train, val = manifest.tokens("train"), manifest.tokens("val")
     saved = manifest.recipe["account"]

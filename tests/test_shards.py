@@ -167,21 +167,14 @@ def test_manifest_hash_is_of_the_data_alone(tmp_path):
     assert [part for part in first.parts if other.parts[part] != first.parts[part]] == ["train split"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: m | {"version": 3}, "version"),
-        (lambda m: m | {"eot": "0"}, "eot"),
-        (lambda m: m | {"eot": False}, "eot"),
-        (lambda m: m | {"vocab_size": 50257.0}, "vocab_size"),
-        (lambda m: m | {"splits": {}}, "splits"),
-        (lambda m: m | {"splits": {"train": []}}, "splits.train"),
-        (lambda m: {key: value for key, value in m.items() if key != "eot"}, "eot"),
-        (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"file": "../x.bin"}]}}, "file"),
-        (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"tokens": 0}]}}, "tokens"),
-        (lambda m: [m], "not a manifest"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda m: m | {"version": 3}, "version"), (lambda m: m | {"eot": "0"}, "eot"),
+    (lambda m: m | {"eot": False}, "eot"), (lambda m: m | {"vocab_size": 50257.0}, "vocab_size"),
+    (lambda m: m | {"splits": {}}, "splits"), (lambda m: m | {"splits": {"train": []}}, "splits.train"),
+    (lambda m: {key: value for key, value in m.items() if key != "eot"}, "eot"), (lambda m: [m], "not a manifest"),
+    (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"file": "../x.bin"}]}}, "file"),
+    (lambda m: m | {"splits": {"train": [m["splits"]["train"][0] | {"tokens": 0}]}}, "tokens"),
+])  # fmt: skip
 def test_broken_manifests(tmp_path, change, message):
     write(tmp_path, random_tokens(10))
     path = tmp_path / "manifest.json"

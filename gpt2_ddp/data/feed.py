@@ -7,7 +7,7 @@ The feed compares each delivered batch with the order.
 
 import time
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -27,57 +27,62 @@ T = TypeVar("T")
 
 
 def prepare_loader(
-    accelerator: Accelerator, dataset: Dataset, batch_sampler: Any, even_batches: bool, **options: Any
+    accelerator: Accelerator, batches: "Batches", batch_sampler: Any, even_batches: bool, workers: int
 ) -> Any:
-    """A loader of the batches that `dataset.__getitems__` reads: batch k goes to rank k mod W, on its device.
-    Each batch has to pass through `unwrap`.
+    """A loader of what `batches` reads for each batch of indices: batch k goes to rank k mod W, on its device.
 
     Args:
-        batch_sampler: batches of all ranks.
+        batch_sampler: indices of the batches of all ranks.
         even_batches: pads the last ones with earlier items, which `gather_for_metrics` drops.
-        options: of the DataLoader.
     """
     world, rank = accelerator.num_processes, accelerator.process_index
     if world > 1:
         batch_sampler = BatchSamplerShard(batch_sampler, world, rank, even_batches=even_batches)
-    loader = DataLoader(
-        ErrorsAsItems(dataset),
-        batch_sampler=batch_sampler,
-        collate_fn=as_read,
-        pin_memory=accelerator.device.type == "cuda",
-        generator=torch.Generator(),  # the default would draw from dropout's generator
-        **options,
-    )
+    loader = make_loader(batches, batch_sampler, workers, pin_memory=accelerator.device.type == "cuda")
     # Accelerator.prepare would keep a reference to every loader. For several processes, prepare_data_loader
     # imports `datasets` and pandas, 1 s on each rank; here the batches are sharded already.
     return prepare_data_loader(loader, accelerator.device, 1, 0, put_on_device=True, rng_types=[], non_blocking=True)
 
 
-class ErrorsAsItems(Dataset):
-    """The data set, with a UserError returned as a batch: a worker's exception would keep only its text."""
+def make_loader(batches: "Batches", batch_sampler: Any, workers: int, pin_memory: bool = False) -> DataLoader:
+    """A loader in this process, whose batches have to pass through `unwrap`. `workers`: processes that read; 0: this
+    one reads."""
+    options: dict[str, Any] = {}
+    if workers:
+        from gpt2_ddp.distributed.workers import worker_context
 
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
+        options = {"num_workers": workers, "prefetch_factor": 4, "multiprocessing_context": worker_context()}
+    no_draw = torch.Generator()  # the default would draw from dropout's generator
+    return DataLoader(
+        batches, batch_sampler=batch_sampler, collate_fn=_same, pin_memory=pin_memory, generator=no_draw, **options
+    )
+
+
+class Batches(Dataset):
+    """A data set that reads whole batches: `read` of a batch of indices. A UserError is returned as a batch, since a
+    worker's exception would keep only its text. `length`: number of indices; 0: endless."""
+
+    def __init__(self, read: Callable[[Any], Any], length: int = 0):
+        self.read, self.length = read, length
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self.length
 
-    def __getitems__(self, items: Any) -> Any:
+    def __getitems__(self, indices: Any) -> Any:
         try:
-            return self.dataset.__getitems__(items)
+            return self.read(indices)
         except UserError as error:
             return error
+
+
+def _same(batch: Any) -> Any:
+    return batch
 
 
 def unwrap(batch: T | UserError) -> T:
     """The batch. Raises: UserError where it is one."""
     if isinstance(batch, UserError):
         raise batch
-    return batch
-
-
-def as_read(batch: Any) -> Any:
-    """The batch itself: `collate_fn` of a data set that reads whole batches."""
     return batch
 
 
@@ -260,19 +265,8 @@ class Feed:
 
     def _load(self, accelerator: Accelerator, position: int) -> Iterator[tuple[tuple[Tensor, ...], np.ndarray]]:
         assert self.source is not None, "a replay reads nothing"
-        options: dict[str, Any] = {}
-        if self.workers:
-            from gpt2_ddp.distributed.workers import worker_context
-
-            context = worker_context()
-            options = {"num_workers": self.workers, "prefetch_factor": 4, "multiprocessing_context": context}
-        prepared = prepare_loader(
-            accelerator,
-            _Positions(self.source, self.order),
-            _BatchSampler(self, position),
-            even_batches=False,
-            **options,
-        )
+        batches, sampler = Batches(partial(_read_positions, self.source, self.order)), _BatchSampler(self, position)
+        prepared = prepare_loader(accelerator, batches, sampler, even_batches=False, workers=self.workers)
         self._end_loading = prepared.end
         return iter(prepared)
 
@@ -281,15 +275,12 @@ class Feed:
         self._end_loading()
 
 
-class _Positions(Dataset):
-    """Data set of positions: int64 [b] -> (rows of their items, the items uint64 [b])."""
-
-    def __init__(self, source: Source, order: "Order | MixedOrder"):
-        self.source, self.order = source, order
-
-    def __getitems__(self, positions: np.ndarray) -> tuple[tuple[Tensor, ...], np.ndarray]:
-        items = self.order.items_at(positions)
-        return self.source.read(items.astype(np.int64)), items
+def _read_positions(
+    source: Source, order: "Order | MixedOrder", positions: np.ndarray
+) -> tuple[tuple[Tensor, ...], np.ndarray]:
+    """Rows of the items at positions int64 [b], and the items uint64 [b]."""
+    items = order.items_at(positions)
+    return source.read(items.astype(np.int64)), items
 
 
 class _BatchSampler:

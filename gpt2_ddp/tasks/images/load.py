@@ -17,17 +17,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler
 
 from gpt2_ddp.config.jobs import CIFAR_CLASSES, ClassifierDataConfig
-from gpt2_ddp.data.feed import ErrorsAsItems, as_read, unwrap
+from gpt2_ddp.data.feed import make_loader, unwrap
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed.ranks import PREPARATION, on_every_rank
-from gpt2_ddp.distributed.workers import worker_context
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular
 from gpt2_ddp.tasks.images.sources import Split, join_first, read_source
-from gpt2_ddp.tasks.supervised import Samples, SampleSet, hash_of
+from gpt2_ddp.tasks.supervised import Samples, SampleSet, as_batches, hash_of
 
 Stored = bytes | Path | np.ndarray | dict[str, Any]
 """A file's content, a file, pixels uint8 [H, W] or [H, W, 3], or a row of `datasets` with the keys bytes and path."""
@@ -56,7 +55,7 @@ class Images:
 
 
 @dataclass
-class StoredImages(SampleSet):
+class StoredImages:
     """Images that are decoded whenever they are read, and take no memory."""
 
     split: Split
@@ -66,6 +65,9 @@ class StoredImages(SampleSet):
     shape: tuple[int, ...]  # [3, H, W] of each
     workers: int
     digest: str | None = None  # of all of it, as `Samples.sha256`; None until it is known
+
+    def __len__(self) -> int:
+        return len(self.targets)
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
@@ -90,10 +92,8 @@ class StoredImages(SampleSet):
         """Decodes all images once, in order: the samples, `Samples` if `keep`; and a digest of the pixels of each."""
         digests: list[bytes] = []
         inputs = torch.empty(len(self) if keep else 0, *self.shape, dtype=torch.uint8)
-        workers = 0 if keep else self.workers
-        options = {"num_workers": workers, "multiprocessing_context": worker_context() if workers else None}
-        options["generator"] = torch.Generator()  # the default would draw from that of the initial weights
-        loader = DataLoader(ErrorsAsItems(self), SCANNED, collate_fn=as_read, **options)
+        sampler = BatchSampler(range(len(self)), SCANNED, drop_last=False)
+        loader = make_loader(as_batches(self), sampler, 0 if keep else self.workers)
 
         def batches() -> Iterator[Tensor]:
             for images, _, items in map(unwrap, loader):

@@ -279,20 +279,16 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
     if nested - flat and not of_splits:
         hint = f"has folders of folders ({', '.join(sorted(nested - flat)[:4])}), but none named train; name the splits"
         raise UserError("data.path", folder, f"{hint} train and test, or put each class's images into one folder")
+    if wrong := [file for file, names in images.items() if len(names) < 2 + of_splits]:
+        depth = "SPLIT/CLASS" if of_splits else "CLASS"
+        raise UserError("data.path", wrong[0], f"is not in a folder {depth}, but others are; {HINT}")
     splits: Splits = {}
-    found: dict[str, list[Path]] = defaultdict(list)
-    for file, names in images.items():
-        if len(names) < 2 + of_splits:
-            depth = "SPLIT/CLASS" if of_splits else "CLASS"
-            raise UserError("data.path", file, f"is not in a folder {depth}, but others are; {HINT}")
-        found[names[0].lower() if of_splits else "train"].append(file)
-    for split, chosen in found.items():
-        top = Path(folder, images[chosen[0]][0]) if of_splits else Path(folder)
-        labels = [images[file][of_splits] for file in chosen]
-        here = [file for file in files if not of_splits or parts[file][0].lower() == split]
-        left_out = _left_out(top, here, {*labels})
-        pictures = np.array(chosen, dtype=object)
-        splits[split] = partial(Split, f"{folder}, split {split}", pictures, labels, None, left_out)
+    for split in {names[0].lower() if of_splits else "train" for names in images.values()}:
+        here = [file for file, names in parts.items() if not of_splits or names[0].lower() == split]
+        chosen = [file for file in here if file in images]
+        labels = [parts[file][of_splits] for file in chosen]
+        left_out = _left_out(Path(folder, *parts[chosen[0]][:of_splits]), here, {*labels})
+        splits[split] = partial(Split, f"{folder}, split {split}", np.array(chosen, object), labels, None, left_out)
     return splits
 
 
@@ -360,7 +356,7 @@ def _read_cifar(folder: Path, names: str, files: list[str], kinds: list[str]) ->
         for path in (folder / file for file in files):
             batch = _unpickle(path)
             kind = next((kind for kind in kinds if kind in batch), kinds[0])
-            classes = known["label_names" if kind == "labels" else f"{kind[:-1]}_names"]
+            classes = known[f"{kind[:-1]}_names"]
             pixels, numbers = batch["data"], batch[kind]
             if pixels.dtype != np.uint8 or min(numbers, default=0) < 0:
                 raise ValueError("not pixels and labels")
@@ -383,5 +379,4 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(path: Path) -> dict[str, Any]:
-    found = _Unpickler(io.BytesIO(read_small(path, LARGEST)), encoding="latin1").load()
-    return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in found.items()}
+    return _Unpickler(io.BytesIO(read_small(path, LARGEST)), encoding="latin1").load()
