@@ -27,8 +27,16 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import Recorded, check_end, read_checkpoints, verify_run
-from gpt2_ddp.reports.verify_rows import OrderReplay, Records, Schedule, in_parts, read_metrics, replay_order
-from gpt2_ddp.reports.verify_values import check_kept, check_values
+from gpt2_ddp.reports.verify_checkpoints import check_kept
+from gpt2_ddp.reports.verify_rows import (
+    OrderReplay,
+    Records,
+    Schedule,
+    check_values,
+    in_parts,
+    read_metrics,
+    replay_order,
+)
 from gpt2_ddp.tasks.supervised import contiguous
 
 
@@ -661,12 +669,14 @@ def test_values_after_a_rollback_and_of_a_branch() -> None:
 def test_kept_checkpoints_are_saved_ones() -> None:
     saved = {"event": "checkpoint", "step": 10, "sha256": "f"}
     start = {"event": "start", "step": 5, "checkpoint": {"step": 5, "sha256": "e"}, "kept": [5]}
-    assert [*check_kept({"a": start, "b": saved | {"kept": [5, 10]}})] == []
-    assert [*check_kept({"a": start, "b": saved | {"kept": [5, 7, 10]}})] == ["b: kept has step 7, which was not saved"]
-    again = start | {"step": 7}
-    assert [*check_kept({"a": again})] == []
-    assert [*check_kept({"a": start, "b": again})] == ["b: starts at step 7, without a checkpoint of that step"]
-    assert [*check_kept({"a": start, "b": saved | {"kept": [5]}})] == ["b: kept lacks its own checkpoint, of step 10"]
+    for rows, defects in (
+        ({"a": start, "b": saved | {"kept": [5, 10]}}, []),
+        ({"a": start, "b": saved | {"kept": [5, 7, 10]}}, ["b: kept has step 7, which was not saved"]),
+        ({"a": start | {"step": 7}}, []),
+        ({"a": start, "b": start | {"step": 7}}, ["b: starts at step 7, without a checkpoint of that step"]),
+        ({"a": start, "b": saved | {"kept": [5]}}, ["b: kept lacks its own checkpoint, of step 10"]),
+    ):
+        assert check_kept(rows)[2] == defects
 
 
 def test_the_anchor_of_a_run_is_kept_elsewhere(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -738,7 +748,7 @@ def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.C
 def missed(config: TrainingConfig, *records: dict) -> list[str]:
     """What a schedule finds wrong with these rows of a run of 8 steps without a validation split."""
     history = OrderReplay(Feed(Order(7, 500), GlobalBatch(10, contiguous(1, 1))), "tokens", 1)
-    schedule = Schedule(config, history, validates=False, begun=False)
+    schedule = Schedule(config, history, validates=False, is_branch=False)
     return [defect for record in records for defect in schedule.check(record)]
 
 
