@@ -136,7 +136,7 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
         "last train loss": "3.2000 at step 300",
         "last validation loss": f"3.0000 at step 300 (perplexity {math.exp(3):.2f}, 1.2500 bits per byte)",
         "best validation loss": f"2.0000 at step 200 (perplexity {math.exp(2):.2f}, 1.2500 bits per byte)",
-        "tokens per second (median)": "256", "MFU (median)": "25.0%", "time in training steps": "10 min 0 s",
+        "tokens per second (median)": "256", "MFU (median)": "25.0%", "time in training steps": "10 min 00 s",
         "parameters": f"{(128 + 64) * 32 + 32:,}", "architecture": "gpt2",
         "n_layer / n_head / n_embd / block_size": "2 / 2 / 32 / 64", "global batch (tokens)": "512",
         "learning rate": "0.001", "seed": "7", "order digest": f"{30:064x}"[::-1][:12],
