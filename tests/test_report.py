@@ -399,7 +399,7 @@ def test_samples_step_by_step(tmp_path: Path) -> None:
 
 def test_names_fit_into_a_legend() -> None:
     long = ["a" * 40 + str(number) + "b" * 40 for number in range(2)]
-    assert short_names(["run", *long]) == ["run", *(f"{'a' * 15}…{'b' * 16} ({number})" for number in (2, 3))]
+    assert short_names(["run", *long]) == ["run", *(f"{'a' * 13} ... {'b' * 13} ({number})" for number in (2, 3))]
 
 
 HUGE, DEEP = "1" * 400, "[" * 400 + "]" * 400

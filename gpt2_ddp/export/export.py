@@ -113,9 +113,8 @@ def default_output(checkpoint: Checkpoint) -> Path:
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
-    file for llama.cpp. Raises: UserError if the architecture has no such format, `output` is in use or among the run's
-    checkpoints, the checkpoint was deleted, or writing fails; ExportMismatch if transformers' results differ: the
-    folder is renamed to `.rejected`."""
+    file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among the run's checkpoints, a
+    deleted checkpoint, or a failed write. Raises: ExportMismatch for other results; `output` ends in `.rejected`."""
     architecture = checkpoint.config["model"].get("architecture", "gpt2")
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
         if architecture not in known:

@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from gpt2_ddp.errors import truncate
 from gpt2_ddp.reports.runs import RunRecord, Series
 
 INK = "#1b1f24"
@@ -306,8 +307,7 @@ def thin(series: Series, buckets: int) -> Series:
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Names that fit into a legend, cut in their middle; those that become equal get their number."""
-    head, tail = NAME_LENGTH // 2 - 1, NAME_LENGTH // 2
-    cut = [name if len(name) <= NAME_LENGTH else f"{name[:head]}…{name[-tail:]}" for name in names]
+    cut = [truncate(name, NAME_LENGTH) for name in names]
     return [f"{name} ({number})" if cut.count(name) > 1 else name for number, name in enumerate(cut, 1)]
 
 

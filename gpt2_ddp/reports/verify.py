@@ -26,7 +26,7 @@ from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_mani
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
-from gpt2_ddp.reports.replay import Span, plan, replay, rescore, setting_defects
+from gpt2_ddp.reports.replay import Finding, Span, plan, replay, rescore, setting_defects
 from gpt2_ddp.reports.verify_checkpoints import Checkpoints, check_checkpoints, differing, read_checkpoints
 from gpt2_ddp.reports.verify_rows import (
     Record,
@@ -51,8 +51,6 @@ HASH = "samples_sha256"
 """SHA-256 of samples.jsonl, in rows of starts, samples and rollbacks."""
 STATES = ("running", "failed", *get_args(Outcome))
 """Values of `state` in status.json."""
-
-Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 
 
 @dataclass(frozen=True)
@@ -222,7 +220,7 @@ def check_end(found: Recorded) -> Iterator[Finding]:
     """Checks status.json and samples.jsonl against the rows."""
     count, recorded = len(found.samples), [row[HASH] for row in found.rows.values() if HASH in row]
     yield f"{STATUS}: agrees with metrics.jsonl", [*_check_status(found)]
-    defects = [*_check_steps(found), *_check_hashes(found, recorded)]
+    defects = [*_check_samples(found, recorded)]
     if count or defects:
         yield f"{SAMPLES}: {count} lines" + ", all chained by metrics.jsonl" * bool(recorded), defects
     if count and not recorded:
@@ -250,32 +248,27 @@ def _check_status(found: Recorded) -> Iterator[str]:
         yield f"{STATUS}: has {state} at step {step}, but the newest checkpoint is of step {newest}"
 
 
-def _check_steps(found: Recorded) -> Iterator[str]:
-    """Defects of the steps of samples.jsonl."""
-    end, before = found.end, 0
-    if found.last.get("event") != "end":  # a killed or running process may have sampled at a step without a row
+def _check_samples(found: Recorded, recorded: list[str]) -> Iterator[str]:
+    """Defects of the steps in samples.jsonl, and of its hashes in metrics.jsonl. Where the run has not ended, samples
+    may be missing: their rows are written before them."""
+    has_ended, end, before = found.last.get("event") == "end", found.end, 0
+    if not has_ended:  # a killed or running process may have sampled at a step without a row
         end = max([end, *(row["steps"] for row in found.rows.values() if isinstance(row.get("steps"), int))])
+    digest, right, newest = hashlib.sha256(), 0, hashlib.sha256().hexdigest()
     for line in found.samples:
         place, row = f"{SAMPLES}, line {line.number}", line.row or {}
+        digest.update(f"{line.text}\n".encode())
+        if digest.hexdigest() in recorded:
+            right, newest = line.number, digest.hexdigest()
         if type(row.get("step")) is not int:
             yield f"{place}: is not a row with a step"
             continue
         if not is_rollback(row) and not before <= row["step"] <= end:  # a rollback may have undone it
             yield f"{place}: is of step {row['step']}, after step {before} of a run of {end} steps"
         before = row["step"]
-
-
-def _check_hashes(found: Recorded, recorded: list[str]) -> Iterator[str]:
-    """Whether metrics.jsonl holds the hash of samples.jsonl. Where the run has not ended, samples may be missing: their
-    rows are written before them."""
-    digest, right, newest = hashlib.sha256(), 0, hashlib.sha256().hexdigest()
-    for number, line in enumerate(found.samples, 1):
-        digest.update(f"{line.text}\n".encode())
-        if digest.hexdigest() in recorded:
-            right, newest = number, digest.hexdigest()
     if recorded and right < len(found.samples):
         yield f"{SAMPLES}, line {right + 1}: was changed or added, or one before it: metrics.jsonl lacks its hash"
-    elif recorded and found.last.get("event") == "end" and newest != recorded[-1]:
+    elif recorded and has_ended and newest != recorded[-1]:
         yield f"{SAMPLES}: lines are missing after line {right}"
 
 
@@ -355,7 +348,7 @@ def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Find
 
 
 def _read_anchor(file: str) -> Record:
-    """The anchor in a file; empty if the file is missing. Raises: UserError, also for a file that cannot be written."""
+    """The anchor in a file; empty without a file. Raises: UserError, also for a file that cannot be written."""
     check_writable(file, "anchor")
     try:
         anchor = read_json(Path(file)) if os.path.exists(file) else {}
@@ -367,8 +360,7 @@ def _read_anchor(file: str) -> Record:
 
 
 def _write_anchor(file: Path, found: Recorded) -> str:
-    """Writes step, chain and SHA-256 of the weights of the newest checkpoint, which a resumed run keeps. Returns a line
-    of output."""
+    """Writes step, chain and SHA-256 of the weights of the newest checkpoint. Returns a line of output."""
     newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.state["step"], default=None)
     if newest is None or not newest.state.get("metrics_chain"):
         return "note    no checkpoint holds a chain yet: no anchor is written"

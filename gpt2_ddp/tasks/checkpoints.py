@@ -27,7 +27,7 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import write_atomically, writing
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
-from gpt2_ddp.output import text_table
+from gpt2_ddp.output import make_output_folder, text_table
 from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets, save
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
@@ -116,9 +116,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
         folders = _settings(config, checkpoint)[1]
         split = lambda: next(iter(open_splits(folders, config.split, tokenizer)[1].values()))  # noqa: E731
         sets = load_sets(config.tasks, config.task_items, tokenizer, size, split)
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        check_writable(str(folder / f"{sets[0].name}.json"))
+        check_writable(str(make_output_folder(folder) / f"{sets[0].name}.json"))
         return sets
 
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
