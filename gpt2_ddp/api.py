@@ -79,7 +79,9 @@ def prepare(
 
 
 def train(config: TrainingConfig, processes: int | None = None) -> "Result":
-    """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does.
+    """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does. Returns `outcome`
+    (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder), `checkpoint`
+    (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
 
     After a signal (Ctrl-C, a notebook's stop button) the run saves a checkpoint; its outcome is `stopped`. Another
     Ctrl-C, a second or more later, raises KeyboardInterrupt at once. Python delivers signals to the main thread only;
@@ -88,10 +90,6 @@ def train(config: TrainingConfig, processes: int | None = None) -> "Result":
     Args:
         processes: None: train in this process, which may be a launcher's rank. A number: start so many new processes on
             this machine, one per GPU if there are GPUs; a script then needs `if __name__ == "__main__":`.
-
-    Returns:
-        `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder),
-        `checkpoint` (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
 
     Raises:
         ChildProcessError: one of `processes` crashed; its traceback is on stderr.

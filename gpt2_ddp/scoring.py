@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -235,24 +235,22 @@ def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenize
     """A task of these items, or of `most` of them, evenly spread. Raises: UserError for one that cannot be scored."""
     count = min(most or len(items), len(items))
     items = [items[index * len(items) // count] for index in range(count)]
-    whole = [request for item in items for request in _requests(item, tokenizer, block_size)]
-    requests = [Request(request.tokens[-block_size - 1 :], request.scored) for request in whole]
-    cut = sum(len(request.tokens) > block_size + 1 for request in whole)
+    requests, cut = [], 0
+    for item in items:
+        for number, choice in enumerate(item.choices):
+            before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
+            if not 0 < len(continuation) <= block_size:
+                what = f"choice {number} has {len(continuation)} tokens, which do not fit model.block_size {block_size}"
+                raise UserError("tasks", item.place, f"{what}; shorten it to at least 1 token that fits")
+            tokens = before + continuation
+            cut += len(tokens) > block_size + 1
+            requests.append(Request(tokens[-block_size - 1 :], len(continuation)))
     return ItemSet(name, items, requests, digest(items), cut)
 
 
 def digest(items: list[Item]) -> str:
     """SHA-256 of the items, for any source."""
     return hashlib.sha256(b"".join(json.dumps(item[:4]).encode() + b"\n" for item in items)).hexdigest()
-
-
-def _requests(item: Item, tokenizer: Tokenizer, block_size: int) -> Iterator[Request]:
-    for number, choice in enumerate(item.choices):
-        before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
-        if not 0 < len(continuation) <= block_size:
-            hint = f"choice {number} has {len(continuation)} tokens, which do not fit model.block_size {block_size}"
-            raise UserError("tasks", item.place, f"{hint}; shorten it to at least 1 token that fits")
-        yield Request(before + continuation, len(continuation))
 
 
 def encode_pair(context: str, continuation: str, tokenizer: Tokenizer, place: str) -> tuple[list[int], list[int]]:
