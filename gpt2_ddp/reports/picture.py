@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -35,21 +36,7 @@ NAME_LENGTH = 32
 NOT_FINITE = "not a finite number"
 EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
 """Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "report",  # the same metrics give the same bytes
-    "font.sans-serif": ["DejaVu Sans"],  # matplotlib's own; other fonts would be named in each text of the SVG
-    "text.parse_math": False,  # a run's name is not a formula
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": 11,
-    "grid.alpha": 0.12,
-    "legend.frameon": False,
-} | dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK)
+STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
 
 
 @dataclass(frozen=True)
