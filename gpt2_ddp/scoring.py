@@ -1,14 +1,7 @@
-"""Evaluation tasks: items that a model answers by likelihood, and their scores, by the rules of lm-eval
-(docs/evaluation.md). Items are read from a jsonl file or the Hub, or cut from a validation split.
+"""Evaluation tasks: items that a model answers by likelihood, and their scores, by the rules of lm-eval.
 
-A line of a file has one of four forms, by its keys:
-
-- `context`, `choices`, `label`: the model selects a choice; `label` is the index of the right one.
-- `context`, `continuation`: whether the model writes this.
-- `text`: whether the model writes its last word, as in LAMBADA.
-- `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`: HellaSwag's form.
-
-A space separates a context and its continuation, or the `delimiter` of an item of the first two forms.
+Items are read from a jsonl file or the Hub, or cut from a validation split. A line of a file has one of four forms
+(FORMS), which docs/evaluation.md describes.
 """
 
 import hashlib
@@ -204,14 +197,11 @@ FORMS: dict[tuple[str, ...], Callable[[Row], tuple[str, list[str]]]] = {
 
 
 def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
-    """The built-in task, which needs no network: predict the continuation of texts in the validation split.
+    """The built-in task `cloze`: items from places that are spread evenly over the validation split.
 
-    Places are spread evenly over the split, 1,000 of them or as many as fit. From each, 64 tokens are the context and
-    the next 8 its continuation. The three other choices are the next different continuations of other places. A place
-    gives no item if a document begins in it, if the cut divides a character, or if 8 blanks follow. The right choice of
-    item i is number i mod 4, so guessing gets 25%.
-
-    Raises: UserError if the split has too few places."""
+    The other choices are the next different continuations of other places; the right choice of item i is number i mod
+    4. A place gives no item if a document begins in it, if the cut divides a character, or if 8 blanks follow. Raises:
+    UserError if the split has too few places."""
     length = CONTEXT + CONTINUATION
     count = min(PLACES, len(stream) // length)
     rows = stream.read(np.arange(count) * len(stream) // max(count, 1), length)
