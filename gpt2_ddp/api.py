@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import resolve
@@ -41,10 +42,8 @@ def load_config(*files: str, **changes: Any) -> TrainingConfig:
     """The configuration of a training, as train_gpt2.py would have it: defaults < files, left to right < changes.
 
     Args:
-        files: YAML files, those of this project's `configs/` from any folder; without one, the file that suits the
-            data, as without `--config`.
-        changes: fields by name, and sections as dictionaries: `run_name="a", train={"steps": 100}`; or, by dotted
-            names, `**{"train.steps": 100}`.
+        files: YAML files, those of `configs/` from any folder. None: the file that suits the data.
+        changes: `run_name="a", train={"steps": 100}` or, by dotted names, `**{"train.steps": 100}`.
     """
     given = flat(_plain(changes))
     fields = {name for name, _ in leaves(TrainingConfig)}
@@ -66,15 +65,13 @@ def _plain(value: Any) -> Any:
 def prepare(
     source: str | os.PathLike[str] = "stdlib", output: str | os.PathLike[str] | None = None, **settings: Any
 ) -> Manifest:
-    """Creates a folder of token shards, as prepare_data.py does. A folder that is prepared already is kept.
+    """Creates a folder of token shards, as prepare_data.py does. Returns its manifest: `.tokens("train")`,
+    `.vocab_size`, ... A folder that is prepared already is kept.
 
     Args:
         source: `stdlib`, text, jsonl or parquet files, `hub:OWNER/NAME`, or `bin:GLOB`.
         output: the folder; None: data/ and the source's name.
         settings: prepare_data.py's others, such as `tokenizer="gpt2"`.
-
-    Returns:
-        The folder's manifest: `.tokens("train")`, `.vocab_size`, `.tokenizer`, ...
     """
     from gpt2_ddp.preparation.prepare import prepare
 
@@ -82,7 +79,9 @@ def prepare(
 
 
 def train(config: TrainingConfig, processes: int | None = None) -> "Result":
-    """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does.
+    """Trains until the last step, from the run folder's newest checkpoint, as train_gpt2.py does. Returns `outcome`
+    (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder), `checkpoint`
+    (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
 
     After a signal (Ctrl-C, a notebook's stop button) the run saves a checkpoint; its outcome is `stopped`. Another
     Ctrl-C, a second or more later, raises KeyboardInterrupt at once. Python delivers signals to the main thread only;
@@ -91,10 +90,6 @@ def train(config: TrainingConfig, processes: int | None = None) -> "Result":
     Args:
         processes: None: train in this process, which may be a launcher's rank. A number: start so many new processes on
             this machine, one per GPU if there are GPUs; a script then needs `if __name__ == "__main__":`.
-
-    Returns:
-        `outcome` (completed, stopped or diverged), `step`, `metrics` (val_loss, ...), `seconds`, `run` (the folder),
-        `checkpoint` (the newest) and `best` (the one with the lowest val_loss if it is older, else None).
 
     Raises:
         ChildProcessError: one of `processes` crashed; its traceback is on stderr.
@@ -135,16 +130,12 @@ def _train(config: TrainingConfig) -> "Result":
 def load_model(
     run: str | os.PathLike[str], checkpoint: Which = "newest", device: Device = "auto"
 ) -> "tuple[GPT, Tokenizer]":
-    """A trained GPT in evaluation mode, and its tokenizer.
+    """A trained GPT (fp32, in evaluation mode) and its tokenizer. `model(ids)` returns logits [B, T, V] for ids int64
+    [B, T] and a vocabulary of V tokens. `encode(text)` returns ids [n], `decode(ids)` the text; `eot` is end-of-text.
 
     Args:
         run: a run folder, or one checkpoint in it.
         checkpoint: in a run folder: the newest intact one, the best (lowest val_loss), or the number of a step.
-
-    Returns:
-        The model (fp32): `model(ids)` returns logits [B, T, V] for ids int64 [B, T] and a vocabulary of V tokens.
-        The tokenizer: `encode(text)` returns ids [n], `decode(ids)` the text; `eot` is the end-of-text id.
-
     """
     from gpt2_ddp.distributed.launch import pick_device
     from gpt2_ddp.tasks.trained_model import load_model
@@ -228,15 +219,6 @@ def export_hf(
     return folder
 
 
-class SingleProcess(NamedTuple):
-    """The fields of an Accelerator that `model.evaluate` reads. Accelerate's own state stays unused."""
-
-    device: Any
-    num_processes: int = 1
-    process_index: int = 0
-    is_main_process: bool = True
-
-
 def evaluate(
     model: "GPT",
     tokenizer: "Tokenizer",
@@ -245,23 +227,23 @@ def evaluate(
     tokens: int | None = None,
     batch_size: int = 16,
 ) -> "Evaluation":
-    """Scores a model on a split of prepared data, in this process alone: each token except the first, once.
+    """Scores a model on a split of prepared data, in this process alone: each token except the first, once. Returns
+    `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens` and `bytes` that were scored.
 
     Args:
         data: the folder of token shards.
         tokens: number of tokens to score, evenly spread; None: all.
         batch_size: windows per forward pass.
-
-    Returns:
-        `loss` (nats per token), `perplexity`, `bits_per_byte`, and the `tokens` and `bytes` that were scored.
     """
     from gpt2_ddp.model.evaluate import EvalSet, evaluate
     from gpt2_ddp.tasks.checkpoints import open_splits
 
     EvaluateConfig(tokens=tokens, batch_size=batch_size, split=split)  # checks them
-    stream, alone = open_splits([os.fspath(data)], split, tokenizer)[1][0], SingleProcess(model.wte.weight.device)
+    stream = open_splits([os.fspath(data)], split, tokenizer)[1][0]
     scored = EvalSet(stream, model.config.block_size, tokens, tokenizer.token_bytes())
-    return evaluate(alone, model, scored, batch_size)  # pyright: ignore[reportArgumentType]
+    # all fields of an Accelerator that `evaluate` reads: Accelerate's own state stays unused
+    alone: Any = SimpleNamespace(device=model.wte.weight.device, num_processes=1, process_index=0, is_main_process=True)
+    return evaluate(alone, model, scored, batch_size)
 
 
 def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":

@@ -1,21 +1,14 @@
-"""Evaluation tasks: items that a model answers by likelihood, and their scores, by the rules of lm-eval
-(docs/evaluation.md). Items are read from a jsonl file or the Hub, or cut from a validation split.
+"""Evaluation tasks: items that a model answers by likelihood, and their scores, by the rules of lm-eval.
 
-A line of a file has one of four forms, by its keys:
-
-- `context`, `choices`, `label`: the model selects a choice; `label` is the index of the right one.
-- `context`, `continuation`: whether the model writes this.
-- `text`: whether the model writes its last word, as in LAMBADA.
-- `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`: HellaSwag's form.
-
-A space separates a context and its continuation, or the `delimiter` of an item of the first two forms.
+Items are read from a jsonl file or the Hub, or cut from a validation split. A line of a file has one of four forms
+(FORMS), which docs/evaluation.md describes.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -57,6 +50,11 @@ class Item(NamedTuple):
     delimiter: str = " "  # between the context and each choice; no part of a choice's length
     place: str = ""  # where the item is from, for messages
 
+    @property
+    def is_cloze(self) -> bool:
+        """Whether it has a single choice."""
+        return len(self.choices) == 1
+
 
 class Request(NamedTuple):
     """Input of the model: the tokens of a context and a choice. The last `scored` tokens are scored."""
@@ -76,22 +74,15 @@ class ItemSet:
     cut: int  # requests whose contexts are longer than the model's
 
     @property
-    def is_cloze(self) -> bool:
-        """Whether items have a single choice."""
-        return len(self.items[0].choices) == 1
-
-    @property
     def chance(self) -> float | None:
         """The accuracy of guessing; None for single choices."""
-        return None if self.is_cloze else sum(1 / len(item.choices) for item in self.items) / len(self.items)
+        if self.items[0].is_cloze:
+            return None
+        return sum(1 / len(item.choices) for item in self.items) / len(self.items)
 
 
 def load_sets(
-    tasks: Sequence[str],
-    most: int | None,
-    tokenizer: Tokenizer,
-    block_size: int,
-    validation: Callable[[], TokenStream],
+    tasks: Sequence[str], most: int | None, tokenizer: Tokenizer, block_size: int, validation: Callable[[], TokenStream]
 ) -> list[ItemSet]:
     """The tasks, names or files, in their order, as requests to a model of this context; of each at most `most` items.
     `validation` opens the split that `cloze` is cut from.
@@ -104,13 +95,13 @@ def load_sets(
         if task == "cloze":
             items = cut_items(validation(), tokenizer)
         else:
-            items = _check_items(*_fetch(task)) if task in HUB else read_items(Path(task))
+            items = _fetch(task) if task in HUB else read_items(Path(task))
         sets[name] = make_set(name, items, most, tokenizer, block_size)
     return [*sets.values()]
 
 
-def _fetch(task: str) -> tuple[str, Iterable[tuple[str, Row]]]:
-    """The rows of a task on the Hub, or of what `datasets` has kept of it."""
+def _fetch(task: str) -> list[Item]:
+    """The items of a task on the Hub, or of what `datasets` has kept of it."""
     import datasets
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -121,7 +112,7 @@ def _fetch(task: str) -> tuple[str, Iterable[tuple[str, Row]]]:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = f"{dataset} cannot be read from the Hub ({reason}); a local jsonl file of its rows works, too"
         raise UserError("tasks", task, hint) from error
-    return dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows))
+    return _check_items(dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows)))
 
 
 def read_items(path: Path) -> list[Item]:
@@ -134,7 +125,7 @@ def read_items(path: Path) -> list[Item]:
     except UnicodeDecodeError as error:
         raise UserError("tasks", path, "is not UTF-8; save it as UTF-8") from error
     lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), start=1))
-    return _check_items(str(path), ((place, _parse(line, place)) for place, line in lines if line.strip()))
+    return _check_items(path, ((place, _parse(line, place)) for place, line in lines if line.strip()))
 
 
 def _parse(line: str, place: str) -> Row:
@@ -147,16 +138,15 @@ def _parse(line: str, place: str) -> Row:
     return row
 
 
-def _check_items(name: str, rows: Iterable[tuple[str, Row]]) -> list[Item]:
+def _check_items(source: object, rows: Iterable[tuple[str, Row]]) -> list[Item]:
     """Items of rows, each with its place. Raises: UserError for no items, or for items of two kinds."""
     items = [_item(row, place) for place, row in rows]
     if not items:
-        raise UserError("tasks", name, "has no items; write one JSON object per line")
+        raise UserError("tasks", source, "has no items; write one JSON object per line")
     for item in items:
-        if (len(item.choices) == 1) != (len(items[0].choices) == 1):
-            what = "one choice" if len(item.choices) == 1 else "several choices"
-            hint = f"has {what}, unlike {items[0].place}; write them to two files"
-            raise UserError("tasks", item.place, hint)
+        if item.is_cloze != items[0].is_cloze:
+            what = "one choice" if item.is_cloze else "several choices"
+            raise UserError("tasks", item.place, f"has {what}, unlike {items[0].place}; write them to two files")
     return items
 
 
@@ -207,14 +197,11 @@ FORMS: dict[tuple[str, ...], Callable[[Row], tuple[str, list[str]]]] = {
 
 
 def cut_items(stream: TokenStream, tokenizer: Tokenizer) -> list[Item]:
-    """The built-in task, which needs no network: predict the continuation of texts in the validation split.
+    """The built-in task `cloze`: items from places that are spread evenly over the validation split.
 
-    Places are spread evenly over the split, 1,000 of them or as many as fit. From each, 64 tokens are the context and
-    the next 8 its continuation. The three other choices are the next different continuations of other places. A place
-    gives no item if a document begins in it, if the cut divides a character, or if 8 blanks follow. The right choice of
-    item i is number i mod 4, so guessing gets 25%.
-
-    Raises: UserError if the split has too few places."""
+    The other choices are the next different continuations of other places; the right choice of item i is number i mod
+    4. A place gives no item if a document begins in it, if the cut divides a character, or if 8 blanks follow. Raises:
+    UserError if the split has too few places."""
     length = CONTEXT + CONTINUATION
     count = min(PLACES, len(stream) // length)
     rows = stream.read(np.arange(count) * len(stream) // max(count, 1), length)
@@ -238,24 +225,22 @@ def make_set(name: str, items: list[Item], most: int | None, tokenizer: Tokenize
     """A task of these items, or of `most` of them, evenly spread. Raises: UserError for one that cannot be scored."""
     count = min(most or len(items), len(items))
     items = [items[index * len(items) // count] for index in range(count)]
-    whole = [request for item in items for request in _requests(item, tokenizer, block_size)]
-    requests = [Request(request.tokens[-block_size - 1 :], request.scored) for request in whole]
-    cut = sum(len(request.tokens) > block_size + 1 for request in whole)
+    requests, cut = [], 0
+    for item in items:
+        for number, choice in enumerate(item.choices):
+            before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
+            if not 0 < len(continuation) <= block_size:
+                what = f"choice {number} has {len(continuation)} tokens, which do not fit model.block_size {block_size}"
+                raise UserError("tasks", item.place, f"{what}; shorten it to at least 1 token that fits")
+            tokens = before + continuation
+            cut += len(tokens) > block_size + 1
+            requests.append(Request(tokens[-block_size - 1 :], len(continuation)))
     return ItemSet(name, items, requests, digest(items), cut)
 
 
 def digest(items: list[Item]) -> str:
     """SHA-256 of the items, for any source."""
     return hashlib.sha256(b"".join(json.dumps(item[:4]).encode() + b"\n" for item in items)).hexdigest()
-
-
-def _requests(item: Item, tokenizer: Tokenizer, block_size: int) -> Iterator[Request]:
-    for number, choice in enumerate(item.choices):
-        before, continuation = encode_pair(item.context, item.delimiter + choice, tokenizer, item.place)
-        if not 0 < len(continuation) <= block_size:
-            hint = f"choice {number} has {len(continuation)} tokens, which do not fit model.block_size {block_size}"
-            raise UserError("tasks", item.place, f"{hint}; shorten it to at least 1 token that fits")
-        yield Request(before + continuation, len(continuation))
 
 
 def encode_pair(context: str, continuation: str, tokenizer: Tokenizer, place: str) -> tuple[list[int], list[int]]:
@@ -291,20 +276,18 @@ def answer(
     `batch_size`: requests per forward pass and rank. `length`: of every row, for a compiled model; None: that of the
     longest in its batch. `poll`: called before each batch, equally often on each rank; its exceptions end scoring."""
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index].tokens))
-    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     found = np.zeros((3, len(requests)))  # log-likelihood, whether greedy, how often scored
     was_training = model.training
     model.eval()
     hidden = None if accelerator.is_main_process else True  # None: where there is no terminal
-    of_ranks = range(0, len(batches), accelerator.num_processes)
+    of_ranks = range(0, len(order), batch_size * accelerator.num_processes)
     try:
         for first in tqdm(of_ranks, "scoring", unit="batch", leave=False, delay=2, disable=hidden):
             poll()
-            if first + accelerator.process_index < len(batches):
-                batch = batches[first + accelerator.process_index]
+            begin = first + batch_size * accelerator.process_index
+            if batch := order[begin : begin + batch_size]:
                 chosen = [requests[index] for index in batch]
-                x, y = _rows(chosen, batch_size, length)
-                x, y = x.to(accelerator.device), y.to(accelerator.device)
+                x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
                 scored = y != IGNORED
                 log_probabilities = torch.log_softmax(model(x)[scored].float(), dim=-1)  # [scored, V]
                 best, targets = log_probabilities.argmax(-1), y[scored]
@@ -351,31 +334,25 @@ class Result(NamedTuple):
 
 def judge(items: ItemSet, answers: Answers) -> Result:
     """The metrics of answers to these items; NaN for a log-likelihood of NaN."""
-    metrics, rows = (_cloze if items.is_cloze else _choices)(items, answers)
-    told = zip(items.items, rows, strict=True)
-    return Result(metrics, [{"context": item.context, "delimiter": item.delimiter, **row} for item, row in told])
-
-
-def _cloze(items: ItemSet, answers: Answers) -> tuple[dict[str, Mean], list[dict[str, Any]]]:
-    mean, error = _mean(answers.log_likelihoods)
-    perplexity = math.exp(min(-mean, 700.0))
-    rows = [
-        {"continuation": item.choices[0], "log_likelihood": _json(nats), "greedy": bool(greedy)}
-        for item, nats, greedy in zip(items.items, *answers, strict=True)
-    ]
-    return {"acc": _mean(answers.greedy), "perplexity": Mean(perplexity, perplexity * error)}, rows
-
-
-def _choices(items: ItemSet, answers: Answers) -> tuple[dict[str, Mean], list[dict[str, Any]]]:
     ends = np.cumsum([len(item.choices) for item in items.items])
     rows, right = [], {"acc": [], "acc_norm": []}
-    for item, nats in zip(items.items, np.split(answers.log_likelihoods, ends[:-1]), strict=True):
-        picks = [int(np.argmax(each)) for each in (nats, nats / [len(choice) for choice in item.choices])]
-        for hits, pick in zip(right.values(), picks, strict=True):
-            hits.append(float(pick == item.right) if np.isfinite(nats).all() else math.nan)
-        found = {"log_likelihoods": [*map(_json, nats)], "pick": picks[0], "pick_norm": picks[1]}
-        rows.append({"choices": item.choices, "label": item.right, **found})
-    return {name: _mean(hits) for name, hits in right.items()}, rows
+    for item, nats, greedy in zip(items.items, *(np.split(part, ends[:-1]) for part in answers), strict=True):
+        row = {"context": item.context, "delimiter": item.delimiter}
+        if item.is_cloze:
+            row |= {"continuation": item.choices[0], "log_likelihood": _json(nats[0]), "greedy": bool(greedy[0])}
+            right["acc"].append(greedy[0])
+        else:
+            picks = [int(np.argmax(each)) for each in (nats, nats / [len(choice) for choice in item.choices])]
+            for hits, pick in zip(right.values(), picks, strict=True):
+                hits.append(pick == item.right if np.isfinite(nats).all() else math.nan)
+            row |= {"choices": item.choices, "label": item.right, "log_likelihoods": [*map(_json, nats)]}
+            row |= {"pick": picks[0], "pick_norm": picks[1]}
+        rows.append(row)
+    if not items.items[0].is_cloze:
+        return Result({name: _mean(hits) for name, hits in right.items()}, rows)
+    mean, error = _mean(answers.log_likelihoods)
+    perplexity = math.exp(min(-mean, 700.0))
+    return Result({"acc": _mean(right["acc"]), "perplexity": Mean(perplexity, perplexity * error)}, rows)
 
 
 def _mean(values: Sequence[float] | np.ndarray) -> Mean:

@@ -163,25 +163,17 @@ def alter_shard(place: Path) -> None:
 
 ALTERED = [
     (lambda place: alter_tensor(place, 4, MODEL, "h.1.mlp.c_fc.weight", 2), "metrics.jsonl: ", None),
-    (
-        lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
-        f"checkpoints/step-00000008/{OPTIMIZER}: 1 of ",
-        None,
-    ),
+    (lambda place: alter_tensor(place, 8, OPTIMIZER, "exp_avg.ln_f.weight", 1.00001),
+     f"checkpoints/step-00000008/{OPTIMIZER}: 1 of ", None),
     (lambda place: alter_row(place, "loss", 1 + 2**-52), "metrics.jsonl: loss of step 6 is ", 1),
     (lambda place: alter_row(place, "val_loss", 0.9), "metrics.jsonl: val_loss of step 6 is ", 1),
-    (
-        lambda place: change(place / "run/config.yaml", "lr: 0.003\n", "lr: 0.004\n"),
-        "config.yaml: optim.lr = 0.004: the run was started with 0.003",
-        1,
-    ),
+    (lambda place: change(place / "run/config.yaml", "lr: 0.003\n", "lr: 0.004\n"),
+     "config.yaml: optim.lr = 0.004: the run was started with 0.003", 1),
     (alter_shard, "metrics.jsonl: loss of step 5 is ", None),
-    (
-        lambda place: (checkpoint(place / "run", 4) / MODEL).write_bytes(b""),
-        "replay from step 4: its checkpoint is damaged, so it cannot be trained again",
-        1,
-    ),
-]
+    (lambda place: (checkpoint(place / "run", 4) / MODEL).write_bytes(b""),
+     "replay from step 4: its checkpoint is damaged, so it cannot be trained again", 1),
+]  # fmt: skip
+"""An edit, the beginning of the first defect, and the number of defects; None: one or more."""
 
 
 def test_what_was_altered_is_found(recorded: Path, tmp_path: Path) -> None:

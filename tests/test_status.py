@@ -73,25 +73,19 @@ def test_how_it_ended_stays(held):
     assert json.loads(file.read_text())["state"] == "stopped"
 
 
-@pytest.mark.parametrize(
-    ("changes", "now", "expected"),
-    [
-        ({}, NOW + 5, ("running", 7, 5, r"at data, pid \d+ on \S+")),
-        ({"heartbeat": NOW + 119}, NOW + 119, ("running", 7, 119, r"at data.*")),
-        ({"heartbeat": NOW + 121}, NOW + 121, ("stalled", 7, 121, r"pid \d+ on \S+: no progress for 121 s, at data")),
-        ({"stage": "save", "limit": 500.0, "heartbeat": NOW + 400}, NOW + 400, ("running", 7, 400, r"at save.*")),
-        # the process stands still as a whole
-        ({}, NOW + SILENT + 1, ("stalled", 7, SILENT + 1, r"pid \d+ on \S+: no heartbeat for 91 s, at data")),
-        # another process has its number now
-        ({"started": 1}, NOW + 5, ("dead", 7, 5, r"pid \d+ on \S+ is gone, last seen at data")),
-        ({"host": "far", "machine": "m"}, NOW + SILENT - 1, ("running", 7, SILENT - 1, r"at data, pid \d+ on far")),
-        ({"host": "far", "machine": "m"}, NOW + SILENT + 1, ("dead", 7, SILENT + 1, r"pid \d+ on far: no heartb.*")),
-    ],
-)
-def test_health_of_a_running_run(tmp_path, changes, now, expected):
-    found = health(running(tmp_path / "run", **changes), now)
-    assert found[:3] == expected[:3]
-    assert re.fullmatch(expected[3], found.detail)
+@pytest.mark.parametrize(("changes", "age", "state", "detail"), [
+    ({}, 5, "running", r"at data, pid \d+ on \S+"), ({"heartbeat": NOW + 119}, 119, "running", r"at data.*"),
+    ({"heartbeat": NOW + 121}, 121, "stalled", r"pid \d+ on \S+: no progress for 121 s, at data"),
+    ({"stage": "save", "limit": 500.0, "heartbeat": NOW + 400}, 400, "running", r"at save.*"),
+    ({}, SILENT + 1, "stalled", r"pid \d+ on \S+: no heartbeat for 91 s, at data"),  # the whole process stands still
+    ({"started": 1}, 5, "dead", r"pid \d+ on \S+ is gone, last seen at data"),  # another process has its number now
+    ({"host": "far", "machine": "m"}, SILENT - 1, "running", r"at data, pid \d+ on far"),
+    ({"host": "far", "machine": "m"}, SILENT + 1, "dead", r"pid \d+ on far: no heartb.*"),
+])  # fmt: skip
+def test_health_of_a_running_run(tmp_path, changes, age, state, detail):
+    found = health(running(tmp_path / "run", **changes), NOW + age)
+    assert found[:3] == (state, 7, age)
+    assert re.fullmatch(detail, found.detail)
 
 
 def test_a_run_that_has_ended(tmp_path):

@@ -34,42 +34,7 @@ GGUF = "model.gguf"
 CURVE = "loss.png"
 CURVE_LINE = f"\n![Loss, learning rate, gradient norm and throughput]({CURVE})\n"
 TRAINING = "training.yaml"
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [{architecture}]
----
-
-# {name}
-
-A language model of {parameters:,} parameters (`{model}`), pretrained with gpt2_ddp.
-
-```python
-from transformers import pipeline
-
-generate = pipeline("text-generation", model=".")  # this folder, or its name on the Hub
-print(generate("The", max_new_tokens=50)[0]["generated_text"])
-```
-
-| | |
-|---|---|
-{table}
-{curve}
-In training each document begins with end-of-text, id {eot}; the tokenizer does not add it. Written out in a text, \
-`<|endoftext|>` is encoded as plain text (`split_special_tokens`). To train on ends of documents, append the id:
-`tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]`.
-
-Padding is end-of-text too, on the left, so that batches of prompts continue at their ends. Collators of transformers \
-ignore labels of the padding's id. To train the end of documents, set the labels yourself, or pack documents.
-{notes}
-## What was checked
-
-transformers {transformers} loaded this folder and agreed with the trained model in {findings}. Each file of the
-checkpoint had the SHA-256 that it was saved with.
-
-The configuration is `{training}`: `python scripts/train_gpt2.py --config {training}` trains the model again, from the
-same data, and `python scripts/export_hf.py CHECKPOINT` makes such a folder.
-"""
+CARD = Path(__file__).with_name("card.md")  # template of the model card
 DOCUMENT_MASK = """
 It was trained with attention that does not cross documents. transformers attends across them: give it one \
 document at a time.
@@ -113,9 +78,8 @@ def default_output(checkpoint: Checkpoint) -> Path:
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
-    file for llama.cpp. Raises: UserError if the architecture has no such format, `output` is in use or among the run's
-    checkpoints, the checkpoint was deleted, or writing fails; ExportMismatch if transformers' results differ: the
-    folder is renamed to `.rejected`."""
+    file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among the run's checkpoints, a
+    deleted checkpoint, or a failed write. Raises: ExportMismatch for other results; `output` ends in `.rejected`."""
     architecture = checkpoint.config["model"].get("architecture", "gpt2")
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
         if architecture not in known:
@@ -142,7 +106,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
             (folder / CURVE).write_bytes(as_png(draw(runs, choose_axis(runs, "auto")).figure))
         tables = [table.weight for table in (model.wte, model.lm_head) if table is not None]
         padding = sum(table[model.vocab_size :].numel() for table in tables)
-        card = CARD.format(
+        card = CARD.read_text(encoding="utf-8").format(
             name=_cell(checkpoint.config["run_name"]),
             architecture=architecture,
             model=CLASSES[architecture],

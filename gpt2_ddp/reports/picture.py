@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -18,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from gpt2_ddp.errors import truncate
 from gpt2_ddp.reports.runs import RunRecord, Series
 
 INK = "#1b1f24"
@@ -34,21 +36,7 @@ NAME_LENGTH = 32
 NOT_FINITE = "not a finite number"
 EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
 """Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
-STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "report",  # the same metrics give the same bytes
-    "font.sans-serif": ["DejaVu Sans"],  # matplotlib's own; other fonts would be named in each text of the SVG
-    "text.parse_math": False,  # a run's name is not a formula
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.titlesize": 11,
-    "grid.alpha": 0.12,
-    "legend.frameon": False,
-} | dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK)
+STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
 
 
 @dataclass(frozen=True)
@@ -306,8 +294,7 @@ def thin(series: Series, buckets: int) -> Series:
 
 def short_names(names: Sequence[str]) -> list[str]:
     """Names that fit into a legend, cut in their middle; those that become equal get their number."""
-    head, tail = NAME_LENGTH // 2 - 1, NAME_LENGTH // 2
-    cut = [name if len(name) <= NAME_LENGTH else f"{name[:head]}…{name[-tail:]}" for name in names]
+    cut = [truncate(name, NAME_LENGTH) for name in names]
     return [f"{name} ({number})" if cut.count(name) > 1 else name for number, name in enumerate(cut, 1)]
 
 

@@ -43,6 +43,7 @@ SUMMED = ("loss", "loss_mean", "grad_norm", "train_loss", "val_loss")  # sums ov
 COMPARED = (*SUMMED, "lr", "skipped", "tokens", "samples", "order_digest")
 NEARLY = 5e-6  # relative difference of sums that a different order may cause
 Rows = dict[int, dict[str, Any]]  # rows of metrics.jsonl by step
+Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
 
 
 class Span(NamedTuple):
@@ -73,9 +74,7 @@ def plan(run: Path, steps: str) -> Span:
     return Span(start, stop, own)
 
 
-def replay(
-    run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
-) -> Iterator[tuple[str, list[str] | None]]:
+def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None) -> Iterator[Finding]:
     """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
     the `intact` checkpoints, since each stretch may have its own number of processes. Yields for each stretch a text
     and its defects, None if it cannot be trained again. Raises: UserError if the data are not those of the run, or
@@ -99,22 +98,19 @@ def replay(
 
 def _replay_stretch(
     run: Path, span: Span, checkpoints: dict[int, Checkpoint], maker: Checkpoint | None, data: str | None
-) -> tuple[str, list[str] | None]:
+) -> Finding:
     what = f"replay from step {span.start} to {span.stop}"
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
     if not begin.state.get("moments", True):  # whether the run continued with zeros is not recorded
         return f"{what}: not possible, its checkpoint has no optimizer state (checkpoint.save_optimizer)", None
     if not _are_skippable(span.passed, begin.state):
         return what, [f"{what}: its checkpoint does not match a rollback to it, which skipped {span.passed}"]
-    files, wrong = [*([maker.path / CONFIG] if maker else []), run / CONFIG], []
-    for file in files:
-        defects = setting_defects(read_yaml(str(file), "run"), file, begin)
-        wrong += [f"{file.relative_to(run)}: {defect}" for defect in defects]
-    if wrong:
-        return what, wrong
-    with _copied(begin, files[0], data, (maker or begin).state) as (config, processes, reasons):
-        state, again = (maker or begin).state, Path(config.output_dir) / config.run_name
-        bits = end is not None and not reasons
+    files, state = [*([maker.path / CONFIG] if maker else []), run / CONFIG], (maker or begin).state
+    found = {file.relative_to(run): setting_defects(read_yaml(str(file), "run"), file, begin) for file in files}
+    if any(found.values()):
+        return what, [f"{file}: {defect}" for file, defects in found.items() for defect in defects]
+    with _copied(begin, files[0], data, state) as (config, processes, reasons):
+        again, bits = Path(config.output_dir) / config.run_name, end is not None and not reasons
         if run_processes(_train_again, processes, config, span, bits, state.get("threads")) == "stopped":
             raise SystemExit(STOPPED)
         rows = {row["step"]: row for row in valid_rows(_rows(again))}
@@ -145,7 +141,7 @@ def _copied(
 
 def rescore(
     run: Path, rows: Iterable[dict[str, Any]], intact: Iterable[Checkpoint], data: str | None
-) -> Iterator[tuple[str, list[str] | None]]:
+) -> Iterator[Finding]:
     """Evaluates each of the `intact` checkpoints whose step has a val_loss in the valid `rows` again. Yields a text for
     each, and its defects; None if there is nothing to compare. Raises: as `replay`."""
     scores = {row["step"]: row for row in rows if "val_loss" in row}
@@ -201,7 +197,7 @@ def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
 
 
 class ReplayTask:
-    """A task whose run ends with the span, and which logs and evaluates at the run's steps."""
+    """A task whose run ends with the span, and logs and evaluates at the run's steps."""
 
     def __init__(self, task: Task, span: Span, save: bool):
         self._task, self._span, self._save = task, span, save
@@ -286,11 +282,10 @@ def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[st
             reasons.append("GPU results are repeatable only with train.deterministic")
     if processes != trained:
         reasons.append(f"the run had {trained} processes")
-    if processes != trained or (there != here and "cpu" in (there, here)):
-        values = config.model_dump()
-        if values["model"].get("dropout"):
-            hint = f"its dropout depends on its {trained} processes and on {there}"
-            raise UserError("replay", config.kind, f"{hint}; replay it on the same number and kind of devices")
+    draws_others = processes != trained or (there != here and "cpu" in (there, here))
+    if draws_others and config.model_dump()["model"].get("dropout"):
+        hint = f"its dropout depends on its {trained} processes and on {there}"
+        raise UserError("replay", config.kind, f"{hint}; replay it on the same number and kind of devices")
     return processes, reasons
 
 
@@ -298,12 +293,11 @@ def _tensors(run: Path, file: Path, again: Path) -> list[str]:
     """Whether two files of tensors hold the same bits."""
     with safe_open(file, "pt") as old, safe_open(again, "pt") as new:
         names, known = {*old.keys()} | {*new.keys()}, {*old.keys()} & {*new.keys()}
-        pairs = ((name, old.get_tensor(name), new.get_tensor(name)) for name in known)
-        wrong = sorted((names - known) | {name for name, one, other in pairs if not _same_bits(one, other)})
+        altered = {name for name in known if _bits(old.get_tensor(name)) != _bits(new.get_tensor(name))}
+    wrong = sorted((names - known) | altered)
     how_many = f"{len(wrong)} of {len(names)} tensors"
     return [f"{file.relative_to(run)}: {how_many}, {wrong[0]} first, differ when trained again"] if wrong else []
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    bits = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

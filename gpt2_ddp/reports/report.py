@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpt2_ddp.checkpoint.metrics import duration
 from gpt2_ddp.config.tools import ReportConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
@@ -123,7 +124,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "last validation loss": _validation(run, newest),
         "best validation loss": _validation(run, best),
         f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
-        "time in training steps": _training_time(run),
+        "time in training steps": duration(run.clock[1][-1]) if run.clock[1][-1] else UNKNOWN,
         "parameters": _number(run.parameters),
         **(gpt if run.unit == "tokens" else job),
         "learning rate": _text(setting("optim.lr")),
@@ -158,12 +159,12 @@ def _classes(run: RunRecord) -> list[str]:
     listed = sorted(sorted(shares, key=lambda k: shares[k])[:LISTED])
     rows = []
     for number in listed:
-        name, row = names[number], counts[number]
-        total = sum(row.values())
+        total = sum(counts[number].values())
         right = f"{shares[number]:.2%}" if total else UNKNOWN
-        others = [other for other, count in row.items() if other != number and count]
-        most = max(others, key=row.__getitem__, default=None)  # the first of equals, as evaluate.py has it
-        rows.append([name, _number(total), right, UNKNOWN if most is None else f"{names[most]} ({row[most]:,})"])
+        others = {other: count for other, count in counts[number].items() if other != number and count}
+        most = max(others, key=others.__getitem__, default=None)  # the first of equals, as evaluate.py has it
+        taken = UNKNOWN if most is None else f"{names[most]} ({others[most]:,})"
+        rows.append([names[number], _number(total), right, taken])
     head = ["class", "test images", "right", "mostly taken for"]
     parts = [f"<h2>{escape(run.name)}: classes at step {_number(run.classes.step)}</h2>", _table(head, rows)]
     if len(names) <= MATRIX:
@@ -180,14 +181,13 @@ def _matrix(names: Sequence[str], counts: Sequence[Mapping[int, int]]) -> str:
     """The confusion matrix: a row for each class, a column for each prediction. Shades are shares of the row."""
     heads = "".join(f"<th><span>{escape(name)}</span></th>" for name in names)
     lines = [f"<thead><tr><th>class \\ taken for</th>{heads}</tr></thead>"]
-    for k, (name, row) in enumerate(zip(names, counts, strict=True)):
-        total = max(sum(row.values()), 1)
-        cells = (
-            f'<td class="{"right" if other == k else "wrong"}" style="--share: {row.get(other, 0) / total:.0%}">'
-            f"{_number(row.get(other, 0))}</td>"
-            for other in range(len(names))
-        )
-        lines.append(f"<tr><th>{escape(name)}</th>{''.join(cells)}</tr>")
+    for k, row in enumerate(counts):
+        lines.append(f"<tr><th>{escape(names[k])}</th>")
+        for other in range(len(names)):
+            count, kind = row.get(other, 0), "right" if other == k else "wrong"
+            share = count / max(sum(row.values()), 1)
+            lines[-1] += f'<td class="{kind}" style="--share: {share:.0%}">{_number(count)}</td>'
+        lines[-1] += "</tr>"
     return "\n".join(['<div><table class="matrix">', *lines, "</table></div>"])
 
 
@@ -234,10 +234,11 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _validation(run: RunRecord, row: Row) -> str:
+    text = _at_step(row, "val_loss")
     if not row or run.unit != "tokens":
-        return _at_step(row, "val_loss")
+        return text
     bits = f", {_number(bits, '.4f')} bits per byte" if (bits := row.get("val_bits_per_byte")) else ""
-    return f"{_at_step(row, 'val_loss')} (perplexity {_perplexity(row['val_loss'])}{bits})"
+    return f"{text} (perplexity {_perplexity(row['val_loss'])}{bits})"
 
 
 def _at_step(row: Row, metric: str) -> str:
@@ -246,14 +247,6 @@ def _at_step(row: Row, metric: str) -> str:
 
 def _perplexity(loss: float) -> str:
     return _number(math.exp(min(loss, 700)), ",.2f" if loss < 20 else ".2e") if math.isfinite(loss) else UNKNOWN
-
-
-def _training_time(run: RunRecord) -> str:
-    seconds = run.clock[1][-1]
-    if not seconds:
-        return UNKNOWN
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"
 
 
 def _number(value: object, form: str = ",") -> str:

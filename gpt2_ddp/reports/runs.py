@@ -47,6 +47,14 @@ def _read_classes(file: Path) -> Classes:
     return found
 
 
+def _read_png(file: Path) -> bytes:
+    """Raises: OSError; ValueError for another format."""
+    content = read_small(file, LARGEST_PICTURE)
+    if not content.startswith(b"\x89PNG"):
+        raise ValueError("is no PNG")
+    return content
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     """The readable content of a run folder."""
@@ -154,22 +162,15 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     newest = max(folder.glob("evaluations/step-*/classes.json"), default=None)
     classes, wrong = _read(newest, _read_classes, notes) if newest else None, b""
     if newest and classes and (picture := newest.with_name("wrong.png")).exists():
-        with suppress(OSError):
-            wrong = read_small(picture, LARGEST_PICTURE)
-        if not wrong.startswith(b"\x89PNG"):
-            wrong = b""
-            notes.append("wrong.png: unreadable")
-    parameters, tokenizer = _read_checkpoint(folder)
-    facts = flat(config), status, samples, parameters, tokenizer
-    return RunRecord(name, rows, events, *facts, notes, unit, classes, wrong)
+        wrong = _read(picture, _read_png, notes) or b""
+    found = flat(config), status, samples, *_read_checkpoint(folder)
+    return RunRecord(name, rows, events, *found, notes, unit, classes, wrong)
 
 
 def _read_rows(file: Path, notes: list[str]) -> tuple[list[Row], list[Row]]:
     """The rows of a .jsonl file that no rollback has undone, and its events; `notes` get the number of other lines."""
     lines = [line.row or {} for line in read_lines(file) if line.text.strip()]
-    rows = [
-        row for row in lines if _is_number(row.get("step")) and 0 <= row["step"] < LAST_STEP and row["step"] % 1 == 0
-    ]
+    rows = [row for row in lines if _is_step(row.get("step"))]
     if unreadable := len(lines) - len(rows):
         notes.append(f"{file.name}: {unreadable} unreadable line{'s' if unreadable > 1 else ''} omitted")
     return valid_rows(rows), [row for row in rows if is_event(row)]
@@ -193,6 +194,10 @@ def _read_checkpoint(folder: Path) -> tuple[int | None, str | None]:
         with suppress(OSError, ValueError, KeyError):
             tokenizer = str(read_json(newest / STATE)["tokenizer_sha256"])
     return parameters, tokenizer
+
+
+def _is_step(value: object) -> bool:
+    return _is_number(value) and 0 <= value < LAST_STEP and value % 1 == 0
 
 
 def _is_number(value: object) -> TypeGuard[float]:

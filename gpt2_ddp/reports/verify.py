@@ -7,26 +7,13 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import torch
-from safetensors import safe_open
-
-from gpt2_ddp.checkpoint.checkpoint import (
-    DTYPES,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    Checkpoint,
-    CorruptCheckpoint,
-    list_checkpoints,
-    misfit,
-    verify,
-)
+from gpt2_ddp.checkpoint.checkpoint import MANIFEST, MODEL, STATE, Checkpoint
 from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, Line, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
@@ -34,15 +21,23 @@ from gpt2_ddp.config.kinds import CONFIGS, guess_kind, read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import MANIFEST, Manifest, token_dtype
+from gpt2_ddp.data.manifest import Manifest, token_dtype
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
-from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.reports.replay import Span, plan, replay, rescore, setting_defects
-from gpt2_ddp.reports.verify_rows import Record, Records, Schedule, in_parts, read_metrics, replay_order
-from gpt2_ddp.reports.verify_values import best_until, check_kept, check_values, recorded_checkpoint, scored_tokens
+from gpt2_ddp.reports.replay import Finding, Span, plan, replay, rescore, setting_defects
+from gpt2_ddp.reports.verify_checkpoints import Checkpoints, check_checkpoints, differing, read_checkpoints
+from gpt2_ddp.reports.verify_rows import (
+    Record,
+    Records,
+    Schedule,
+    check_scored,
+    check_values,
+    in_parts,
+    read_metrics,
+    replay_order,
+)
 from gpt2_ddp.training.progress import Outcome
 
 SHOWN = 5
@@ -52,29 +47,23 @@ SAMPLED = 8
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
 """Fields of starts and states that never change in a run."""
-OF_STEP = ("skipped", "val_loss")
-"""Fields of a row and of the state of the same step, besides those of the order of the data."""
 HASH = "samples_sha256"
 """SHA-256 of samples.jsonl, in rows of starts, samples and rollbacks."""
 STATES = ("running", "failed", *get_args(Outcome))
 """Values of `state` in status.json."""
 
-Finding = tuple[str, list[str] | None]  # a check and its defects; or a note and None
-
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run folder: `settings` of its config.yaml, its rows, its intact checkpoints by the place of their state, the
-    content of status.json (None: missing, {}: no JSON), the whole lines of samples.jsonl, and the defects that reading
-    rows and checkpoints found."""
+    """The readable content of a run folder, and the defects that reading rows and checkpoints found."""
 
     run: Path
-    settings: Record
+    settings: Record  # config.yaml
     config: RunConfig
     rows: Records
-    checkpoints: dict[str, Checkpoint]
-    status: Any
-    samples: list[Line]
+    checkpoints: Checkpoints
+    status: Record | None  # None without a status.json; {} if it is no JSON
+    samples: list[Line]  # the whole lines of samples.jsonl
     row_defects: list[str]
     damage: list[str]
 
@@ -92,8 +81,8 @@ class Recorded:
         """The last recorded step."""
         return max((record["step"] for record in (self.rows | self.states).values()), default=0)
 
-    def events(self, *names: str) -> list[Record]:
-        return [row for row in self.rows.values() if row.get("event") in names]
+    def events(self, name: str) -> list[Record]:
+        return [row for row in self.rows.values() if row.get("event") == name]
 
 
 def verify_run(command: VerifyConfig) -> int:
@@ -130,12 +119,25 @@ def _read(run: Path) -> Recorded:
     kind = next((line.row.get("kind") for line in read_lines(run / METRICS) if line.row), None)
     config = read_config(kind if kind in [*CONFIGS] else guess_kind(settings), settings, CONFIG)
     checkpoints, damaged = read_checkpoints(run)
-    status, samples = read_status(run), _read_samples(run)
+    status, samples = _read_status(run), _read_samples(run)
     rows, defects = read_metrics(run / METRICS)
     if [{}, *rows.values()][-1].get("event") == "end":  # the samples are complete by now
         samples = _read_samples(run)
-    status = read_status(run) if status is None else status
+    status = _read_status(run) if status is None else status
     return Recorded(run, settings, config, rows, checkpoints, status, samples, defects, damaged)
+
+
+def _read_status(run: Path) -> Record | None:
+    try:
+        return read_json(run / STATUS)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        return {}
+
+
+def _read_samples(run: Path) -> list[Line]:
+    return [line for line in read_lines(run / SAMPLES) if not line.torn]
 
 
 def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Record) -> Iterator[Finding]:
@@ -144,7 +146,7 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
     chains = [row["chain"] for row in rows.values() if "chain" in row]
     chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
     yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", found.row_defects
-    wrong = [*found.damage, *_check_checkpoints(found), *check_kept(rows)]
+    wrong = [*found.damage, *check_checkpoints(run, config, rows, checkpoints)]
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
     heads = {state.get("metrics_chain") for state in found.states.values()}
     newest = takewhile(lambda row: row.get("chain") not in heads, reversed(rows.values()))
@@ -160,13 +162,8 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
             raise UserError("data", command.data, hint)
         manifests = read_manifests(folders)
         yield from _check_data(config, folders, manifests, command, rows | found.states)
-    yield (
-        "numbers of the rows: known fields, none missing or negative, equal where two agree",
-        [
-            *check_values(rows),
-            *_check_scored(found, manifests),
-        ],
-    )
+    wrong = [*check_values(rows), *check_scored(rows, config, manifests)]
+    yield "numbers of the rows: known fields, none missing or negative, equal where two agree", wrong
     yield from _check_training(found, manifests)
     for branch in found.events("branch"):
         manifest = Path(str(branch.get("from"))) / MANIFEST
@@ -184,188 +181,46 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
         yield f"the anchor of step {anchor['step']} is part of the run", _check_anchor(anchor, found)
 
 
-def read_checkpoints(run: Path) -> tuple[dict[str, Checkpoint], list[str]]:
-    """Every checkpoint whose hashes are right, and the defects of the others."""
-    checkpoints: dict[str, Checkpoint] = {}
-    defects = []
-    for folder in list_checkpoints(run / "checkpoints"):
-        try:
-            checkpoint = verify(folder)
-        except CorruptCheckpoint as damage:
-            if folder.is_dir():  # not deleted meanwhile by a running training
-                defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
-            continue
-        place, step = f"checkpoints/{folder.name}/{STATE}", checkpoint.state["step"]
-        if folder.name != f"step-{step:08d}":
-            defects.append(f"{place}: holds the state of step {step}")
-        checkpoints[place] = checkpoint
-    return checkpoints, defects
-
-
-def _check_checkpoints(found: Recorded) -> Iterator[str]:
-    """Defects between the checkpoints and the rows, which hold their hashes and which of them were kept."""
-    run, rows = found.run, found.rows
-    saved, kept = _saved_and_kept(rows)
-    there = list_checkpoints(run / "checkpoints")
-    gone = [step for step in kept if not (run / _folder(step)).is_dir()]
-    gone = [step for step in gone if f"{_folder(step)}/{STATE}" not in found.checkpoints]
-    if gone:  # or deleted meanwhile by a running training, which records that first
-        _, still_kept = _saved_and_kept(read_metrics(run / METRICS)[0])
-        yield from (f"{_folder(step)}: is missing" for step in dict.fromkeys(gone) if step in still_kept)
-    if not there and not kept and saved:
-        yield "checkpoints: all are missing, although the run has saved some"
-
-    heads = {row["chain"]: number for number, row in enumerate(rows.values()) if "chain" in row}
-    by_step = {row["step"]: row for row in valid_rows(rows.values())}
-    first = next((row["step"] for row in found.events("start")), None)
-    ended = max((row["step"] for row in found.events("checkpoint", "end")), default=0)
-    for place, checkpoint in found.checkpoints.items():
-        state, folder = checkpoint.state, checkpoint.path
-        try:
-            step, sha256 = int(folder.name[5:]), sha256_file(folder / MANIFEST)
-            misshapen = [f"checkpoints/{folder.name}/{defect}" for defect in _check_files(checkpoint, found.config)]
-        except FileNotFoundError:  # deleted meanwhile by a running training
-            continue
-        name, is_newest, chain = f"checkpoints/{folder.name}", [folder] == there[-1:], state.get("metrics_chain")
-        right, saved_at = saved.get(step, (sha256, 0))
-        # a kill may have come before the row of a step saved again, after pending work
-        is_again = is_newest and heads.get(chain, -1) >= saved_at
-        if sha256 != right and not is_again:
-            yield f"{name}: its manifest's SHA-256 differs from metrics.jsonl's"
-        ours = first is not None and step > first
-        if ours and step not in saved and (not is_newest or step <= ended):  # or a kill came before its row
-            yield f"{name}: is not recorded in metrics.jsonl"
-        if chain not in heads and (ours or chain):
-            yield f"{place}: its metrics_chain is not in metrics.jsonl"
-        yield from _compare_state(place, state, by_step)
-        yield from misshapen
-
-
-def _compare_state(place: str, state: Record, rows: dict[int, Record]) -> Iterator[str]:
-    """Defects between a state and the valid rows, by step."""
-    row, origin = rows.get(state["step"], {}), f"the row of step {state['step']}"
-    both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
-    yield from _differing(place, state, origin, row, both)
-    if "loss" in row and any(state.get("since_row") or ()):
-        yield f"{place}: since_row is {state['since_row']}, after {origin}"
-    if state.get("val_loss") is not None and "val_loss" in row:
-        scores, best = state.get("metrics", {}), best_until(rows.values(), state["step"])
-        yield from _differing(place, scores, origin, row, [name for name in scores if name in row])
-        if (state.get("best_evaluation") or [])[:2] != [*best[:2]]:
-            yield f"{place}: best_evaluation is {state.get('best_evaluation')}, in metrics.jsonl {[*best]}"
-
-
-def _folder(step: int) -> str:
-    return f"checkpoints/step-{step:08d}"
-
-
-def _saved_and_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int]]:
-    """SHA-256 and row number of the recorded checkpoints, by step; and the steps of those kept last."""
-    saved: dict[int, tuple[str, int]] = {}
-    kept: list[int] = []
-    for number, row in enumerate(rows.values()):
-        if reference := recorded_checkpoint(row):
-            saved[reference["step"]] = reference["sha256"], number
-        kept = [step for step in row.get("kept") or kept if type(step) is int]
-        if is_rollback(row):
-            kept = [step for step in kept if step <= row["step"]]
-    return saved, kept
-
-
-def _check_files(checkpoint: Checkpoint, config: RunConfig) -> Iterator[str]:
-    """Defects of a checkpoint's tokenizer and tensors: other hashes, names, types or shapes, or a number not finite."""
-    state, folder = checkpoint.state, checkpoint.path
-    tokenizer = folder / str(state.get("tokenizer"))
-    if tokenizer.suffix == ".json" and not tokenizer.is_file():
-        yield f"{tokenizer.name}: is missing"
-    elif tokenizer.is_file() and sha256_file(tokenizer) != state.get("tokenizer_sha256"):
-        yield f"{tokenizer.name}: its SHA-256 differs from tokenizer_sha256 in {STATE}"
-    found: dict[str, dict[str, tuple[str, list[int]]]] = {}
-    for file in (MODEL, OPTIMIZER):
-        with safe_open(folder / file, "pt") as tensors:
-            names = [*tensors.keys()]
-            parts = {name: tensors.get_slice(name) for name in names}
-            found[file] = {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-            # a bad gradient's step is skipped
-            ruined = [name for name in names if config.guard.skip and not tensors.get_tensor(name).isfinite().all()]
-        if ruined:
-            yield f"{file}: {ruined[0]} is not finite"
-    if not isinstance(config, TrainingConfig) or "vocab_size" not in state:
-        return
-    with torch.device("meta"), without_init():
-        model = GPT(config.model, state["vocab_size"])
-    right = {name: (DTYPES[tensor.dtype], list(tensor.shape)) for name, tensor in model.state_dict().items()}
-    weights = found[MODEL]
-    if wrong := [name for name in sorted(right.keys() | weights.keys()) if right.get(name) != weights.get(name)]:
-        ours, theirs = (" ".join(map(str, one.get(wrong[0]) or ["none"])) for one in (right, weights))
-        yield f"{MODEL}: {wrong[0]} is {theirs}, by the model section {ours}"
-    moments = {name: shape for name, (_, shape) in found[OPTIMIZER].items()}
-    if problem := misfit(moments, model):
-        yield f"{OPTIMIZER}: {problem}"
-    elif not moments and state["step"] > state.get("skipped", 0):
-        yield f"{OPTIMIZER}: has no tensors"
-
-
 def _check_configuration(found: Recorded) -> list[str]:
     """Contradictions between config.yaml, the starts and the checkpoints."""
-    config, rows = found.config, found.rows
-    starts = {place: row for place, row in rows.items() if isinstance(row.get("config"), dict)}
-    configs = {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in found.checkpoints.items()}
-    documents = {place: row["config"] for place, row in starts.items()} | configs | {CONFIG: found.settings}
-    first = Checkpoint(Path(), {"kind": config.kind}, next(iter(documents.values())))
+    starts = {place: row for place, row in found.rows.items() if isinstance(row.get("config"), dict)}
+    documents = {place: row["config"] for place, row in starts.items()}
+    documents |= {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in found.checkpoints.items()}
+    documents[CONFIG] = found.settings
+    first = Checkpoint(Path(), {"kind": found.config.kind}, next(iter(documents.values())))
     defects: list[str] = []
     for place, document in documents.items():
         defects += [f"{place}: {defect.partition(';')[0]}" for defect in setting_defects(document, CONFIG, first)]
-    records = starts | found.states
-    for name in FIXED:
-        known = [(place, record[name]) for place, record in records.items() if record.get(name) is not None]
-        wrong = [(place, value) for place, value in known if value != known[0][1]]
-        defects += [f"{place}: {name} is {value}, in {known[0][0]} {known[0][1]}" for place, value in wrong]
+    known: dict[str, tuple[str, Record]] = {}  # the first record of each field
+    for place, record in (starts | found.states).items():
+        for name in (name for name in FIXED if record.get(name) is not None):
+            defects += differing(place, record, *known.setdefault(name, (place, record)), [name])
 
     def altered(place: str, start: str) -> list[str]:
         now, right = flat(documents[place]), flat(documents[start])
-        return _differing(place, now, start, right, dict.fromkeys([*now, *right]))
+        return differing(place, now, start, right, dict.fromkeys([*now, *right]))
 
     newest = ""
     sessions: dict[str, str] = {}  # place of the start that each row's chain comes after
-    for place, row in rows.items():
+    for place, row in found.rows.items():
         newest = place if place in starts else newest
         if newest and "chain" in row:
             sessions[row["chain"]] = newest
     for place, state in found.states.items():
         if start := sessions.get(state.get("metrics_chain", "")):
             same = [name for name in starts[start] if name in state and name != "step"]
-            defects += _differing(place, state, start, starts[start], same)
+            defects += differing(place, state, start, starts[start], same)
             defects += altered(place.replace(STATE, CONFIG), start)
-    if newest and newest != list(rows)[-1]:  # a start that nothing follows may have been killed before it wrote it
+    if newest and found.last is not starts[newest]:  # a start that nothing follows may be killed before it wrote it
         defects += altered(CONFIG, newest)
     return list(dict.fromkeys(defects))
-
-
-def _differing(place: str, found: Record, origin: str, right: Record, names: Iterable[str]) -> list[str]:
-    differing = [name for name in names if found.get(name) != right.get(name)]
-    return [f"{place}: {name} is {found.get(name)}, in {origin} {right.get(name)}" for name in differing]
-
-
-def read_status(run: Path) -> Any:
-    """The content of status.json; None if it is missing, {} if it is no JSON."""
-    try:
-        return read_json(run / STATUS)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError):
-        return {}
-
-
-def _read_samples(run: Path) -> list[Line]:
-    return [line for line in read_lines(run / SAMPLES) if not line.torn]
 
 
 def check_end(found: Recorded) -> Iterator[Finding]:
     """Checks status.json and samples.jsonl against the rows."""
     count, recorded = len(found.samples), [row[HASH] for row in found.rows.values() if HASH in row]
     yield f"{STATUS}: agrees with metrics.jsonl", [*_check_status(found)]
-    defects = [*_check_steps(found), *_check_hashes(found, recorded)]
+    defects = [*_check_samples(found, recorded)]
     if count or defects:
         yield f"{SAMPLES}: {count} lines" + ", all chained by metrics.jsonl" * bool(recorded), defects
     if count and not recorded:
@@ -373,68 +228,48 @@ def check_end(found: Recorded) -> Iterator[Finding]:
 
 
 def _check_status(found: Recorded) -> Iterator[str]:
-    last, status = found.last, found.status
-    if status is None:
+    last, event = found.last, found.last.get("event")
+    if found.status is None:
         if {row.get("event") for row in found.rows.values()} - {"start", "branch"}:
             yield f"{STATUS}: is missing"
         return
-    state, step = (status.get("state"), status.get("step")) if isinstance(status, dict) else (None, None)
-    newest = max((saved["step"] for saved in found.states.values()), default=None)
+    state, step = found.status.get("state"), found.status.get("step")
+    newest = max((saved["step"] for saved in found.states.values()), default=step)
     if state not in STATES or type(step) is not int:
         yield f"{STATUS}: has state {state} at step {step}; state should be one of {', '.join(STATES)}"
     elif state in get_args(Outcome) and found.events("start"):
-        if last.get("event") == "start":  # the status is the last session's still
-            right = state == "diverged" or step == last["step"]
-        else:
-            right = (state, step) == (last.get("outcome"), last["step"])
-        if last.get("event") not in ("start", "end"):
+        expected = state if event == "start" else last.get("outcome")  # after a start, it is the last session's still
+        if event not in ("start", "end"):
             yield f"{STATUS}: has state {state}, but metrics.jsonl has no end row"
-        elif not right:
+        elif (state, step) != (expected, last["step"]) and (state, event) != ("diverged", "start"):
             outcome = last.get("outcome", "a start")
             yield f"{STATUS}: has {state} at step {step}, metrics.jsonl {outcome} at step {last['step']}"
-    elif state in ("completed", "stopped") and newest not in (None, step):
+    elif state in ("completed", "stopped") and newest != step:
         yield f"{STATUS}: has {state} at step {step}, but the newest checkpoint is of step {newest}"
 
 
-def _check_steps(found: Recorded) -> Iterator[str]:
-    """Defects of the steps of samples.jsonl."""
-    end, before = found.end, 0
-    if found.last.get("event") != "end":  # a killed or running process may have sampled at a step without a row
+def _check_samples(found: Recorded, recorded: list[str]) -> Iterator[str]:
+    """Defects of the steps in samples.jsonl, and of its hashes in metrics.jsonl. Where the run has not ended, samples
+    may be missing: their rows are written before them."""
+    has_ended, end, before = found.last.get("event") == "end", found.end, 0
+    if not has_ended:  # a killed or running process may have sampled at a step without a row
         end = max([end, *(row["steps"] for row in found.rows.values() if isinstance(row.get("steps"), int))])
+    digest, right, newest = hashlib.sha256(), 0, hashlib.sha256().hexdigest()
     for line in found.samples:
         place, row = f"{SAMPLES}, line {line.number}", line.row or {}
+        digest.update(f"{line.text}\n".encode())
+        if digest.hexdigest() in recorded:
+            right, newest = line.number, digest.hexdigest()
         if type(row.get("step")) is not int:
             yield f"{place}: is not a row with a step"
             continue
         if not is_rollback(row) and not before <= row["step"] <= end:  # a rollback may have undone it
             yield f"{place}: is of step {row['step']}, after step {before} of a run of {end} steps"
         before = row["step"]
-
-
-def _check_hashes(found: Recorded, recorded: list[str]) -> Iterator[str]:
-    """Whether metrics.jsonl holds the hash of samples.jsonl. Where the run has not ended, samples may be missing: their
-    rows are written before them."""
-    digest, right, newest = hashlib.sha256(), 0, hashlib.sha256().hexdigest()
-    for number, line in enumerate(found.samples, 1):
-        digest.update(f"{line.text}\n".encode())
-        if digest.hexdigest() in recorded:
-            right, newest = number, digest.hexdigest()
     if recorded and right < len(found.samples):
         yield f"{SAMPLES}, line {right + 1}: was changed or added, or one before it: metrics.jsonl lacks its hash"
-    elif recorded and found.last.get("event") == "end" and newest != recorded[-1]:
+    elif recorded and has_ended and newest != recorded[-1]:
         yield f"{SAMPLES}: lines are missing after line {right}"
-
-
-def _check_scored(found: Recorded, manifests: list[Manifest]) -> Iterator[str]:
-    """Defects of `val_tokens`, which `eval.tokens` and the validation splits determine."""
-    tokens: int | None = None
-    for place, row in found.rows.items():
-        if isinstance(found.config, TrainingConfig) and isinstance(row.get("config"), dict):
-            config = read_config(found.config.kind, row["config"], METRICS)
-            assert isinstance(config, TrainingConfig), "of the same kind"
-            tokens = scored_tokens(config, manifests)
-        if tokens is not None and row.get("val_tokens", tokens) != tokens:
-            yield f"{place}: val_tokens of step {row['step']} is {row['val_tokens']}, not {tokens}"
 
 
 def _check_data(
@@ -499,7 +334,7 @@ def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Find
         yield "the order of the data is not known yet, before a checkpoint or the end of an epoch", None
         return
     validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
-    schedule = Schedule(config, history, validates, begun=bool(found.events("branch")))
+    schedule = Schedule(config, history, validates, is_branch=bool(found.events("branch")))
     placed, order = in_parts(rows, states)
     missing: list[str] = []
     for place, record in placed:
@@ -513,7 +348,7 @@ def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Find
 
 
 def _read_anchor(file: str) -> Record:
-    """The anchor in a file; empty if the file is missing. Raises: UserError, also for a file that cannot be written."""
+    """The anchor in a file; empty without a file. Raises: UserError, also for a file that cannot be written."""
     check_writable(file, "anchor")
     try:
         anchor = read_json(Path(file)) if os.path.exists(file) else {}
@@ -525,8 +360,7 @@ def _read_anchor(file: str) -> Record:
 
 
 def _write_anchor(file: Path, found: Recorded) -> str:
-    """Writes step, chain and SHA-256 of the weights of the newest checkpoint, which a resumed run keeps. Returns a line
-    of output."""
+    """Writes step, chain and SHA-256 of the weights of the newest checkpoint. Returns a line of output."""
     newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.state["step"], default=None)
     if newest is None or not newest.state.get("metrics_chain"):
         return "note    no checkpoint holds a chain yet: no anchor is written"
@@ -546,5 +380,5 @@ def _check_anchor(anchor: Record, found: Recorded) -> list[str]:
         defects += [f"{METRICS}: lacks the anchor's chain, of step {step}: earlier rows were rewritten or cut off"]
     for checkpoint in found.checkpoints.values():
         if checkpoint.state["step"] == step and _weights_hash(checkpoint) != anchor["sha256"]:
-            defects += [f"{_folder(step)}/{MODEL}: differs from the anchor's weights"]
+            defects += [f"checkpoints/{checkpoint.path.name}/{MODEL}: differs from the anchor's weights"]
     return defects

@@ -1,8 +1,9 @@
-"""Checks the rows of metrics.jsonl: the chain of hashes, the order of the data, and the records due at each step.
+"""Checks the rows of metrics.jsonl: the chain of hashes, the values, the order of the data, and the due records.
 
-The items of each step follow from seed, step size and number of items. A feed that reads no data repeats the steps, and
-its digest is compared with rows and checkpoints. The newest start row determines the due records: each process of a
-run writes one, with its configuration.
+A consistent chain does not make a row true: `check_values` finds contradictions that need neither the data nor the
+model. The items of each step follow from seed, step size and number of items. A feed that reads no data repeats the
+steps, and its digest is compared with rows and checkpoints. The newest start row determines the due records: each
+process of a run writes one, with its configuration.
 """
 
 import json
@@ -18,11 +19,13 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import Manifest
-from gpt2_ddp.data.mixture import MixedOrder, order_of
+from gpt2_ddp.data.mixture import MixedOrder, order_of, source_weights
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import count_windows
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.evaluate import count_scored
 from gpt2_ddp.model.optim import lr_at
+from gpt2_ddp.scoring import METRICS
 from gpt2_ddp.tasks import pretraining, supervised
 from gpt2_ddp.training.task import Due
 
@@ -33,6 +36,17 @@ Records = dict[str, Record]
 SHAPES: dict[str, Any] = {"lr": int | float, "config": dict, "steps": int, "kept": list, "checkpoint": dict}
 SHAPES |= {"chain": str, "samples_sha256": str, "skipped": int}
 """Types of a row's fields, unless missing or null."""
+EVENTS = {"checkpoint", "room", "sample", "end"}
+"""Events besides starts, branches and rollbacks."""
+TEXTS = {"order_digest", "chain"}
+OF_STEP = {"loss", "lr", "grad_norm", "skipped", "order_digest"}
+"""Fields of every row except the first one, of the weights before the first step."""
+MEASURED = {"loss", "loss_mean", "train_loss", "grad_norm", "mfu", "val_loss", "val_bits_per_byte"}
+"""Fields that are null where the number is not finite or unknown."""
+COUNTED = {"step", "epoch", "tokens", "samples", "lr", "skipped", "not_finite", "data_share", "val_tokens"}
+COUNTED |= {"tokens_per_second", "samples_per_second", "val_samples", "val_accuracy", "val_top5"}
+OF_SOURCES = {"tokens", "epoch", "val_loss", "val_bits_per_byte"}
+"""Fields with one more for each folder of a mixture."""
 
 
 def read_metrics(file: Path) -> tuple[Records, list[str]]:
@@ -60,6 +74,89 @@ def read_metrics(file: Path) -> tuple[Records, list[str]]:
         chain = own or chain
         rows[place] = row
     return rows, defects or ([] if rows else ["metrics.jsonl: has no rows"])
+
+
+def check_values(rows: Records) -> Iterator[str]:
+    """Defects of the numbers in rows: unknown fields, missing or negative numbers, numbers that contradict others."""
+    first, tasks, valid = 0, set(), [{"step": 0, "skipped": 0}]  # `valid`: the rows of steps that no rollback undid
+    constants: dict[tuple[str, Any], float] = {}  # numbers that no step changes
+    ended = False
+    for place, row in rows.items():
+        event, defects = row.get("event"), []
+        if event == "branch":
+            first, valid = row["step"], []
+        elif event == "rollback":
+            valid = [kept for kept in valid if kept["step"] <= row["step"]]
+        elif event == "start":
+            tasks = {f"{name}_{metric}" for name in row.get("tasks") or () for metric in METRICS}
+            constants = {} if "mixture" in row else constants  # its weights may have changed
+        elif event is None:
+            defects = [*_check_numbers(row, tasks, first), *_compare(valid[-1:], row)]
+            defects += _check_constants(row, constants)
+            valid.append(row)
+        elif event not in EVENTS:
+            defects = [f"has the unknown event {event}"]
+        if ended and event != "start":
+            defects.append("follows the end of a session")
+        ended = event == "end"
+        yield from (f"{place}: {defect}" for defect in defects)
+
+
+def _compare(valid: list[Record], row: Record) -> Iterator[str]:
+    """Defects between a row and the valid row before it."""
+    loss, mean = row.get("loss"), row.get("loss_mean")
+    for before in valid:
+        steps, skipped = row["step"] - before["step"], row.get("skipped", 0) - before.get("skipped", 0)
+        if "skipped" in row and not 0 <= skipped <= steps:
+            yield f"skipped is {row['skipped']}, {before.get('skipped', 0)} at step {before['step']}"
+        if steps != 1 or not isinstance(loss, float) or not isinstance(mean, float) or "not_finite" in row:
+            continue
+        if not math.isclose(loss, mean, rel_tol=1e-5):
+            yield f"loss_mean of step {row['step']} alone is {mean}, its loss {loss}"
+
+
+def _check_numbers(row: Record, tasks: set[str], first: int) -> Iterator[str]:
+    for name in sorted(OF_STEP - row.keys()) if row["step"] > first else ():
+        yield f"{name} of step {row['step']} is missing"
+    for name, value in row.items():
+        kind, _, source = name.partition("/")
+        known = kind in OF_SOURCES if source else name in TEXTS | MEASURED | COUNTED | tasks
+        sound = name in TEXTS or (type(value) in (int, float) and 0 <= value < math.inf)
+        missing = name in ("loss", "loss_mean") and not row.get("not_finite")
+        if not known:
+            yield f"has the unknown field {name}"
+        elif not sound and (value is not None or missing or not (kind in MEASURED or name in tasks)):
+            yield f"{name} of step {row['step']} is {value}"
+
+
+def _check_constants(row: Record, known: dict[tuple[str, Any], float]) -> Iterator[str]:
+    """Defects of scored samples, and of tokens per byte of the scored text, by the number of its tokens. Adds new ones
+    to the `known` ones."""
+    for name, value in row.items():
+        loss = row.get(name.replace("val_bits_per_byte", "val_loss"))
+        if name.startswith("val_bits_per_byte") and isinstance(value, float) and isinstance(loss, float) and loss > 0:
+            what, key, now = f"tokens per byte by {name}", row.get("val_tokens"), value * math.log(2) / loss
+        elif name == "val_samples" and type(value) is int:
+            what, key, now = name, None, value
+        else:
+            continue
+        if not math.isclose(now, right := known.setdefault((what, key), now), rel_tol=1e-9):
+            yield f"{what} is {now}, in earlier rows {right}"
+
+
+def check_scored(rows: Records, config: RunConfig, manifests: Sequence[Manifest]) -> Iterator[str]:
+    """Defects of `val_tokens`: the validation splits of positive weight share `eval.tokens` of each start equally."""
+    right: int | None = None
+    for place, row in rows.items():
+        if isinstance(config, TrainingConfig) and isinstance(row.get("config"), dict):
+            settings = read_config(config.kind, row["config"], "metrics.jsonl")
+            assert isinstance(settings, TrainingConfig), "of the same kind"
+            assert settings.eval.tokens != "auto", "eval.tokens is resolved when the run starts"
+            scored = [manifests[number] for number, weight in source_weights(settings, manifests).items() if weight]
+            tokens = settings.eval.tokens and -(-settings.eval.tokens // max(len(scored), 1))
+            right = sum(count_scored(one.tokens("val"), settings.model.block_size, tokens) for one in scored)
+        if right is not None and row.get("val_tokens", right) != right:
+            yield f"{place}: val_tokens of step {row['step']} is {row['val_tokens']}, not {right}"
 
 
 class DataState(NamedTuple):
@@ -218,11 +315,11 @@ def consumed_after(feed: Feed, steps: int) -> int:
 
 
 class Schedule:
-    """Rows, evaluations, checkpoints and learning rates that the newest start row makes due. `config`: of rows without
-    a start before them. `begun`: whether the first start may be at a later step, as a branch's is."""
+    """Rows, evaluations, checkpoints and learning rates that the newest start row makes due. `is_branch`: whether the
+    first start may be at a later step."""
 
-    def __init__(self, config: RunConfig, history: OrderReplay, validates: bool, begun: bool):
-        self.config, self.history, self.validates, self.begun = config, history, validates, begun
+    def __init__(self, config: RunConfig, history: OrderReplay, validates: bool, is_branch: bool):
+        self.config, self.history, self.validates, self.is_branch = config, history, validates, is_branch
         self.steps: int | None = None  # of the whole run, by the start in force; None before the first one
         self.peak: float | None = None  # rate of a small job
         self.started = -1  # the newest start's step, where a pending sample may follow
@@ -237,50 +334,55 @@ class Schedule:
             yield from self._start(row)
         elif event == "branch":
             self.reached = self.saved_to = step
-        elif self.steps is not None and not 0 <= step <= self.steps:
-            yield f"step {step} in a run of {self.steps} steps"
-        elif event is None:
-            yield from self._check_due(row)
-            yield from self._check_rate(row)
-            self.reached = step
-        elif self.steps is not None:
-            yield from self._check_event(row, self.steps)
-        self.begun = True
-
-    def _check_due(self, row: Record) -> Iterator[str]:
-        if self.steps is not None:
-            yield from self._missing(row["step"], one_in_flight=True)
-            due = self._due(row["step"])
-            if due and not due.log:
-                yield f"no row was due at step {row['step']}"
-            elif due and due.evaluate != ("val_loss" in row):
-                yield f"step {row['step']} has {'no' if due.evaluate else 'a'} val_loss, unlike eval.every"
+        elif self.steps is not None:  # before the first start nothing is due; `read_metrics` reports the rows there
+            if not 0 <= step <= self.steps:
+                yield f"step {step} in a run of {self.steps} steps"
+            else:
+                yield from self._check_event(row, self.steps) if event else self._check_row(row)
 
     def _check_event(self, row: Record, steps: int) -> Iterator[str]:
-        step = row["step"]
-        if row["event"] == "checkpoint":
+        step, event = row["step"], row["event"]
+        if event == "checkpoint":
             self.saved.add(step)
-        elif row["event"] == "sample" and step > self.started and not self.config.eval_patience:
-            if (due := self._due(step)) and not due.sample:
+        elif event == "sample":
+            due = step > self.started and not self.config.eval_patience and self._due(step)
+            if due and not due.sample:
                 yield f"no sample was due at step {step}"
-        elif row["event"] == "rollback" and isinstance(row.get("from"), int):
+        elif event == "rollback" and isinstance(row.get("from"), int):
             yield from self._missing(min(row["from"], steps))
             self.reached = self.saved_to = step
             self.saved = {saved for saved in self.saved if saved <= step}
-        elif row["event"] == "end":  # a stop or a divergence may leave its own step unfinished
+        elif event == "end":  # a stop or a divergence may leave its own step unfinished
             yield from self._missing(step + (row.get("outcome") == "completed"))
 
+    def _check_row(self, row: Record) -> Iterator[str]:
+        step, rate = row["step"], None  # None: its peak or its end is unknown
+        yield from self._missing(step, one_in_flight=True)
+        due = self._due(step)
+        if due and not due.log:
+            yield f"no row was due at step {step}"
+        elif due and due.evaluate != ("val_loss" in row):
+            yield f"step {step} has {'no' if due.evaluate else 'a'} val_loss, unlike eval.every"
+        if isinstance(self.config, TrainingConfig):
+            if self.config.optim.decay_steps or self.config.optim.schedule == "constant":
+                rate = lr_at(step, self.config.optim)
+        elif isinstance(self.config, JobConfig) and self.peak:
+            epoch_steps = math.ceil(len(self.history.feed.order) / self.history.feed.step_size)
+            rate = supervised.job_schedule(self.config, self.peak, epoch_steps)(step)
+        if rate is not None and "lr" in row and not math.isclose(row["lr"] or 0.0, rate, rel_tol=1e-12):
+            yield f"lr of step {step} is {row['lr']}, not {rate}"
+        self.reached = step
+
     def _start(self, row: Record) -> Iterator[str]:
-        step, first = row["step"], self.steps is None
+        step = row["step"]
         if not isinstance(row.get("config"), dict) or not isinstance(row.get("steps"), int):
             yield "a start without its configuration"
             return
-        if step and not self.begun:
-            yield f"the rows before step {step} are missing"
-        if first:
-            self.reached = step or -1
-            self.pending = (step, None) if step else self.pending
-        elif step <= (self.steps or 0):
+        if self.steps is None:
+            if step and not self.is_branch:
+                yield f"the rows before step {step} are missing"
+            self.reached, self.pending = step or -1, (step or -1, None)
+        elif step <= self.steps:
             yield from self._missing(step)
             due = self._due(step)
             if self.reached < step:
@@ -316,14 +418,3 @@ class Schedule:
             return pretraining.due(self.config, step, last, stood.ended_epoch, self.validates)
         assert isinstance(self.config, JobConfig), "the other kinds"
         return supervised.due(self.config, step, last, stood.ended_epoch, stood.epochs)
-
-    def _check_rate(self, row: Record) -> Iterator[str]:
-        step, rate = row["step"], None  # None: its peak or its end is unknown
-        if isinstance(self.config, TrainingConfig):
-            if self.config.optim.decay_steps or self.config.optim.schedule == "constant":
-                rate = lr_at(step, self.config.optim)
-        elif isinstance(self.config, JobConfig) and self.peak:
-            epoch_steps = math.ceil(len(self.history.feed.order) / self.history.feed.step_size)
-            rate = supervised.job_schedule(self.config, self.peak, epoch_steps)(step)
-        if rate is not None and "lr" in row and not math.isclose(row["lr"] or 0.0, rate, rel_tol=1e-12):
-            yield f"lr of step {step} is {row['lr']}, not {rate}"

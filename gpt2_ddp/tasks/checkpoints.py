@@ -27,7 +27,7 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import write_atomically, writing
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate, mixed
-from gpt2_ddp.output import text_table
+from gpt2_ddp.output import make_output_folder, text_table
 from gpt2_ddp.scoring import METRICS, ItemSet, Result, answer, judge, load_sets, save
 from gpt2_ddp.tasks.jobs import image_model, make_job, normalise
 from gpt2_ddp.tasks.supervised import SampleSet, means, score_each
@@ -72,13 +72,14 @@ def open_splits(
 
 
 def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, Sequence[str]]:
-    """The loss of a GPT's checkpoint over a split of other data, or of its own."""
+    """The configuration of a GPT's run, and the folders to score: `data`, or the run's own."""
     settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(settings, TrainingConfig), "a GPT's"
     return settings, [config.data] if config.data else settings.data.paths
 
 
 def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
+    """The loss of a GPT's checkpoint over a split, and with several folders that of each."""
     settings, folders = _settings(config, checkpoint)
 
     def load():
@@ -93,18 +94,16 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
         number: evaluate(accelerator, prepared, EvalSet(stream, size, config.tokens, lengths), config.batch_size)
         for number, stream in streams.items()
     }
-    told = {number: _told(config, one) for number, one in found.items()}
+
+    def told(result: Evaluation) -> str:
+        loss, bits = f"{config.split} loss {result.loss:.6f}", f"{result.bits_per_byte:.6f} bits per byte"
+        scored = f"{result.tokens:,} tokens ({round(result.bytes):,} bytes)"
+        return f"{loss}, perplexity {result.perplexity:.4f}, {bits} over {scored}"
+
     if len(folders) == 1:
-        return told[0]
-    whole = [_told(config, mixed([(weights[number], one) for number, one in found.items()]))] if weights else []
-    return "\n  ".join([*whole, *(f"{settings.data.names[number]}: {text}" for number, text in told.items())])
-
-
-def _told(config: EvaluateConfig, result: Evaluation) -> str:
-    return (
-        f"{config.split} loss {result.loss:.6f}, perplexity {result.perplexity:.4f}, "
-        f"{result.bits_per_byte:.6f} bits per byte over {result.tokens:,} tokens ({round(result.bytes):,} bytes)"
-    )
+        return told(found[0])
+    whole = [told(mixed([(weights[number], one) for number, one in found.items()]))] if weights else []
+    return "\n  ".join([*whole, *(f"{settings.data.names[number]}: {told(one)}" for number, one in found.items())])
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
@@ -117,9 +116,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
         folders = _settings(config, checkpoint)[1]
         split = lambda: next(iter(open_splits(folders, config.split, tokenizer)[1].values()))  # noqa: E731
         sets = load_sets(config.tasks, config.task_items, tokenizer, size, split)
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        check_writable(str(folder / f"{sets[0].name}.json"))
+        check_writable(str(make_output_folder(folder) / f"{sets[0].name}.json"))
         return sets
 
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
@@ -217,10 +214,9 @@ def worst_classes(counts: Counts) -> list[int]:
 def worst_mistakes(found: np.ndarray, counts: Counts) -> np.ndarray:
     """int64 [PICTURES] or fewer: of each of the worst classes, the COLUMNS mistakes with the highest probability."""
     labels, taken, probability = found
-    items = np.lexsort((-probability, labels))  # by class
+    items = np.argsort(-probability, kind="stable")
     items = items[labels[items] != taken[items]]
-    starts, ends = (np.searchsorted(labels[items], np.arange(len(counts)), side) for side in ("left", "right"))
-    rows = [items[starts[k] : ends[k]][:COLUMNS] for k in worst_classes(counts)]
+    rows = [items[labels[items] == k][:COLUMNS] for k in worst_classes(counts)[:PICTURES]]
     return np.concatenate([items[:0], *rows])[:PICTURES]
 
 
@@ -257,11 +253,10 @@ def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: Samp
 
     rows = -(-len(items) // COLUMNS)
     figure = Figure(figsize=(2 * COLUMNS, 2.4 * rows), layout="constrained")
-    places = [*figure.subplots(rows, COLUMNS, squeeze=False).flat]
     images = test.read(items)[0].permute(0, 2, 3, 1).numpy()
-    for place in places:
+    for number, (item, image) in enumerate(zip(items, images, strict=True), start=1):
+        place = figure.add_subplot(rows, COLUMNS, number)
         place.axis("off")
-    for place, item, image in zip(places, items, images, strict=False):
         place.imshow(image)
         one, other = (names[int(number)][:24] for number in found[:2, item])
         place.set_title(f"{one}\ntaken for {other} {found[2, item]:.0%}", fontsize=8, parse_math=False)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from operator import add
 from pathlib import Path
 
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -34,23 +34,17 @@ def find_gpt(path: Path, field: str) -> Checkpoint:
     return find_checkpoint(path, field, kind="gpt2")
 
 
-class _State(BaseModel):
-    """Fields of state.json that a model needs."""
-
-    tokenizer: str
-    vocab_size: PositiveInt
-
-
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
     Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not fit each other."""
     settings, _ = complete(TrainingConfig, checkpoint.config)
     with still_there(checkpoint):
-        state, shape = _State(**checkpoint.state), ModelConfig(**settings["model"])
-    file = checkpoint.path / state.tokenizer
-    tokenizer = load_tokenizer(str(file) if file.is_file() else state.tokenizer)
+        shape, vocab_size = ModelConfig(**settings["model"]), checkpoint.state["vocab_size"]
+        name = checkpoint.state["tokenizer"]
+    file = checkpoint.path / name
+    tokenizer = load_tokenizer(str(file) if file.is_file() else name)
     with without_init():
-        model = GPT(shape, state.vocab_size, tokenizer.eot)
+        model = GPT(shape, vocab_size, tokenizer.eot)
     load_weights(checkpoint, model)
     return model.eval(), tokenizer
 
@@ -71,7 +65,7 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     except FileNotFoundError as error:
         hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
-    except (ValidationError, SafetensorError) as error:
+    except (ValidationError, SafetensorError, KeyError) as error:
         hint = f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
