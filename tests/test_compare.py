@@ -190,12 +190,8 @@ def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
         n = len(shares)
         return Row("line", Strategy("DDP-2", 2, 2), "", repeats, runs(*[1.0] * n), [(0.0, 0.0)] * n).numbers()
 
-    three = [(0.0, 0.01), (0.1, 0.01), (0.2, 0.01)]
-    for shares, share, noise in (
-        ([(0.1, 0.03)], 0.1, 0.03),
-        ([(0.1, 0.03), (0.1, 0.05)], 0.1, 0.04),
-        (three, 0.1, 0.1),
-    ):
+    two, three = [(0.1, 0.03), (0.1, 0.05)], [(0.0, 0.01), (0.1, 0.01), (0.2, 0.01)]
+    for shares, share, noise in (([(0.1, 0.03)], 0.1, 0.03), (two, 0.1, 0.04), (three, 0.1, 0.1)):
         found = numbers(*shares)
         assert (found["communication"], found["communication_noise"]) == pytest.approx((share, noise))
     cells = list(module.table_row(numbers((-0.02, 0.12))).values())
