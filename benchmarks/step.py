@@ -42,12 +42,9 @@ from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
 PRESET = "configs/gpt2_124m.yaml"
-TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}
-"""A model whose step is nearly all bookkeeping."""
-PRECISIONS = {"no": ("fp32", torch.float32), "bf16": ("bf16", torch.bfloat16)}
-"""Words and types of `--precision`."""
-ENDLESS, GRAD_CLIP = 10**9, 1.0
-"""Steps of a contender, and the norm to which it clips gradients."""
+TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
+PRECISIONS = {"no": ("fp32", torch.float32), "bf16": ("bf16", torch.bfloat16)}  # words and types of `--precision`
+ENDLESS, GRAD_CLIP = 10**9, 1.0  # steps of a contender, and the norm to which it clips gradients
 
 
 def check(config: BenchmarkConfig) -> None:

@@ -261,8 +261,8 @@ def by_value(found: list[Facts], name: str) -> str:
 
 def format_ranks(ranks: list[int]) -> str:
     """Ranks in ascending order, like `0-7, 9`."""
-    place = dict(zip(ranks, itertools.count(), strict=False))
-    runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - place[rank])]
+    place = itertools.count()
+    runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - next(place))]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 

@@ -366,10 +366,9 @@ def test_the_figures_of_the_pages(tmp_path, monkeypatch):
     for name in rows:
         words = ["--config", f"configs/{name}.yaml", "--gpu", "H100 80GB HBM3", "--gpus", "8", "--price", "2.5"]
         plan = make_plan(load(PlanConfig, words))
-        figures = (
-            f"{plan.accumulation} x {plan.micro_batch} | {plan.memory.peak / 1e9:.1f} | {plan.largest_micro_batch}"
-        )
-        figures += f" | {plan.device_hours / 8:.1f} | {plan.price:.0f} | {plan.disk.checkpoints / 1e9:.0f}"
+        gigabytes, hours = plan.memory.peak / 1e9, plan.device_hours / 8
+        figures = f"{plan.accumulation} x {plan.micro_batch} | {gigabytes:.1f} | {plan.largest_micro_batch}"
+        figures += f" | {hours:.1f} | {plan.price:.0f} | {plan.disk['checkpoints'] / 1e9:.0f}"
         assert f"| `{name}.yaml` | {figures} |\n" in table
         if name == "gpt2_124m":
             block = output.split("```\ngpt2_124m on ")[1].split("```")[0]
