@@ -8,27 +8,22 @@
 The same command again resumes the run.
 """
 
+from typing import Any
+
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import RegressionConfig
-from gpt2_ddp.distributed.environment import exit_code, is_main_process
-from gpt2_ddp.distributed.spawn import run_processes
+from gpt2_ddp.tasks.command import start_job
 
 
-def train(config: RegressionConfig) -> str:
+def summary(result: Any) -> str:
     from safetensors.torch import load_file
 
-    from gpt2_ddp.tasks.jobs import run_job
-
-    result = run_job(config)
-    if result.outcome == "completed" and is_main_process():
-        line = load_file(result.checkpoint / "model.safetensors")
-        found = f"weight {line['linear.weight'].item():.4f}, bias {line['linear.bias'].item():.4f}"
-        print(f"{found}, loss {result.metrics['val_loss']:.4f}, {result.seconds:.1f} s")
-    return result.outcome
+    weight, bias = (load_file(result.checkpoint / "model.safetensors")[f"linear.{name}"] for name in ("weight", "bias"))
+    return f"weight {weight.item():.4f}, bias {bias.item():.4f}, loss {result.metrics['val_loss']:.4f}"
 
 
 def main(config: RegressionConfig) -> int:
-    return exit_code(run_processes(train, config.launch.processes, config))
+    return start_job(config, summary)
 
 
 if __name__ == "__main__":
