@@ -276,8 +276,8 @@ def difference(file: Path, reference: Path) -> tuple[float, float]:
 def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str]:
     """The notes below the table, its limits first."""
     notes, threads = [], f"{config.threads} thread{'s' * (config.threads > 1)}"
-    for n in config.processes if machine.device == "cpu" else ():
-        if n * config.threads > machine.cores:
+    for n in config.processes:
+        if machine.device == "cpu" and n * config.threads > machine.cores:
             wanted = f"{n} processes with {threads} each share {machine.cores:g}"
             notes.append(f"DDP-{n}: too few cores for a full speed-up: {wanted}")
     if busy > BUSY * (os.cpu_count() or 1):
@@ -334,8 +334,7 @@ def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, fold
 def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
     """A figure, with the least and the largest of its readings if they differ."""
     least, most = min(readings), max(readings)
-    extremes = f" ({layout.format(least)}–{layout.format(most)})" if least < most else ""
-    return layout.format(value) + extremes
+    return layout.format(value) + (f" ({layout.format(least)}–{layout.format(most)})" if least < most else "")
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:

@@ -330,9 +330,9 @@ def format_plan(plan: Plan) -> list[str]:
     lines.append(f"    elsewhere  {others}{host}")
     if plan.measured_memory:
         lines.append(f"    measured   {_gb(plan.measured_memory)}")
-    largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
-    if not plan.largest_micro_batch:
-        largest = "no micro-batch fits; try activation_checkpointing, or a smaller eval.batch_size"
+    largest = "no micro-batch fits; try activation_checkpointing, or a smaller eval.batch_size"
+    if plan.largest_micro_batch:
+        largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
     lines.append(f"    {'fits' if plan.fits else 'DOES NOT FIT'}; {largest}")
     kept = f"{_gb(disk['checkpoint'])} GB per checkpoint, at most {_gb(disk['checkpoints'])} GB for all kept ones"
     free = f"{'' if disk['checkpoints'] <= disk['free'] else 'DOES NOT FIT, '}{_gb(disk['free'])} GB free"
