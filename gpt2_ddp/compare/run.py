@@ -98,13 +98,9 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
 
 
 def communication_share(run: Run, block: int) -> CommFraction | None:
-    """Share of this rank's step that synchronising gradients costs; None for one process.
-
-    Blocks of `block` ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The
-    difference is the exposed communication: not what the backward pass hides, but waiting for a slower rank, and the
-    core and the memory bandwidth that the all-reduce takes. Without synchronisation the replicas diverge, so this comes
-    last.
-    """
+    """Share of this rank's step that synchronising gradients costs; None for one process. Blocks of `block` ordinary
+    steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The difference is the exposed
+    communication (docs/compare.md). Without synchronisation the replicas diverge, so this comes last."""
     if run.accelerator.num_processes == 1:
         return None
     together, apart = [], []

@@ -2,8 +2,8 @@
 
 import io
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -241,15 +241,6 @@ def dropout_seed(accelerator: Accelerator, seed: int):
     yield {**found, "ratio": found["same"] / found["own"]}
 
 
-@contextmanager
-def half_saved(path: Path, data: bytes) -> Generator[None, None, None]:
-    """A save, inside of which half of the file is written."""
-    with path.open("wb", buffering=0) as file:
-        file.write(data[: len(data) // 2])
-        yield
-        file.write(data[len(data) // 2 :])
-
-
 @experiment(
     claim="Where every rank saves to the same file, one truncates what another has finished and goes on to read",
     wrong="torch.save(state, path) on every rank",
@@ -270,14 +261,14 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
             if saves and accelerator.process_index == 0:
                 path.write_bytes(data)
             accelerator.wait_for_everyone()
-            with half_saved(path, data) if saves and accelerator.process_index == 1 else nullcontext():
-                accelerator.wait_for_everyone()
-                if accelerator.process_index == 0:
-                    try:
-                        read = len(torch.load(path))
-                    except RuntimeError as error:
-                        yield {"error": str(error).partition(". ")[0]}
-                accelerator.wait_for_everyone()
+            if saves and accelerator.process_index == 1:
+                path.write_bytes(data[: len(data) // 2])  # half of its save
+            accelerator.wait_for_everyone()
+            if accelerator.process_index == 0:
+                try:
+                    read = len(torch.load(path))
+                except RuntimeError as error:
+                    yield {"error": str(error).partition(". ")[0]}
             yield {way: sum(gather_object([saves])), f"{way}_read": read}
 
 

@@ -50,8 +50,7 @@ class Target:
 
 
 def find_target(config: PlanConfig, started: int) -> Target:
-    """The machine to plan for; a launcher started `started` processes. Raises: UserError for a missing device, and for
-    an unknown GPU without a given memory."""
+    """The machine to plan for, where a launcher started `started` processes. Raises: UserError."""
     per_node = config.gpus or max(started // config.nodes, 1)
     memory = config.gpu_memory * 1e9 if config.gpu_memory else None
     if config.gpu is None:
