@@ -92,14 +92,12 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
 
 def environment_info() -> dict[str, Any]:
     """The machine, its driver, the versions, the commit where git knows it, and the command."""
-    git = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"]
-    in_clone = not INSTALLED and which("git")  # an installed package lies in some other project
-    return {
-        "machine": {**get_env_info()._asdict(), "memory": psutil.virtual_memory().total},
-        "versions": {name: version(name) for name in ("torch", "accelerate")},
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if in_clone else "",
-        "command": sys.argv,
-    }
+    git, commit = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"], ""
+    if not INSTALLED and which("git"):  # an installed package lies in some other project
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    machine = {**get_env_info()._asdict(), "memory": psutil.virtual_memory().total}
+    versions = {name: version(name) for name in ("torch", "accelerate")}
+    return {"machine": machine, "versions": versions, "commit": commit, "command": sys.argv}
 
 
 def make_case(

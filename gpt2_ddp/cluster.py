@@ -101,8 +101,7 @@ class RankEnv(NamedTuple):
 
 
 def connect(place: RankEnv, timeout: float) -> Store:
-    """The store of this world: torchrun's own, or else one that rank 0 serves. Raises UserError: nobody answers there
-    within `timeout` seconds, or rank 0 cannot serve there."""
+    """The store of this world: torchrun's own, or else one that rank 0 serves. Raises: UserError."""
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves:
         try:
@@ -335,13 +334,9 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
     seconds, n = max(median for median, _ in measured), len(measured)
     algorithm = size / seconds / 1e9
-    return {
-        "bytes": size,
-        "median_us": round(seconds * 1e6, 1),
-        "algorithm_gb_per_s": round(algorithm, 4),
-        "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4),
-        "wrong_ranks": [rank for rank, (_, wrong) in enumerate(measured) if wrong],
-    }
+    rates = {"algorithm_gb_per_s": round(algorithm, 4), "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4)}
+    wrong_ranks = [rank for rank, (_, wrong) in enumerate(measured) if wrong]
+    return {"bytes": size, "median_us": round(seconds * 1e6, 1), **rates, "wrong_ranks": wrong_ranks}
 
 
 def _notes(ranks: list[Facts]) -> Iterator[str]:

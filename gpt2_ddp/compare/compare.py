@@ -72,9 +72,8 @@ class Row:
 
     def numbers(self) -> dict[str, Any]:
         """Everything measured, as plain values. Figures are medians of the repeats, except the largest differences and
-        the peak memory of the largest process. `speed_up` is one process's wall time over this strategy's, for equally
-        many samples. `communication` is None for one process. Its noise is the larger one of the median within a repeat
-        and that between repeats."""
+        the peak memory of the largest process. Speed-ups are for equally many samples. `communication` is None for one
+        process; its noise is the larger one of the median within a repeat and that between repeats."""
         about = {"job": self.job, "way": self.way.name, "processes": self.way.processes, "devices": self.way.devices}
         if self.why_missing:
             return about | {"why_missing": self.why_missing}

@@ -26,10 +26,8 @@ from gpt2_ddp.lab.experiment import Experiment, Numbers
 from gpt2_ddp.output import markdown_table
 from gpt2_ddp.project import PROJECT, command_for
 
-EXPERIMENTS = [
-    value for topic in (wrapper, ranks, loop) for value in vars(topic).values() if isinstance(value, Experiment)
-]
-"""In the order of docs/ddp-lab.md."""
+TOPICS = wrapper, ranks, loop  # in the order of docs/ddp-lab.md
+EXPERIMENTS = [value for topic in TOPICS for value in vars(topic).values() if isinstance(value, Experiment)]
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 PROCESSES = 2
@@ -109,8 +107,7 @@ def as_markdown(rows: list[Row]) -> str:
 
 
 def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
-    """Runs experiments one after the other in a world of two processes. Starts a new world after an experiment without
-    numbers; ends if a world does not start."""
+    """Runs experiments one after the other in a world of two processes, after one without numbers in a new world."""
     ranks: Ranks = []
     try:
         for experiment in experiments:
