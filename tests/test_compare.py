@@ -13,13 +13,13 @@ import torch
 import yaml
 from commands import expect_error
 from ranks import run_ranks
-from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import Machine, Row, Strategy, as_markdown, compare, difference, read_job
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
+from runs import job_config, training_config
 
 CPU = Machine(gpus=0, cores=2, device="cpu")
 
@@ -33,16 +33,14 @@ def tiny(kind: str, corpus: Path, folder: Path):
 @pytest.mark.parametrize("kind", ["mlp", "gpt2"])
 def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
     config = tiny(kind, corpus, tmp_path / "runs")
-    runs, files = {}, {}
+    runs = {}
     for name, world, steps in (("single", 1, 6), ("ddp", 2, 6), ("shorter", 1, 5)):
-        files[name] = tmp_path / name
         own = config.model_copy(update={"run_name": name})
-        found = run_ranks(measure, world, own, False, 1, steps, files[name])
-        runs[name] = found[0]
-        assert all(run == found[0] for run in found)
+        runs[name], *others = run_ranks(measure, world, own, False, 1, steps, tmp_path / name)
+        assert all(run == runs[name] for run in others)
     single, ddp = runs["single"], runs["ddp"]
-    assert difference(files["ddp"], files["single"])[0] < 1e-5
-    assert difference(files["shorter"], files["single"])[0] > 1e-4  # so that a step that was not taken would show
+    assert difference(tmp_path / "ddp", tmp_path / "single")[0] < 1e-5
+    assert difference(tmp_path / "shorter", tmp_path / "single")[0] > 1e-4, "a step that was not taken would show"
     assert (ddp.steps, ddp.samples, ddp.parameters) == (single.steps, single.samples, single.parameters)
     assert ddp.metrics == pytest.approx(single.metrics, rel=1e-4)
     assert ddp.steps_per_epoch == single.steps_per_epoch == {"mlp": 5}.get(kind, ddp.steps_per_epoch)
