@@ -9,6 +9,7 @@
 The same command again resumes the run.
 """
 
+from functools import partial
 from typing import Any
 
 from gpt2_ddp.config.cli import run_command
@@ -22,9 +23,5 @@ def summary(result: Any) -> str:
     return f"{', '.join(scores)} of {metrics['val_samples']:,} test samples"
 
 
-def main(config: ClassifierConfig) -> int:
-    return start_job(config, summary)
-
-
 if __name__ == "__main__":
-    run_command(ClassifierConfig, main, default=classifier_default)
+    run_command(ClassifierConfig, partial(start_job, summary=summary), default=classifier_default)

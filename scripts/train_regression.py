@@ -8,6 +8,7 @@
 The same command again resumes the run.
 """
 
+from functools import partial
 from typing import Any
 
 from gpt2_ddp.config.cli import run_command
@@ -18,13 +19,10 @@ from gpt2_ddp.tasks.command import start_job
 def summary(result: Any) -> str:
     from safetensors.torch import load_file
 
-    weight, bias = (load_file(result.checkpoint / "model.safetensors")[f"linear.{name}"] for name in ("weight", "bias"))
-    return f"weight {weight.item():.4f}, bias {bias.item():.4f}, loss {result.metrics['val_loss']:.4f}"
-
-
-def main(config: RegressionConfig) -> int:
-    return start_job(config, summary)
+    line = load_file(result.checkpoint / "model.safetensors")
+    weight, bias = line["linear.weight"].item(), line["linear.bias"].item()
+    return f"weight {weight:.4f}, bias {bias:.4f}, loss {result.metrics['val_loss']:.4f}"
 
 
 if __name__ == "__main__":
-    run_command(RegressionConfig, main, default="configs/jobs/regression.yaml")
+    run_command(RegressionConfig, partial(start_job, summary=summary), default="configs/jobs/regression.yaml")

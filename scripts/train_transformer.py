@@ -7,6 +7,7 @@
 The same command again resumes the run.
 """
 
+from functools import partial
 from typing import Any
 
 from gpt2_ddp.config.cli import run_command
@@ -18,9 +19,5 @@ def summary(result: Any) -> str:
     return f"mean loss of the last epoch {result.metrics['train_loss']:.4f}"
 
 
-def main(config: TransformerConfig) -> int:
-    return start_job(config, summary)
-
-
 if __name__ == "__main__":
-    run_command(TransformerConfig, main, default="configs/jobs/transformer.yaml")
+    run_command(TransformerConfig, partial(start_job, summary=summary), default="configs/jobs/transformer.yaml")
