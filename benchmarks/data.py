@@ -19,8 +19,7 @@ from gpt2_ddp.data.shards import TokenStream, Windows
 from gpt2_ddp.distributed.launch import build_accelerator
 
 TOKENS = 100_000_000
-BATCH, BLOCK_SIZE = 16, 1024
-"""Windows and their tokens."""
+BATCH, BLOCK_SIZE = 16, 1024  # windows and their tokens
 
 
 def measure(config: BenchmarkConfig) -> Table:

@@ -32,19 +32,16 @@ T = TypeVar("T")
 
 OURS = "ours"
 HEADER = ["what", "unit", "contender", "figure", "ours is better by"]
-MOST_STEPS = 1000
-"""Most steps of a turn."""
-Done = Callable[[], object]
-"""A contender calls it after each of its steps, which never end."""
-Contender = tuple[Callable[..., None], Sequence[Any]]
-"""A module's function and its arguments, before which it receives a `Done`."""
+MOST_STEPS = 1000  # of a turn
+Done = Callable[[], object]  # a contender calls it after each of its steps, which never end
+Contender = tuple[Callable[..., None], Sequence[Any]]  # a module's function; its arguments after a `Done`
 
 
 class StepTiming(NamedTuple):
-    """One turn: seconds per step, and the peak memory of the process so far, in bytes (`peak_memory`)."""
+    """One turn."""
 
-    seconds: float
-    memory: int
+    seconds: float  # per step
+    memory: int  # peak of the process so far, in bytes (`peak_memory`)
 
 
 class Case(NamedTuple):
@@ -68,8 +65,7 @@ class Case(NamedTuple):
             yield [self.what, self.unit, name, f"{median(figures):,.4g}", spread]
 
 
-Table = tuple[Sequence[Case], Sequence[str]]
-"""All cases of a benchmark, and sentences below its table."""
+Table = tuple[Sequence[Case], Sequence[str]]  # all cases of a benchmark, and sentences below its table
 
 
 def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
@@ -85,24 +81,23 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
         tables.append((cases, notes))
         table = markdown_table(HEADER, [line for case in cases for line in case.lines()])
         print(f"{name}\n\n{table}\n", *(f"- {note}" for note in notes), sep="\n", end="\n\n", flush=True)
-        found = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json")}
-        ratios = [{name: case.ratios(name) for name in case.figures if name != OURS} for case in cases]
-        numbers = [case._asdict() | {"ratios": of} for case, of in zip(cases, ratios, strict=True)]
-        found |= {"notes": notes, "cases": numbers}
+        found = {"benchmark": name, **environment_info(), "settings": config.model_dump(mode="json"), "notes": notes}
+        found["cases"] = [
+            case._asdict() | {"ratios": {name: case.ratios(name) for name in case.figures if name != OURS}}
+            for case in cases
+        ]
         write_atomically(output / f"{name}.json", json.dumps(found, indent=1) + "\n")
     return tables
 
 
 def environment_info() -> dict[str, Any]:
     """The machine, its driver, the versions, the commit where git knows it, and the command."""
-    git = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"]
-    in_clone = not INSTALLED and which("git")  # an installed package lies in some other project
-    return {
-        "machine": {**get_env_info()._asdict(), "memory": psutil.virtual_memory().total},
-        "versions": {name: version(name) for name in ("torch", "accelerate")},
-        "commit": subprocess.run(git, capture_output=True, text=True).stdout.strip() if in_clone else "",
-        "command": sys.argv,
-    }
+    git, commit = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"], ""
+    if not INSTALLED and which("git"):  # an installed package lies in some other project
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    machine = {**get_env_info()._asdict(), "memory": psutil.virtual_memory().total}
+    versions = {name: version(name) for name in ("torch", "accelerate")}
+    return {"machine": machine, "versions": versions, "commit": commit, "command": sys.argv}
 
 
 def make_case(

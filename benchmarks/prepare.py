@@ -27,8 +27,7 @@ from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.sources import Source
 
 UNITS = ("M tokens/s", "M tokens/CPU s")
-TEXT_BYTES = 40_000_000
-"""Size of the text without `--text`."""
+TEXT_BYTES = 40_000_000  # of the text without `--text`
 
 
 def check(config: BenchmarkConfig) -> None:
@@ -111,5 +110,4 @@ def tokens_of(row: dict[str, Any]) -> np.ndarray:
     return np.array([encoding.eot_token, *encoding.encode_ordinary(row["text"])], np.uint16)
 
 
-load_cached = cache(load_tokenizer)
-"""In each process of a pool."""
+load_cached = cache(load_tokenizer)  # in each process of a pool

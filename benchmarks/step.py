@@ -42,18 +42,15 @@ from gpt2_ddp.training.task import Due
 
 BARE = "bare PyTorch loop"
 PRESET = "configs/gpt2_124m.yaml"
-TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}
-"""A model whose step is nearly all bookkeeping."""
-PRECISIONS = {"no": ("fp32", torch.float32), "bf16": ("bf16", torch.bfloat16)}
-"""Words and types of `--precision`."""
-ENDLESS, GRAD_CLIP = 10**9, 1.0
-"""Steps of a contender, and the norm to which it clips gradients."""
+TINY = {"model.n_layer": 1, "model.n_head": 2, "model.n_embd": 32, "model.block_size": 32}  # whose step is bookkeeping
+PRECISIONS = {"no": ("fp32", torch.float32), "bf16": ("bf16", torch.bfloat16)}  # words and types of `--precision`
+ENDLESS, GRAD_CLIP = 10**9, 1.0  # steps of a contender, and the norm to which it clips gradients
 
 
 def check(config: BenchmarkConfig) -> None:
     """Raises: UserError for a wrong preset, size or checkout."""
-    for batch, precision, how in variants(config):
-        short_run(config, Path("/"), batch, precision, how, {})
+    for variant in variants(config):
+        short_run(config, Path("/"), *variant, {})
     if config.nanogpt and not Path(config.nanogpt, "model.py").is_file():
         raise UserError("nanogpt", config.nanogpt, "has no model.py; name a checkout of nanoGPT")
     if config.nanogpt and preset(config).model.architecture != "gpt2":
@@ -91,8 +88,7 @@ def compare(
     }
     if config.nanogpt:
         contenders["nanoGPT"] = (nanogpt, (run, device, config.nanogpt))
-    chosen = {name: contender for name, contender in contenders.items() if name in (only or contenders)}
-    return time_contenders(chosen, device, config)
+    return time_contenders({name: contenders[name] for name in only or contenders}, device, config)
 
 
 def ours(done: Done, config: TrainingConfig) -> None:

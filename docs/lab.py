@@ -20,7 +20,7 @@ from gpt2_ddp.lab.experiment import Experiment
 from gpt2_ddp.lab.lab import DOCUMENTATION, EXPERIMENTS, run_experiments
 from gpt2_ddp.output import markdown_table
 
-HELPERS = "make_model", "make_rows", "share", "mse", "train", "gradient", "distance", "largest", "union"
+HELPERS = "make_model", "make_rows", "share", "mse", "train", "gradient", "distance", "largest"
 
 
 def contents() -> str:

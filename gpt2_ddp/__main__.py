@@ -9,16 +9,12 @@ torchrun --nproc_per_node 8 -m gpt2_ddp train_gpt2 --config gpt2_124m.yaml
 import ast
 import runpy
 import sys
-from collections.abc import Container
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gpt2_ddp.config.base import nearest
+from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
-
-if TYPE_CHECKING:
-    from gpt2_ddp.config.jobs import JobConfig
 
 GROUPS = {
     "train": ("prepare_data", "train_gpt2", "train_classifier", "train_regression", "train_transformer"),
@@ -27,14 +23,13 @@ GROUPS = {
     "plan": ("plan", "check_cluster", "compare_parallel", "benchmark"),
     "learn": ("hello_ddp", "hello_torch_ddp", "hello_trainer", "ddp_lab"),
 }
-"""The scripts, grouped by purpose."""
 
 
 def main() -> None:
     """Runs the script named by the first word of the command line. The other words are its arguments."""
     scripts = {file.stem: file for file in sorted((PROJECT / "scripts").glob("*.py"))}
     name, *flags = sys.argv[1:] or ["--help"]
-    jobs = {} if name in scripts else jobs_without_script(scripts)
+    jobs = {f"train_{job.kind}": job for job in JobConfig.__subclasses__() if f"train_{job.kind}" not in scripts}
     if name in ("-h", "--help"):
         print("usage: gpt2-ddp SCRIPT [--help] ...")
         for group, members in GROUPS.items():
@@ -54,14 +49,6 @@ def main() -> None:
         sys.exit(2)
     sys.argv = [str(scripts[name]), *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def jobs_without_script(scripts: Container[str]) -> "dict[str, type[JobConfig]]":
-    """The configurations of small jobs that have no script, by `train_KIND`."""
-    from gpt2_ddp.config.jobs import JobConfig
-
-    found = {f"train_{job.kind}": job for job in JobConfig.__subclasses__()}
-    return {name: job for name, job in found.items() if name not in scripts}
 
 
 def _summary(script: Path) -> str:

@@ -26,6 +26,8 @@ import psutil
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -33,7 +35,6 @@ from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import nearest_without_padding, padding_rows, split_batch
 from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.distributed.environment import is_main_process, world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
@@ -43,10 +44,8 @@ from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import text_table
 
 AFTERMATH = 5.0  # seconds that other ranks wait longer than rank 0, for its result
-SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
-"""Facts that must not differ between ranks."""
-
 Facts = dict[str, Any]  # facts about a rank and its machine (`gather_facts`)
+SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
 WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connections
 BACKWARD = 2 / 3  # share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass
 SLOW = 4  # a network this many times slower than its interface gets a note; protocol and other traffic take a part
@@ -54,15 +53,13 @@ SLOW = 4  # a network this many times slower than its interface gets a note; pro
 
 def check_cluster(config: CheckClusterConfig) -> None:
     """Checks this process's world; rank 0 prints and saves the results. Raises UserError for ranks that do not
-    connect, differ in versions, or sum wrongly; on rank 0, for an `output` that cannot be written. If a rank dies or
-    hangs later, all processes end with an `error:` line and exit code 2."""
+    connect, differ or sum wrongly. If a rank dies or hangs later, all end with an `error:` line and exit code 2."""
     if config.output and is_main_process():
         check_writable(config.output)
     training = load(TrainingConfig, ["--config", config.training]) if config.training else None
     if world_size() == 1:
-        accelerator = build_accelerator(config.device, "no")  # raises where more were asked for
-        alone = RankEnv(rank=0, local_rank=0, world_size=1, address="127.0.0.1", port=1)
-        facts = gather_facts(alone, accelerator.device)
+        device = build_accelerator(config.device, "no").device  # raises where more were asked for
+        facts = gather_facts(RankEnv(0, 0, 1, "127.0.0.1", 1), device)
         _report(config, [facts], [], [f"only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}"])
         return
     place = RankEnv.from_environment()
@@ -104,8 +101,7 @@ class RankEnv(NamedTuple):
 
 
 def connect(place: RankEnv, timeout: float) -> Store:
-    """The store of this world: torchrun's own, or else one that rank 0 serves. Raises UserError: nobody answers there
-    within `timeout` seconds, or rank 0 cannot serve there."""
+    """The store of this world: torchrun's own, or else one that rank 0 serves. Raises: UserError."""
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves:
         try:
@@ -201,11 +197,8 @@ def _route(address: str, port: int) -> tuple[str, str, float]:
 
 def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
     """Waits until all ranks have connected; returns their facts by rank. Rank 0 waits `timeout` seconds for the
-    others. They wait as long for rank 0, and then for its result.
-
-    Raises UserError if ranks are missing, two have the same rank, or they differ in SAME_EVERYWHERE; SystemExit with 2
-    on other ranks, after rank 0 has printed the error.
-    """
+    others. They wait as long for rank 0, and then for its result. Raises UserError if ranks are missing, two have the
+    same rank, or they differ in SAME_EVERYWHERE; SystemExit with 2 on other ranks, as rank 0 prints the error."""
     if store.add(f"seats/{place.rank}", 1) > 1:
         hint = f"a second process (on {facts['host']}) has this rank; give each its own (--machine_rank, --node_rank)"
         raise UserError("RANK", place.rank, hint)
@@ -215,8 +208,7 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
             found = _wait_for_all(store, place.world_size, timeout)
         except UserError as error:
             store.set("arrivals", json.dumps(error.mistakes))
-            others = [f"facts/{rank}" for rank in range(1, place.world_size)]
-            wait_until(lambda: store.add("heard", 0) >= sum(store.check([key]) for key in others), 2)
+            time.sleep(2)  # the store ends with this process, and the others read it often
             raise
         store.set("arrivals", "[]")
         return found
@@ -224,9 +216,7 @@ def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> li
         raise UserError("rank", 0, f"did not connect within {timeout:g} s; rank {place.rank} ({facts['host']}) did")
     if not wait_until(lambda: store.check(["arrivals"]), timeout + AFTERMATH):
         raise UserError("rank", 0, f"connected, then sent no heartbeat; rank {place.rank} ({facts['host']}) does")
-    mistakes = json.loads(store.get("arrivals"))
-    store.add("heard", 1)
-    if mistakes:
+    if json.loads(store.get("arrivals")):
         sys.exit(2)
     return _read_facts(store, range(place.world_size))
 
@@ -266,8 +256,8 @@ def by_value(found: list[Facts], name: str) -> str:
 
 def format_ranks(ranks: list[int]) -> str:
     """Ranks in ascending order, like `0-7, 9`."""
-    place = dict(zip(ranks, itertools.count(), strict=False))
-    runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - place[rank])]
+    place = itertools.count()
+    runs = [list(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank - next(place))]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
@@ -292,12 +282,9 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
         for size in config.sizes:
             watchdog.heartbeat(f"all-reduce of {spell_bytes(size)}")
-            mine.append(time_all_reduce(size, config.repeats, rank, len(ranks), accelerator.device, watchdog.progress))
+            mine.append(time_all_reduce(size, config.repeats, accelerator, watchdog.progress))
         watchdog.heartbeat("comparing results")
-        store.set(f"results/{rank}", json.dumps(mine))
-        keys = [f"results/{other}" for other in range(len(ranks))]
-        store.wait(keys, patience)
-        everyone = [json.loads(text) for text in store.multi_get(keys)]
+        everyone = gather_object([mine])
     except RuntimeError as error:  # the only class that lost connections have in common
         watchdog.failed(error)
         time.sleep(patience.total_seconds())  # until the watchdog ends all processes, with one error
@@ -319,16 +306,14 @@ def explain_verdict(ranks: list[Facts], verdict: Verdict) -> str:
 
 
 def time_all_reduce(
-    size: int, repeats: int, rank: int, world_size: int, device: torch.device, progress: Callable[[], None]
+    size: int, repeats: int, accelerator: Accelerator, progress: Callable[[], None]
 ) -> tuple[float, int]:
     """Sums `size` bytes of fp32 over all ranks, and calls `progress` before each all-reduce. Returns the median seconds
-    of `repeats` all-reduces on this rank, and the number of elements that were wrong in the first.
-
-    The numbers are whole and their sums below 2^24, so that fp32 is exact in any order of summation.
-    """
+    of `repeats` all-reduces on this rank, and the number of elements that were wrong in the first. The numbers are
+    whole and their sums below 2^24, so fp32 is exact in any order of summation."""
+    device, factors = accelerator.device, [rank % 8 + 1 for rank in range(accelerator.num_processes)]
     index = torch.arange(size // 4, device=device) % 128
-    value = (index * (rank % 8 + 1)).float()
-    expected = (index * sum(other % 8 + 1 for other in range(world_size))).float()
+    value, expected = (index * factors[accelerator.process_index]).float(), (index * sum(factors)).float()
     total = value.clone()
     dist.all_reduce(total)
     wrong = int((total != expected).sum().item())
@@ -349,13 +334,9 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     """A size's row: the slowest rank's median; bandwidths as nccl-tests defines them, in 10^9 bytes per second."""
     seconds, n = max(median for median, _ in measured), len(measured)
     algorithm = size / seconds / 1e9
-    return {
-        "bytes": size,
-        "median_us": round(seconds * 1e6, 1),
-        "algorithm_gb_per_s": round(algorithm, 4),
-        "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4),
-        "wrong_ranks": [rank for rank, (_, wrong) in enumerate(measured) if wrong],
-    }
+    rates = {"algorithm_gb_per_s": round(algorithm, 4), "bus_gb_per_s": round(algorithm * 2 * (n - 1) / n, 4)}
+    wrong_ranks = [rank for rank, (_, wrong) in enumerate(measured) if wrong]
+    return {"bytes": size, "median_us": round(seconds * 1e6, 1), **rates, "wrong_ranks": wrong_ranks}
 
 
 def _notes(ranks: list[Facts]) -> Iterator[str]:
@@ -378,13 +359,6 @@ def gradient_bytes(config: TrainingConfig) -> int:
         return 4 * sum(parameter.numel() for parameter in GPT(config.model, ids, eot=0).parameters())
 
 
-def share_of_a_step(communication: float, computation: float) -> tuple[float, float]:
-    """The least and the largest share of a step that all-reducing adds: gradients travel during the whole backward
-    pass, or after it. In seconds: the all-reduce of all gradients alone, the forward and backward passes alone."""
-    least = max(communication - BACKWARD * computation, 0)
-    return least / (computation + least), communication / (computation + communication)
-
-
 def network_notes(
     config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
 ) -> Iterator[str]:
@@ -394,16 +368,11 @@ def network_notes(
         size = gradient_bytes(training)
         seconds = size / largest["algorithm_gb_per_s"] / 1e9
         line = f"{config.training}: {size / 1e6:,.0f} MB of gradients take {seconds:.3g} s of each step on this network"
-        if config.step_seconds:
-            least, most = share_of_a_step(seconds, config.step_seconds)
+        if compute := config.step_seconds:  # gradients travel during the whole backward pass, or after it
+            exposed = max(seconds - BACKWARD * compute, 0)
+            least, most = exposed / (compute + exposed), seconds / (compute + seconds)
             line += f": {least:.0%} of it if they overlap with the backward pass, {most:.0%} at most"
         yield line
-        windows, processes, size = training.global_batch_windows, len(ranks), training.train.micro_batch_size
-        batch = split_batch(windows, min(processes, windows), windows if size == "auto" else size)
-        if padding := padding_rows(windows, processes, batch):
-            tokens = nearest_without_padding(windows, min(processes, windows), batch) * training.model.block_size
-            what = f"{padding / windows:.1%} of each step of {windows:,} windows is padding on {processes} processes"
-            yield f"{config.training}: {what}; none with train.global_batch_tokens {tokens}"
     speeds = {facts["host"]: facts["link_gb_per_s"] for facts in ranks if facts["link_gb_per_s"]}
     if len({facts["host"] for facts in ranks}) > 1 and speeds and ranks[0]["device_type"] == "cpu":
         host, bus = min(speeds, key=speeds.__getitem__), largest["bus_gb_per_s"]

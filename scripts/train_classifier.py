@@ -9,28 +9,19 @@
 The same command again resumes the run.
 """
 
+from functools import partial
+from typing import Any
+
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import ClassifierConfig, classifier_default
-from gpt2_ddp.distributed.environment import exit_code, is_main_process
-from gpt2_ddp.distributed.spawn import run_processes
+from gpt2_ddp.tasks.command import start_job
 
 
-def train(config: ClassifierConfig) -> str:
-    from gpt2_ddp.tasks.jobs import run_job
-
-    result = run_job(config)
-    if result.outcome == "completed" and is_main_process():
-        scores = ", ".join(f"{name[4:]} {result.metrics[name]:.2%}" for name in result.metrics if name in ACCURACIES)
-        print(f"{scores} of {result.metrics['val_samples']:,} test samples, {result.seconds:.1f} s")
-    return result.outcome
-
-
-ACCURACIES = ("val_accuracy", "val_top5")
-
-
-def main(config: ClassifierConfig) -> int:
-    return exit_code(run_processes(train, config.launch.processes, config))
+def summary(result: Any) -> str:
+    metrics = result.metrics
+    scores = [f"{name[4:]} {metrics[name]:.2%}" for name in metrics if name in ("val_accuracy", "val_top5")]
+    return f"{', '.join(scores)} of {metrics['val_samples']:,} test samples"
 
 
 if __name__ == "__main__":
-    run_command(ClassifierConfig, main, default=classifier_default)
+    run_command(ClassifierConfig, partial(start_job, summary=summary), default=classifier_default)

@@ -8,28 +8,21 @@
 The same command again resumes the run.
 """
 
+from functools import partial
+from typing import Any
+
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import RegressionConfig
-from gpt2_ddp.distributed.environment import exit_code, is_main_process
-from gpt2_ddp.distributed.spawn import run_processes
+from gpt2_ddp.tasks.command import start_job
 
 
-def train(config: RegressionConfig) -> str:
+def summary(result: Any) -> str:
     from safetensors.torch import load_file
 
-    from gpt2_ddp.tasks.jobs import run_job
-
-    result = run_job(config)
-    if result.outcome == "completed" and is_main_process():
-        line = load_file(result.checkpoint / "model.safetensors")
-        found = f"weight {line['linear.weight'].item():.4f}, bias {line['linear.bias'].item():.4f}"
-        print(f"{found}, loss {result.metrics['val_loss']:.4f}, {result.seconds:.1f} s")
-    return result.outcome
-
-
-def main(config: RegressionConfig) -> int:
-    return exit_code(run_processes(train, config.launch.processes, config))
+    line = load_file(result.checkpoint / "model.safetensors")
+    weight, bias = line["linear.weight"].item(), line["linear.bias"].item()
+    return f"weight {weight:.4f}, bias {bias:.4f}, loss {result.metrics['val_loss']:.4f}"
 
 
 if __name__ == "__main__":
-    run_command(RegressionConfig, main, default="configs/jobs/regression.yaml")
+    run_command(RegressionConfig, partial(start_job, summary=summary), default="configs/jobs/regression.yaml")

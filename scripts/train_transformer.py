@@ -7,24 +7,17 @@
 The same command again resumes the run.
 """
 
+from functools import partial
+from typing import Any
+
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.jobs import TransformerConfig
-from gpt2_ddp.distributed.environment import exit_code, is_main_process
-from gpt2_ddp.distributed.spawn import run_processes
+from gpt2_ddp.tasks.command import start_job
 
 
-def train(config: TransformerConfig) -> str:
-    from gpt2_ddp.tasks.jobs import run_job
-
-    result = run_job(config)
-    if result.outcome == "completed" and is_main_process():
-        print(f"mean loss of the last epoch {result.metrics['train_loss']:.4f}, {result.seconds:.1f} s")
-    return result.outcome
-
-
-def main(config: TransformerConfig) -> int:
-    return exit_code(run_processes(train, config.launch.processes, config))
+def summary(result: Any) -> str:
+    return f"mean loss of the last epoch {result.metrics['train_loss']:.4f}"
 
 
 if __name__ == "__main__":
-    run_command(TransformerConfig, main, default="configs/jobs/transformer.yaml")
+    run_command(TransformerConfig, partial(start_job, summary=summary), default="configs/jobs/transformer.yaml")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import expect_error
 from ranks import forked_ranks, run_ranks
 from test_gpu import TINY_PRESET
 
@@ -19,9 +20,6 @@ import gpt2_ddp
 from benchmarks import checkpoint, harness, prepare, roofline, step
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, interleave, run_benchmarks, step_timer
-from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.data.shards import TokenStream
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
 from gpt2_ddp.training.run import Run
@@ -90,21 +88,17 @@ def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch)
 
 def test_user_errors_come_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setattr(roofline, "measure", lambda config: pytest.fail("nothing may be measured yet"))
-    with pytest.raises(UserError, match=r"nanogpt = .*: has no model\.py"):
-        run_benchmarks(BenchmarkConfig(only=("roofline", "step"), device="cpu", nanogpt=str(tmp_path)))
+    preset, nanogpt = tmp_path / "llama.yaml", {"only": ("roofline", "step"), "device": "cpu", "nanogpt": str(tmp_path)}
+    expect_error(r"nanogpt = .*: has no model\.py", run_benchmarks, BenchmarkConfig(**nanogpt))
     (tmp_path / "model.py").touch()
-    (tmp_path / "llama.yaml").write_text("model: {architecture: llama}\ntrain: {steps: 1}\n")
-    with pytest.raises(UserError, match=r"nanogpt = .*: is a GPT-2, unlike the preset"):
-        run_benchmarks(
-            BenchmarkConfig(only=("step",), device="cpu", nanogpt=str(tmp_path), preset=str(tmp_path / "llama.yaml"))
-        )
-    with pytest.raises(UserError, match="only = steps: should be 'step', 'data'"):
-        BenchmarkConfig.model_validate({"only": ["steps"]})
-    with pytest.raises(UserError, match="text = /nowhere: is not a file"):
-        run_benchmarks(BenchmarkConfig(only=("roofline", "prepare"), text="/nowhere"))
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"output = .*cannot be written"):
-        run_benchmarks(BenchmarkConfig(only=("roofline",), device="cpu", output=str(tmp_path / "file/o")))
+    preset.write_text("model: {architecture: llama}\ntrain: {steps: 1}\n")
+    config = BenchmarkConfig(**nanogpt, preset=str(preset))
+    expect_error(r"nanogpt = .*: is a GPT-2, unlike the preset", run_benchmarks, config)
+    expect_error("only = steps: should be 'step', 'data'", BenchmarkConfig.model_validate, {"only": ["steps"]})
+    config = BenchmarkConfig(only=("roofline", "prepare"), text="/nowhere")
+    expect_error("text = /nowhere: is not a file", run_benchmarks, config)
+    config = BenchmarkConfig(only=("roofline",), device="cpu", output=str(preset / "o"))
+    expect_error(r"output = .*cannot be written", run_benchmarks, config)
 
 
 def test_the_package_does_not_import_the_benchmarks():
@@ -121,15 +115,6 @@ def test_ours_and_the_pool_count_the_same_tokens(tmp_path):
     assert all(rate > 0 for rate in prepare.timed(ours))
     written = prepare.write_tokens(tmp_path, map(prepare.tokens_of, rows))
     assert tokens == written == (tmp_path / "train.bin").stat().st_size // 2
-
-
-def test_random_tokens_that_a_kill_has_cut_short_are_written_anew(tmp_path):
-    folder = tmp_path / "random"
-    folder.mkdir()
-    for name in (".prepare.lock", ".train_000000.bin.tmp"):
-        (folder / name).touch()
-    step.random_tokens(folder, "bytes", 1000)
-    assert len(TokenStream(folder, read_manifest(folder), "train")) == 1000
 
 
 def checkpoints(folder: Path) -> None:

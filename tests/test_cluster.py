@@ -17,12 +17,9 @@ from commands import ROOT, forked
 from ranks import CONTEXT, free_port
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
-BOUND = 3.0
-"""Seconds that the ranks are told to wait; they add five for what others find, and the machine may be busy."""
-PATIENT = ["--timeout_seconds", "60"]
-"""Where nobody is missing, so that no rank has to wait for so long."""
-SIGNS = "check_cluster/0/watch/0/signs"
-"""Where the ranks leave their signs of life."""
+BOUND = 3.0  # seconds that the ranks wait; they add five for what others find, and the machine may be busy
+PATIENT = ["--timeout_seconds", "60"]  # where nobody is missing, so that no rank has to wait for so long
+SIGNS = "check_cluster/0/watch/0/signs"  # heartbeats of the ranks
 HOST = os.uname().nodename
 
 
@@ -52,10 +49,8 @@ class Ranks:
 
     def wait_for_all_reduces(self) -> None:
         """Until every rank is at them, and knows it of every other."""
-        store = dist.TCPStore(
-            "127.0.0.1", self.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
-        signs = dist.PrefixStore(SIGNS, store)
+        options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=30)}
+        signs = dist.PrefixStore(SIGNS, dist.TCPStore("127.0.0.1", self.port, **options))
 
         def turn(rank: int) -> int:
             return json.loads(signs.get(str(rank)))[1]
@@ -147,14 +142,10 @@ def test_an_output_that_cannot_be_written_is_said_before_anybody_is_waited_for(r
 ENDLESS = ["--repeats", "100000000", "--sizes", "4096"]
 
 
-@pytest.mark.parametrize(
-    ("number", "victim"),
-    [
-        (signal.SIGKILL, 2),
-        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
-        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
-    ],
-)
+SLOW = [pytest.param(number, 0, marks=pytest.mark.slow) for number in (signal.SIGKILL, signal.SIGSTOP)]
+
+
+@pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 2), *SLOW])
 def test_a_rank_lost_in_the_middle_is_named(ranks, number, victim):
     group = ranks(3)
     for rank in range(3):

@@ -6,20 +6,20 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from commands import ROOT, expect_error, forked
+from commands import expect_error
 from ranks import run_ranks
-from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import Machine, Row, Strategy, as_markdown, compare, difference, read_job
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
-from gpt2_ddp.errors import UserError
+from runs import job_config, training_config
 
 CPU = Machine(gpus=0, cores=2, device="cpu")
 
@@ -33,16 +33,14 @@ def tiny(kind: str, corpus: Path, folder: Path):
 @pytest.mark.parametrize("kind", ["mlp", "gpt2"])
 def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
     config = tiny(kind, corpus, tmp_path / "runs")
-    runs, files = {}, {}
+    runs = {}
     for name, world, steps in (("single", 1, 6), ("ddp", 2, 6), ("shorter", 1, 5)):
-        files[name] = tmp_path / name
         own = config.model_copy(update={"run_name": name})
-        found = run_ranks(measure, world, own, False, 1, steps, files[name])
-        runs[name] = found[0]
-        assert all(run == found[0] for run in found)
+        runs[name], *others = run_ranks(measure, world, own, False, 1, steps, tmp_path / name)
+        assert all(run == runs[name] for run in others)
     single, ddp = runs["single"], runs["ddp"]
-    assert difference(files["ddp"], files["single"])[0] < 1e-5
-    assert difference(files["shorter"], files["single"])[0] > 1e-4  # so that a step that was not taken would show
+    assert difference(tmp_path / "ddp", tmp_path / "single")[0] < 1e-5
+    assert difference(tmp_path / "shorter", tmp_path / "single")[0] > 1e-4, "a step that was not taken would show"
     assert (ddp.steps, ddp.samples, ddp.parameters) == (single.steps, single.samples, single.parameters)
     assert ddp.metrics == pytest.approx(single.metrics, rel=1e-4)
     assert ddp.steps_per_epoch == single.steps_per_epoch == {"mlp": 5}.get(kind, ddp.steps_per_epoch)
@@ -60,8 +58,6 @@ def test_only_the_timed_steps_count(tmp_path, corpus):
 
 
 def timed_by_hand(config, weights) -> RunResult:
-    from types import SimpleNamespace
-
     from gpt2_ddp.compare import run as module
 
     train_step, clock, taken = module.train_step, [0.0], []
@@ -187,15 +183,16 @@ def test_the_table(rows):
 
 
 def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
-    def row(*shares: tuple[float, float]) -> Row:
+    def numbers(*shares: tuple[float, float]) -> dict:
         repeats = [runs(1.0, communication=CommFraction(*share))[0] for share in shares]
         n = len(shares)
-        return Row("line", Strategy("DDP-2", 2, 2), "", repeats, runs(*[1.0] * n), [(0.0, 0.0)] * n)
+        return Row("line", Strategy("DDP-2", 2, 2), "", repeats, runs(*[1.0] * n), [(0.0, 0.0)] * n).numbers()
 
-    assert row((0.1, 0.03)).communication == (0.1, 0.03)
-    assert row((0.1, 0.03), (0.1, 0.05), (0.1, 0.01)).communication == (0.1, 0.03)
-    assert row((0.0, 0.01), (0.1, 0.01), (0.2, 0.01)).communication == pytest.approx((0.1, 0.1))
-    cells = list(row((-0.02, 0.12)).cells().values())
+    two, three = [(0.1, 0.03), (0.1, 0.05)], [(0.0, 0.01), (0.1, 0.01), (0.2, 0.01)]
+    for shares, share, noise in (([(0.1, 0.03)], 0.1, 0.03), (two, 0.1, 0.04), (three, 0.1, 0.1)):
+        found = numbers(*shares)
+        assert (found["communication"], found["communication_noise"]) == pytest.approx((share, noise))
+    cells = list(module.table_row(numbers((-0.02, 0.12))).values())
     assert cells[7] == "below the noise of ± 12.0%"
     assert cells[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
 
@@ -211,8 +208,8 @@ def test_weak_scaling_multiplies_the_batch_and_compares_samples_per_second(tmp_p
             assert getattr(run.train, field) == times * getattr(job.train, field)
     double = rows[2]
     twice = [replace(run, samples=2 * run.samples) for run in double.runs]
-    assert replace(double, runs=twice).speed_up == 2 * double.speed_up
-    assert replace(double, runs=twice).numbers()["efficiency"] == 2 * double.numbers()["efficiency"]
+    for name in ("speed_up", "efficiency"):
+        assert replace(double, runs=twice).numbers()[name] == 2 * double.numbers()[name]
     assert module.find_notes(weak, CPU, 0.0)[1].startswith("weak scaling: the global batch grows")
 
 
@@ -267,8 +264,8 @@ def test_a_busy_machine_stops_the_comparison(tmp_path, no_machine, monkeypatch):
     monkeypatch.setattr(module.psutil, "cpu_percent", lambda interval: 50.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert module.check_idle(True) == 2
-    with pytest.raises(UserError, match=r"busy_ok = false: other programs keep 2.0 of 4 cores busy"):
-        compare(CompareConfig(output=str(tmp_path), device="cpu"))
+    config = CompareConfig(output=str(tmp_path), device="cpu")
+    expect_error("busy_ok = false: other programs keep 2.0 of 4 cores busy", compare, config)
     assert no_machine == list(tmp_path.iterdir()) == []
 
 
@@ -279,8 +276,8 @@ def test_data_path_goes_to_the_one_job_that_reads_data(tmp_path):
     ((_, gpt2),) = module.read_jobs(CompareConfig(jobs=("gpt2",), data_path="x"), CPU, tmp_path)
     assert (gpt2.data.path, gpt2.data.prepare) == ("x", None)
     for jobs, readers in ((("regression",), "none"), ((images, "gpt2"), "cifar100_lenet, gpt2_30m")):
-        with pytest.raises(UserError, match=f"data_path = x: is for one job .* {readers}"):
-            module.read_jobs(CompareConfig(jobs=jobs, data_path="x"), CPU, tmp_path)
+        config = CompareConfig(jobs=jobs, data_path="x")
+        expect_error(f"data_path = x: is for one job .* {readers}", module.read_jobs, config, CPU, tmp_path)
 
 
 def test_ways_say_why_they_are_missing(monkeypatch):
@@ -301,10 +298,8 @@ def test_too_few_cores_are_said():
     (note,) = (note for note in notes if "too few cores" in note)
     assert note == "DDP-4: too few cores for a full speed-up: 4 processes with 1 thread each share 2"
     assert any("DDP-2: too few cores" in note for note in module.find_notes(CompareConfig(threads=2), CPU, 0.1))
-    assert not any(
-        "too few" in note for note in module.find_notes(CompareConfig(processes=(4,)), Machine("cuda", 4, 2), 0.1)
-    )
-    assert not any("other programs" in note for note in notes)
+    on_gpus = module.find_notes(CompareConfig(processes=(4,)), Machine("cuda", 4, 2), 0.1)
+    assert not any("too few" in note or "other programs" in note for note in on_gpus)
     assert any("kept 3.0 cores busy" in note for note in module.find_notes(CompareConfig(), CPU, 3.0))
 
 
@@ -333,10 +328,10 @@ def test_missing_tokens_are_prepared_in_the_comparisons_own_folder(tmp_path):
 
 
 def test_mistakes(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"jobs = lenet: is not a job; use regression, classifier, transformer, gpt2"):
-        read_job("lenet", CompareConfig(), CPU, tmp_path)
-    with pytest.raises(UserError, match=r"processes = 3: does not divide the global batch of gpt2, 16"):
-        read_job("gpt2", CompareConfig(processes=(3,)), CPU, tmp_path)
+    is_no_job = "jobs = lenet: is not a job; use regression, classifier, transformer, gpt2"
+    expect_error(is_no_job, read_job, "lenet", CompareConfig(), CPU, tmp_path)
+    three = CompareConfig(processes=(3,))
+    expect_error("processes = 3: does not divide the global batch of gpt2, 16", read_job, "gpt2", three, CPU, tmp_path)
     expect_error(r"epochs = 2: should not be combined with steps", CompareConfig, steps=1, epochs=2)
     for wrong in (1,), (2, 2), (65,):
         expect_error("should be different numbers from 2 to 64", CompareConfig, processes=wrong)
@@ -366,10 +361,3 @@ def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     assert (-1 < ddp["communication"] < 1, ddp["threads"]) == (True, 1)
     order = [line.split()[:2] for line in found.err.splitlines() if line.startswith("tiny ")]
     assert order == [["tiny", "single"], ["tiny", "DDP-2"]] * 2
-
-
-def test_a_launcher_is_a_mistake(tmp_path):
-    found = forked([str(ROOT / "scripts/compare_parallel.py")], tmp_path, world=2)
-    assert found.returncode == 2
-    assert found.stderr.startswith("error: processes = 2: the comparison starts its own processes")
-    assert found.stderr.count("error:") == 1

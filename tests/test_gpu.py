@@ -42,8 +42,8 @@ OUT = Path(os.environ.get("GPU_OUTPUT", ROOT / "runs/gpu")).absolute()
 DEVICE = os.environ.get("GPU_DEVICE", "cuda")
 CALL_SECONDS = float(os.environ.get("GPU_SECONDS", "inf"))
 """Seconds of this call. A part begins only if its limit is left, or as the first part, which gets what there is."""
-USUAL_LIMIT, GRACE = 120, 10
-"""Seconds that a part may take where `LIMITS` has no others, twice as many on a CPU; seconds to end after that."""
+BEGUN, USUAL_LIMIT, GRACE = time.monotonic(), 120, 10
+"""Start; seconds of a part where `LIMITS` has no others, twice as many on a CPU; seconds to end after that."""
 TINY = (
     " --model.n_layer 1 --model.n_head 2 --model.n_embd 32 --model.block_size 32 --train.global_batch_tokens 256"
     " --optim.warmup_steps 2 --eval.tokens 512"
@@ -130,10 +130,7 @@ PARTS: dict[str, list[str]] = {
     ],
 }
 """Name -> what Python runs, one after the other. All but the last may be a training that stops, with exit code 75."""
-ENVIRONMENT = {
-    "cuDNN": {"TORCH_CUDNN_SDPA_PREFERRED": "1"},
-    "flash": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"},
-}
+ENVIRONMENT = {"cuDNN": {"TORCH_CUDNN_SDPA_PREFERRED": "1"}, "flash": {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}}
 """Variables that choose PyTorch's attention."""
 LIMITS = {
     **dict.fromkeys(("step", "step of 64", "step eager", "step in blocks", "step of 16"), 420),
@@ -183,9 +180,6 @@ class Summary:
             terminalreporter.write_line(f"{name:24} {result['seconds']:7.1f} s  {result['failure'] or 'ok'}")
         for line in found["findings"]:
             terminalreporter.write_line(line)
-
-
-BEGUN = time.monotonic()
 
 
 def limit_of(part: str, first: bool) -> float:
@@ -252,20 +246,17 @@ def words(device: str) -> dict[str, str]:
     }
 
 
+known_environment = cache(environment_info)
+
+
 def record(part: str, seconds: float, failure: str) -> None:
     """Writes gpu.json, with the parts of all calls in their order."""
     file = OUT / "gpu.json"
     known = json.loads(file.read_text())["parts"] if file.exists() else {}
     known[part] = {"seconds": seconds, "failure": failure}
     parts = {name: known[name] for name in PARTS if name in known}
-    found = {"device": DEVICE, **environment(), "parts": parts}
+    found = {"device": DEVICE, **known_environment(), "parts": parts}
     file.write_text(json.dumps(found, indent=1) + "\n")
-
-
-@cache
-def environment() -> dict[str, Any]:
-    """The machine, the versions and the commit of this call."""
-    return environment_info()
 
 
 def findings() -> Iterator[str]:

@@ -46,13 +46,17 @@ def test_help_explains_it_and_trains_nothing(script, monkeypatch, capsys, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", ALL, ids=lambda script: script.stem)
-def test_more_processes_than_gpus_end_with_one_line(script, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+MORE = [(script, 1, "LOCAL_WORLD_SIZE", "2", "more processes than GPUs; start fewer") for script in ALL]
+UNEQUAL = TRAINER, 0, "WORLD_SIZE", "5", "these processes cannot share 1200 points equally; start 1, 2, 3, 4"
+
+
+@pytest.mark.parametrize(("script", "gpus", "variable", "processes", "message"), [*MORE, UNEQUAL])
+def test_a_wrong_number_of_processes_ends_with_one_line(script, gpus, variable, processes, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(signal, "signal", lambda number, action: None)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv(variable, processes)
     monkeypatch.setattr("sys.argv", [str(script)])
-    with pytest.raises(SystemExit, match=r"^error: more processes than GPUs; start fewer"):
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
         runpy.run_path(str(script), run_name="__main__")
 
 
@@ -101,13 +105,6 @@ def test_small_batches_train_the_same_on_three_processes(tmp_path):
         ends.append(saved_line(tmp_path / f"runs/{script.stem}.pt"))
     assert 1.5 < ends[0][0] < 1.7, "far from the end, where another order would not show"
     assert torch.allclose(*ends, rtol=0, atol=1e-6), ends
-
-
-def test_processes_that_cannot_share_a_batch_end_with_one_line(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    monkeypatch.setattr("sys.argv", [str(TRAINER)])
-    with pytest.raises(SystemExit, match=r"^error: these processes cannot share 1200 points equally; start 1, 2, 3, 4"):
-        runpy.run_path(str(TRAINER), run_name="__main__")
 
 
 def run_trainer(folder: Path, world: int, *flags: str) -> dict[str, Any]:

@@ -15,21 +15,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from commands import ROOT
+from commands import ROOT, expect_error
 from conftest import once
 from pages import load_docs
 from ranks import forked_ranks, run_ranks
 
 from gpt2_ddp.config.tools import LabConfig
-from gpt2_ddp.errors import UserError
 from gpt2_ddp.lab.experiment import experiment
 from gpt2_ddp.lab.lab import EXPERIMENTS, Row, choose, explain, lesson, run_experiments, run_lab
 
 BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
-
-
-WAITING = ("unequal_batches", "collective_on_one_rank", "early_stopping")
-"""Experiments that wait for timeouts."""
+WAITING = ("unequal_batches", "collective_on_one_rank", "early_stopping")  # for timeouts
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in WAITING else ()) for name in BY_NAME]
 
 
@@ -161,11 +157,7 @@ def mutations() -> dict:
         "called_module": (DDP, "forward", lambda self, inputs: self.module(inputs)),
         "loaded_after_wrapping": (wrapper, "DDP", functools.partial(DDP, init_sync=False)),
         "module_prefix": (Accelerator, "unwrap_model", lambda self, model: model),
-        "reentrant_checkpointing": (
-            wrapper,
-            "checkpoint",
-            lambda *a, use_reentrant: checkpoint(*a, use_reentrant=True),
-        ),
+        "reentrant_checkpointing": (wrapper, "checkpoint", lambda *a, **_: checkpoint(*a, use_reentrant=True)),
     }
 
 
@@ -200,13 +192,9 @@ def test_the_start_of_the_ranks_has_a_bound_of_its_own_and_a_failed_one_ends_the
     pipe.recv.return_value = {"x": 1}, ""
     monkeypatch.setattr("gpt2_ddp.lab.lab._start_ranks", lambda: [(rank, pipe)] * 2)
     rows = list(run_experiments([killed] * 3, seed=0))
-    if starts:
-        assert bounds == [300, 300] + [60, 60] * 3
-        assert [row.verdict for row in rows] == ["holds"] * 3
-    else:
-        assert [(row.verdict, row.measured) for row in rows] == [
-            ("not measured", "rank 0 did not start within 300 s; the lab ends here")
-        ]
+    assert bounds == ([300, 300] + [60, 60] * 3 if starts else [300])
+    assert [row.verdict for row in rows] == (["holds"] * 3 if starts else ["not measured"])
+    assert starts or rows[0].measured == "rank 0 did not start within 300 s; the lab ends here"
     assert rank.kill.called
 
 
@@ -243,12 +231,6 @@ def test_a_table_that_nobody_reads_ends_the_ranks_too(forked, monkeypatch):
     assert not ranks_of_the_lab(), broken
 
 
-def test_an_output_that_cannot_be_written_is_said_before_the_work(tmp_path, capsys):
-    with pytest.raises(UserError, match=r"output = .*: cannot be written"):
-        run_lab(LabConfig(only=("set_epoch",), output=str(tmp_path)))
-    assert capsys.readouterr().out == ""
-
-
 def test_the_command(forked, tmp_path, capsys):
     output = tmp_path / "lab.json"
     assert run_lab(LabConfig(only=("seed_per_rank", "rank_0s_loss"), output=str(output))) == 0
@@ -257,30 +239,25 @@ def test_the_command(forked, tmp_path, capsys):
     assert (set(numbers), numbers["seed_per_rank"]["common"]) == ({"seed_per_rank", "rank_0s_loss"}, 1000)
 
 
-def test_the_table_and_a_claim_that_fails_is_exit_code_1(monkeypatch, capsys):
-    rows = [Row(BY_NAME["no_sync"], {}, True, "2576\n<i>"), Row(BY_NAME["set_epoch"], {}, False, "1 < 2")]
-    monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_: (row for row in rows))
-    assert run_lab(LabConfig()) == 1
-    *_, head, rule, good, bad, after = capsys.readouterr().out.splitlines()
+def test_the_table_and_the_exit_codes(monkeypatch, capsys, tmp_path):
+    holds, fails = Row(BY_NAME["no_sync"], {}, True, "2576\n<i>"), Row(BY_NAME["set_epoch"], {}, False, "1 < 2")
+    late = fails._replace(holds=None, measured="rank 0 died")
+    for rows, code in (([late, holds], 4), ([late, holds, fails], 1)):
+        monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_, rows=rows: (row for row in rows))
+        assert run_lab(LabConfig(output=str(tmp_path / "lab.json"))) == code
+    text = capsys.readouterr().out
+    assert f"not measured  {late.experiment.claim}\n       rank 0 died\n" in text
+    *_, head, rule, missing, good, bad, after = text.splitlines()
     assert (head, rule) == ("| claim | wrong way | right way | measured |", "| --- | --- | --- | --- |")
-    assert good.startswith(f"| {BY_NAME['no_sync'].claim} | {BY_NAME['no_sync'].wrong} | ")
+    assert good.startswith(f"| {holds.experiment.claim} | {holds.experiment.wrong} | ")
     assert (good[-13:], bad[-16:]) == (" | 2576 <i> |", " | 1 < 2 FAILS |")
+    assert missing.endswith("| rank 0 died not measured |")
     assert after.startswith("Next: `python scripts/ddp_lab.py --explain set_epoch` has the code; ")
 
 
-def test_a_claim_that_was_not_measured_has_a_word_and_an_exit_code(monkeypatch, capsys, tmp_path):
-    late, output = Row(BY_NAME["set_epoch"], {}, None, "rank 0 died"), tmp_path / "lab.json"
-    for row, code in ((late._replace(holds=True), 4), (late._replace(holds=False), 1)):
-        monkeypatch.setattr("gpt2_ddp.lab.lab.run_experiments", lambda *_, rows=(late, row): (row for row in rows))
-        assert run_lab(LabConfig(output=str(output))) == code
-    text = capsys.readouterr().out
-    assert f"not measured  {late.experiment.claim}\n       rank 0 died\n" in text
-    assert "| rank 0 died not measured |" in text
-
-
-def test_mistakes(monkeypatch):
-    with pytest.raises(UserError, match="only = set_epochs: is not an experiment; choose from mean_of_gradients"):
-        choose(("set_epochs",))
+def test_user_errors_come_before_the_work(monkeypatch, tmp_path, capsys):
+    expect_error("only = set_epochs: is not an experiment; choose from mean_of_gradients", choose, ("set_epochs",))
+    expect_error(r"output = .*: cannot be written", run_lab, LabConfig(only=("set_epoch",), output=str(tmp_path)))
+    assert capsys.readouterr().out == ""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="starts its own two processes"):
-        run_lab(LabConfig())
+    expect_error("starts its own two processes", run_lab, LabConfig())

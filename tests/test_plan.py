@@ -190,10 +190,8 @@ def test_memory_by_part():
     assert memory.parts["activations"] == pytest.approx(12 * per_layer + 12 * n * 768 + 24 * n * 768)
     chunked = estimate(setting(config=memory_config(loss_chunk=8192))).parts["logits"]
     assert chunked == 12 * 8192 * 50_304 + 4 * 50_304 * 768, "and the head's gradient"
-    assert (
-        estimate(setting(config=memory_config(activation_checkpointing=True))).parts["activations"]
-        < memory.parts["activations"] / 4
-    )
+    recomputed = estimate(setting(config=memory_config(activation_checkpointing=True))).parts["activations"]
+    assert recomputed < memory.parts["activations"] / 4
 
 
 def test_a_checkpoint_behind_the_training_takes_its_copy():
@@ -366,21 +364,17 @@ def test_the_figures_of_the_pages(tmp_path, monkeypatch):
     for name in rows:
         words = ["--config", f"configs/{name}.yaml", "--gpu", "H100 80GB HBM3", "--gpus", "8", "--price", "2.5"]
         plan = make_plan(load(PlanConfig, words))
-        figures = (
-            f"{plan.accumulation} x {plan.micro_batch} | {plan.memory.peak / 1e9:.1f} | {plan.largest_micro_batch}"
-        )
-        figures += f" | {plan.device_hours / 8:.1f} | {plan.price:.0f} | {plan.disk.checkpoints / 1e9:.0f}"
+        gigabytes, hours = plan.memory.peak / 1e9, plan.device_hours / 8
+        figures = f"{plan.accumulation} x {plan.micro_batch} | {gigabytes:.1f} | {plan.largest_micro_batch}"
+        figures += f" | {hours:.1f} | {plan.price:.0f} | {plan.disk['checkpoints'] / 1e9:.0f}"
         assert f"| `{name}.yaml` | {figures} |\n" in table
         if name == "gpt2_124m":
             block = output.split("```\ngpt2_124m on ")[1].split("```")[0]
             assert {*f"gpt2_124m on {block}".strip().split("\n")} <= {*format_plan(plan)}
 
 
-def test_the_questions_that_make_no_sense():
+def test_the_flags_of_the_plan():
     expect_error("remove gpu, gpus and nodes", plan_config, gpu="NVIDIA A10", measure=True)
     expect_error("remove one of the two", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
-
-
-def test_the_configuration_that_is_printed_is_training_s():
     config = plan_config(gpu="NVIDIA A10", price=2.5)
-    assert dump(config) == dump(config.training)
+    assert dump(config) == dump(config.training), "what --print_config prints is the training's"

@@ -15,15 +15,15 @@ from math import ceil
 from pathlib import Path
 from statistics import median, stdev
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, measure
-from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, LaunchConfig, RegressionConfig, TransformerConfig
+from gpt2_ddp.compare.run import WARM_UP, RunResult, measure
+from gpt2_ddp.config.cli import load, resolve
+from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.tools import CompareConfig, PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import MANIFEST
@@ -36,9 +36,6 @@ from gpt2_ddp.output import make_output_folder, markdown_table
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.project import command_for
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 Job = TrainingConfig | JobConfig
 KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
     "regression": (RegressionConfig, "configs/jobs/regression.yaml"),
@@ -48,8 +45,8 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
 }
 """The jobs: the configuration class of each one's script, and its default file."""
 
-TRIAL, STEPS = 5, (5, 5000)
-"""Timed steps of the first run, which determines the number of steps for `seconds`; least and most steps."""
+TRIAL = 5  # timed steps of the first run, which determines the number of steps for `seconds`
+STEPS = (5, 5000)  # least and most steps
 WALL = "wall s (min–max)"
 BUSY = 0.1  # fraction of the machine's cores in use before the first run above which it is busy
 
@@ -73,90 +70,62 @@ class Row:
     singles: list[RunResult]  # those of one process, each run right before the same repeat of this way
     differences: list[tuple[float, float]]  # `difference` of each repeat from the first single run
 
-    @property
-    def seconds(self) -> float:
-        """Median wall time."""
-        return median(run.seconds for run in self.runs)
-
-    @property
-    def growth(self) -> float:
-        """Samples of a run over those of a single run: 1, except for weak scaling."""
-        return self.runs[0].samples / self.singles[0].samples
-
-    @property
-    def speed_up(self) -> float:
-        """Median wall time of one process over this strategy's, for equally many samples."""
-        return self.growth * median(run.seconds for run in self.singles) / self.seconds
-
-    @property
-    def speed_ups(self) -> list[float]:
-        """For each repeat: its single run's wall time over its own, for equally many samples."""
-        return [self.growth * single.seconds / run.seconds for single, run in zip(self.singles, self.runs, strict=True)]
-
-    @property
-    def communication(self) -> CommFraction | None:
-        """Median share of a step; None for one process. The noise is the larger one of the median within a repeat and
-        that between repeats."""
-        found = [run.communication for run in self.runs if run.communication is not None]
-        if not found:
-            return None
-        shares, noises = zip(*found, strict=True)
-        return CommFraction(median(shares), max(median(noises), stdev(shares) if len(shares) > 1 else 0.0))
-
-    @property
-    def peak_memory(self) -> int:
-        """Peak memory of the largest process, in bytes."""
-        return max(max(run.peak_memory) for run in self.runs)
-
     def numbers(self) -> dict[str, Any]:
-        """Everything measured, as plain values."""
+        """Everything measured, as plain values. Figures are medians of the repeats, except the largest differences and
+        the peak memory of the largest process. Speed-ups are for equally many samples. `communication` is None for one
+        process; its noise is the larger one of the median within a repeat and that between repeats."""
         about = {"job": self.job, "way": self.way.name, "processes": self.way.processes, "devices": self.way.devices}
         if self.why_missing:
             return about | {"why_missing": self.why_missing}
-        first, share = self.runs[0], self.communication
+        first, times, singles = self.runs[0], [run.seconds for run in self.runs], [run.seconds for run in self.singles]
+        seconds, growth = median(times), first.samples / self.singles[0].samples  # 1, except for weak scaling
+        speed_up = growth * median(singles) / seconds
+        share = noise = None
+        if fractions := [run.communication for run in self.runs if run.communication]:
+            shares, noises = zip(*fractions, strict=True)
+            share, noise = median(shares), max(median(noises), stdev(shares) if len(shares) > 1 else 0.0)
         norms, largest = zip(*self.differences, strict=True)
         return about | {
             **{name: getattr(first, name) for name in ("parameters", "threads", "steps", "samples", "steps_per_epoch")},
-            "seconds": self.seconds,
-            "seconds_of_each_run": [run.seconds for run in self.runs],
-            "samples_per_second": first.samples / self.seconds,
-            "speed_up": self.speed_up,
-            "speed_up_of_each_repeat": self.speed_ups,
-            "efficiency": self.speed_up / self.way.devices,
-            "peak_memory_bytes": self.peak_memory,
+            "seconds": seconds,
+            "seconds_of_each_run": times,
+            "samples_per_second": first.samples / seconds,
+            "speed_up": speed_up,
+            "speed_up_of_each_repeat": [growth * one / own for one, own in zip(singles, times, strict=True)],
+            "efficiency": speed_up / self.way.devices,
+            "peak_memory_bytes": max(max(run.peak_memory) for run in self.runs),
             "peak_memory_bytes_of_each_process": [list(run.peak_memory) for run in self.runs],
-            "communication": share and share.share,
-            "communication_noise": share and share.noise,
+            "communication": share,
+            "communication_noise": noise,
             "communication_of_each_run": [run.communication and run.communication.share for run in self.runs],
             "metrics": dict(first.metrics),
             "difference_norm": max(norms),
             "difference_largest": max(largest),
         }
 
-    def cells(self) -> dict[str, str]:
-        """The row of the table, by column; a missing strategy has the first three."""
-        place = {"job": self.job, "way": self.way.name}
-        if self.why_missing:
-            return place | {WALL: self.why_missing}
-        found, share = self.numbers(), self.communication
-        metrics, rate = found["metrics"], found["samples_per_second"]
-        metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
-        above = f"{share.share:.1%} " if share and share.share > share.noise else "below the noise of "
-        return place | {
-            WALL: _with_extremes(self.seconds, [run.seconds for run in self.runs], "{:.3g}"),
-            "samples/s": f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
-            "speed-up (min–max)": _with_extremes(self.speed_up, self.speed_ups, "{:.2f}"),
-            "efficiency": f"{found['efficiency']:.0%}",
-            "peak MB per process": f"{self.peak_memory / 1e6:,.0f}",
-            "communication": f"{above}± {share.noise:.1%}" if share else "–",
-            "final metric": f"{metric} {metrics[metric]:.4f}" if metric else "–",
-            "Δ parameters / norm": f"{found['difference_norm']:.1e}",
-            "largest Δ": f"{found['difference_largest']:.1e}",
-        }
 
-
-Bar = tuple[Row, float, str, Sequence[float], float, float]
-"""A row, height, label above it, readings, drawn as dots, and the ends of a line over it, which may coincide."""
+def table_row(found: dict[str, Any]) -> dict[str, str]:
+    """The row of the table for a row's numbers, by column; a missing strategy has the first three."""
+    place = {"job": found["job"], "way": found["way"]}
+    if "why_missing" in found:
+        return place | {WALL: found["why_missing"]}
+    metrics, rate, share = found["metrics"], found["samples_per_second"], found["communication"]
+    metric = next((name for name in ("val_accuracy", "val_loss") if name in metrics), None)
+    communication = "–"
+    if share is not None:
+        noise = found["communication_noise"]
+        communication = (f"{share:.1%} " if share > noise else "below the noise of ") + f"± {noise:.1%}"
+    return place | {
+        WALL: _with_extremes(found["seconds"], found["seconds_of_each_run"], "{:.3g}"),
+        "samples/s": f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}",
+        "speed-up (min–max)": _with_extremes(found["speed_up"], found["speed_up_of_each_repeat"], "{:.2f}"),
+        "efficiency": f"{found['efficiency']:.0%}",
+        "peak MB per process": f"{found['peak_memory_bytes'] / 1e6:,.0f}",
+        "communication": communication,
+        "final metric": f"{metric} {metrics[metric]:.4f}" if metric else "–",
+        "Δ parameters / norm": f"{found['difference_norm']:.1e}",
+        "largest Δ": f"{found['difference_largest']:.1e}",
+    }
 
 
 class Machine(NamedTuple):
@@ -227,13 +196,13 @@ def find_machine(device: str) -> Machine:
 
 
 def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tuple[str, Job]]:
-    """Every job's name and configuration (`read_job`), and `data_path` given to the one that reads data. Raises
-    UserError: as `read_job`; or there is not exactly one job for `data_path`."""
+    """Every job's name and configuration (`read_job`), with `data_path` in the one that reads data. Raises: UserError,
+    also if there is not exactly one job for `data_path`."""
     jobs = [read_job(word, config, machine, folder) for word in config.jobs]
     if config.data_path is None:
         return jobs
-    with_data = [(name, job) for name, job in jobs if isinstance(job, TrainingConfig | ClassifierConfig)]
-    readers = [name for name, job in with_data if getattr(job.data, "name", "") != "clusters"]
+    with_data = [(name, job.data) for name, job in jobs if isinstance(job, TrainingConfig | ClassifierConfig)]
+    readers = [name for name, data in with_data if getattr(data, "images", True)]
     if len(readers) != 1:
         hint = f"is for one job that reads images or tokens; such jobs here: {', '.join(readers) or 'none'}"
         raise UserError("data_path", config.data_path, hint)
@@ -247,27 +216,25 @@ def _with_path(job: Job, path: str) -> Job:
 
 
 def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -> tuple[str, Job]:
-    """The name and configuration of a job given as KIND or KIND:FILE, changed for a comparison. Raises
-    UserError: there is no such job, its file is wrong, or its batch cannot be shared out."""
+    """The name and configuration of a job, KIND or KIND:FILE, changed for a comparison. Raises: UserError."""
     kind, _, file = word.partition(":")
     if kind not in KINDS:
         raise UserError("jobs", word, f"is not a job; use {', '.join(KINDS)}, with or without :CONFIGURATION")
     command, default = KINDS[kind]
-    job = load(command, ["--config", file or default])
-    train = {"mixed_precision": config.mixed_precision, "device": machine.device, "compile": "off"}
-    changes: dict[str, object] = {"output_dir": str(folder / "runs"), "fresh": False}
-    changes["tracking"] = job.tracking.model_copy(update={"log_with": ()})
-    changes["train"] = job.train.model_copy(update=train)  # nn.DataParallel cannot compile
+    changes = {"output_dir": str(folder / "runs"), "fresh": False, "tracking.log_with": (), "train.compile": "off"}
+    changes |= {"train.mixed_precision": config.mixed_precision, "train.device": machine.device}
+    if kind != "gpt2":
+        changes |= {"scale_with_processes": False, "launch.processes": None, "launch.threads": None}
+    job = resolve(command, [file or default], changes)  # not compiled: nn.DataParallel cannot
     if isinstance(job, TrainingConfig):
         size, field = job.global_batch_windows, "train.global_batch_tokens / model.block_size"
     else:
         size, field = job.train.global_batch_size, "train.global_batch_size"
-        changes |= {"scale_with_processes": False, "launch": LaunchConfig(backend=job.launch.backend)}
     for n in config.processes:
         if size % n and not config.weak:
             hint = f"does not divide the global batch of {word}, {size} ({field}); choose another number"
             raise UserError("processes", n, hint)
-    return Path(file or default).stem, job.model_copy(update=changes)
+    return Path(file or default).stem, job
 
 
 def with_data(job: Job, folder: Path) -> Job:
@@ -299,20 +266,17 @@ def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, fo
 
 def difference(file: Path, reference: Path) -> tuple[float, float]:
     """Relative norm and largest absolute value of the difference between two safetensors files' parameters."""
-    one, other = load_file(file), load_file(reference)
-    assert one.keys() == other.keys(), "both are of the same model"
-    apart = [(one[name] - other[name]).flatten() for name in other]
-    norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in apart]
-    whole = [torch.linalg.vector_norm(value, dtype=torch.float64) for value in other.values()]
-    relative = torch.stack(norms).norm() / torch.stack(whole).norm()
-    return relative.item(), max(part.abs().max().item() for part in apart)
+    found = (load_file(one) for one in (file, reference))
+    one, other = (torch.cat([parameters[name].flatten() for name in sorted(parameters)]) for parameters in found)
+    apart, whole = (torch.linalg.vector_norm(part, dtype=torch.float64) for part in (one - other, other))
+    return (apart / whole).item(), (one - other).abs().max().item()
 
 
 def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str]:
     """The notes below the table, its limits first."""
     notes, threads = [], f"{config.threads} thread{'s' * (config.threads > 1)}"
-    for n in config.processes if machine.device == "cpu" else ():
-        if n * config.threads > machine.cores:
+    for n in config.processes:
+        if machine.device == "cpu" and n * config.threads > machine.cores:
             wanted = f"{n} processes with {threads} each share {machine.cores:g}"
             notes.append(f"DDP-{n}: too few cores for a full speed-up: {wanted}")
     if busy > BUSY * (os.cpu_count() or 1):
@@ -322,11 +286,11 @@ def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str
     if config.weak:
         notes.append("weak scaling: the global batch grows with the processes, and so do the parameters' differences")
     where = f"{machine.gpus} GPUs" if machine.gpus else f"CPU, {machine.cores:g} physical cores"
+    medians = f"medians of {config.repeats} interleaved runs, each with new processes"
     return [
         *notes,
         f"{where}; {threads} per process in all rows",
-        f"medians of {config.repeats} interleaved runs, each with new processes; start, data, warm-up and evaluation "
-        "are not in the wall time",
+        f"{medians}; start, data, warm-up and evaluation are not in the wall time",
         "communication: time saved per step without gradient synchronisation; includes waiting for other ranks",
     ]
 
@@ -369,63 +333,62 @@ def steps_for(name: str, job: Job, config: CompareConfig, single: Strategy, fold
 def _with_extremes(value: float, readings: Sequence[float], layout: str) -> str:
     """A figure, with the least and the largest of its readings if they differ."""
     least, most = min(readings), max(readings)
-    extremes = f" ({layout.format(least)}–{layout.format(most)})" if least < most else ""
-    return layout.format(value) + extremes
+    return layout.format(value) + (f" ({layout.format(least)}–{layout.format(most)})" if least < most else "")
 
 
 def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
     """The table, and the notes below it. The first row is that of one process, which is never missing."""
-    cells = [row.cells() for row in rows]
+    cells = [table_row(row.numbers()) for row in rows]
     lines = [[line.get(column, "–") for column in cells[0]] for line in cells]
     return "\n".join([markdown_table(list(cells[0]), lines), "", *[f"- {note}" for note in notes]])
 
 
 def draw(rows: Sequence[Row]) -> bytes:
-    """Bars by job and way, as a PNG. Dots are the single repeats; lines go from the least of them to the most, or over
-    the noise of a communication. What is missing has no bar."""
+    """Bars by job and strategy, as a PNG. Dots are the single repeats. Lines are from the least to the largest of them,
+    or over the noise of a communication. Missing strategies have no bar."""
     import matplotlib  # imported late: needed for drawing only
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     from gpt2_ddp.reports.picture import COLORS, STYLE, as_png
 
-    speed: list[Bar] = []
-    communication: list[Bar] = []
-    memory: list[Bar] = []
-    measured = [row for row in rows if not row.why_missing]
-    for row in measured:
-        speed.append((row, row.speed_up, f"{row.speed_up:.2f}", row.speed_ups, min(row.speed_ups), max(row.speed_ups)))
-        size = row.peak_memory / 1e6
-        memory.append((row, size, f"{size:.0f}", [], size, size))
-        if row.communication:  # without height where it is lost in its noise
-            share, noise = 100 * row.communication.share, 100 * row.communication.noise
-            value, label = (share, f"{share:.0f}%") if share > noise else (0.0, f"< {noise:.0f}%")
-            readings = [100 * run.communication.share for run in row.runs if run.communication]
-            communication.append((row, value, label, readings, share - noise, share + noise))
-    colors = dict(zip(dict.fromkeys(row.way.name for row in measured), cycle(COLORS), strict=False))
+    measured = [row.numbers() for row in rows if not row.why_missing]
+    jobs, ways = (list(dict.fromkeys(found[name] for found in measured)) for name in ("job", "way"))
+    colors = dict(zip(ways, cycle(COLORS), strict=False))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(max(12, 3 * len({row.job for row in measured})), 4.6), layout="constrained")
-        left, middle, right = figure.subplots(1, 3)
-        _draw_bars(left, "Speed-up over one process, measured", speed, colors)
-        _draw_bars(middle, "Share of a step in communication (%)", communication, colors)
-        middle.set_ylim(0, 100)
-        _draw_bars(right, "Peak memory per process (MB)", memory, colors)
+        figure = Figure(figsize=(max(12, 3 * len(jobs)), 4.6), layout="constrained")
+        panels = figure.subplots(1, 3, sharex=True)
+        titles = "Speed-up over one process, measured", "Share of a step in communication (%)"
+        for panel, title in zip(panels, (*titles, "Peak memory per process (MB)"), strict=True):
+            panel.set_title(title)
+            panel.set_xticks(range(len(jobs)), jobs)
+            panel.grid(axis="x", visible=False)
+            panel.margins(y=0.12)
+        panels[1].set_ylim(0, 100)
+        width = 0.8 / len(ways)
+        for found in measured:
+            x = jobs.index(found["job"]) + (ways.index(found["way"]) - (len(ways) - 1) / 2) * width
+            for panel, bar in zip(panels, _bars(found), strict=True):
+                if bar:
+                    value, label, readings, ends = bar
+                    panel.bar(x, value, 0.9 * width, color=colors[found["way"]])
+                    panel.plot([x] * len(readings), readings, ".", color="black", alpha=0.5, markersize=5)
+                    panel.vlines(x, *ends, color="black", linewidth=1.2)
+                    top = max(value, *readings, *ends)
+                    panel.annotate(label, (x, top), (0, 4), textcoords="offset points", ha="center")
         handles = [Patch(color=color, label=way) for way, color in colors.items()]
         figure.legend(handles=handles, loc="outside lower center", ncols=len(colors))
     return as_png(figure)
 
 
-def _draw_bars(panel: "Axes", title: str, bars: Sequence[Bar], colors: dict[str, str]) -> None:
-    jobs = list(dict.fromkeys(row.job for row, *_ in bars))
-    ways = [way for way in colors if any(row.way.name == way for row, *_ in bars)]
-    width = 0.8 / len(colors)
-    for row, value, label, readings, low, high in bars:
-        x = jobs.index(row.job) + (ways.index(row.way.name) - (len(ways) - 1) / 2) * width
-        panel.bar(x, value, 0.9 * width, color=colors[row.way.name])
-        panel.plot([x] * len(readings), readings, ".", color="black", alpha=0.5, markersize=5)
-        panel.vlines(x, low, high, color="black", linewidth=1.2)
-        panel.annotate(label, (x, max(value, *readings, high)), (0, 4), textcoords="offset points", ha="center")
-    panel.set_title(title)
-    panel.set_xticks(range(len(jobs)), jobs)
-    panel.grid(axis="x", visible=False)
-    panel.margins(y=0.12)
+def _bars(found: dict[str, Any]) -> Iterator[tuple[float, str, Sequence[float], tuple[float, float]] | None]:
+    """Speed-up, communication and memory of a row: height, label, readings and the ends of the line; None for none."""
+    each, size = found["speed_up_of_each_repeat"], found["peak_memory_bytes"] / 1e6
+    yield found["speed_up"], f"{found['speed_up']:.2f}", each, (min(each), max(each))
+    if found["communication"] is None:
+        yield None
+    else:
+        share, noise = 100 * found["communication"], 100 * found["communication_noise"]
+        value, label = (share, f"{share:.0f}%") if share > noise else (0.0, f"< {noise:.0f}%")
+        yield value, label, [100 * one for one in found["communication_of_each_run"]], (share - noise, share + noise)
+    yield size, f"{size:.0f}", (), (size, size)

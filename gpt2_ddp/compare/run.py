@@ -31,11 +31,10 @@ BLOCK = 500  # most steps per reading; otherwise a long training would take twic
 
 
 class CommFraction(NamedTuple):
-    """Share of a step that synchronising gradients costs, 0 to 1 and, by chance, less; and the standard deviation of
-    its `ROUNDS` readings."""
+    """Share of a step that synchronising gradients costs."""
 
-    share: float
-    noise: float
+    share: float  # 0 to 1 and, by chance, less
+    noise: float  # standard deviation of its `ROUNDS` readings
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,7 @@ def measure(
     config: TrainingConfig | JobConfig, data_parallel: bool, threads: int, steps: int, weights: Path
 ) -> RunResult:
     """Trains `WARM_UP` and then `steps` steps, timed, on every rank. Keeps no checkpoint; writes the final parameters
-    to the safetensors file `weights`. With `data_parallel`, one process splits each micro-batch among all GPUs.
-    """
+    to the safetensors file `weights`. With `data_parallel`, one process splits each micro-batch among all GPUs."""
     gpt2 = isinstance(config, TrainingConfig)
     replicas = ReplicatedGPT if gpt2 else nn.DataParallel
     with Run(config, Pretraining if gpt2 else partial(Supervised, make_job)) as run:
@@ -100,13 +98,9 @@ def time_steps(run: Run, steps: int) -> tuple[float, int]:
 
 
 def communication_share(run: Run, block: int) -> CommFraction | None:
-    """Share of this rank's step that synchronising gradients costs; None for one process.
-
-    Blocks of `block` ordinary steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The
-    difference is the exposed communication: not what the backward pass hides, but waiting for a slower rank, and the
-    core and the memory bandwidth that the all-reduce takes. Without synchronisation the replicas diverge, so this comes
-    last.
-    """
+    """Share of this rank's step that synchronising gradients costs; None for one process. Blocks of `block` ordinary
+    steps take turns with blocks under `no_sync`, which leave out DDP's all-reduce alone. The difference is the exposed
+    communication (docs/compare.md). Without synchronisation the replicas diverge, so this comes last."""
     if run.accelerator.num_processes == 1:
         return None
     together, apart = [], []
@@ -123,7 +117,7 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: on a GPU the most that tensors took (the fullest GPU's, of several), on the CPU the largest resident set,
     PyTorch's own libraries included."""
     if device.type == "cuda":
-        return max(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
+        return max(map(torch.cuda.max_memory_allocated, range(torch.cuda.device_count())))
     if sys.platform == "linux":  # ru_maxrss would be that of the parent, where it was larger when it started this one
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))

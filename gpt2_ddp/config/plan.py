@@ -43,7 +43,6 @@ class PlanConfig(TrainingConfig):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()
         if self.measure and (self.gpu or self.gpus or self.nodes > 1):
-            hint = "measures this machine, with the launcher's processes; remove gpu, gpus and nodes"
-            yield "measure", "true", hint
+            yield "measure", "true", "measures this machine, with the launcher's processes; remove gpu, gpus and nodes"
         if self.gpu and self.train.device not in ("auto", "cuda"):
             yield "train.device", self.train.device, f"conflicts with gpu {self.gpu}; remove one of the two"

@@ -2,17 +2,17 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-T = TypeVar("T")
 Numbers = Mapping[str, float | str]
 Measure = Callable[[Accelerator, int], Iterator[Numbers]]
 
@@ -21,12 +21,12 @@ Measure = Callable[[Accelerator, int], Iterator[Numbers]]
 class Experiment:
     """A claim about DDP, and how to measure both the wrong way and the right one."""
 
+    measure: Measure  # runs on both ranks, given the Accelerator and a seed, and yields numbers; rank 0's count
     claim: str  # cells of the table
     wrong: str
     right: str
     measured: str  # with the measured numbers' names in braces
     holds: Callable[[SimpleNamespace], bool]  # whether the claim follows from the numbers
-    measure: Measure  # runs on both ranks, given the Accelerator and a seed, and yields numbers; rank 0's count
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class Experiment:
 
 def experiment(**claim: Any) -> Callable[[Measure], Experiment]:
     """Makes an Experiment of a measuring function."""
-    return lambda measure: Experiment(**claim, measure=measure)
+    return partial(Experiment, **claim)
 
 
 def make_model(seed: int) -> nn.Sequential:
@@ -95,13 +95,4 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def largest(value: float) -> float:
     """The largest of the ranks' numbers, on all of them."""
-    tensor = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return tensor.item()
-
-
-def union(values: Iterable[T]) -> list[T]:
-    """The ranks' values, one after the other."""
-    parts: list[list[T]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, list(values))
-    return [value for part in parts for value in part]
+    return max(gather_object([value]))

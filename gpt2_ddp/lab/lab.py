@@ -26,16 +26,13 @@ from gpt2_ddp.lab.experiment import Experiment, Numbers
 from gpt2_ddp.output import markdown_table
 from gpt2_ddp.project import PROJECT, command_for
 
-EXPERIMENTS = [
-    value for topic in (wrapper, ranks, loop) for value in vars(topic).values() if isinstance(value, Experiment)
-]
-"""In the order of docs/ddp-lab.md."""
+TOPICS = wrapper, ranks, loop  # in the order of docs/ddp-lab.md
+EXPERIMENTS = [value for topic in TOPICS for value in vars(topic).values() if isinstance(value, Experiment)]
 DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 
 PROCESSES = 2
 START, BOUND = 300.0, 60.0  # most seconds for processes to start; then, for an experiment to end: all take a few
-NOT_MEASURED = 4
-"""Exit code: an experiment gave no numbers."""
+NOT_MEASURED = 4  # exit code: an experiment gave no numbers
 Ranks = list[tuple[BaseProcess, Connection]]
 
 
@@ -51,15 +48,8 @@ class Row(NamedTuple):
 
 
 def run_lab(config: LabConfig) -> int:
-    """Runs experiments, prints each as it ends, and writes the table; or explains one.
-
-    Returns:
-        0 if all claims hold; 1 if one fails; otherwise `NOT_MEASURED`.
-
-    Raises:
-        UserError: an unknown experiment, an `output` that cannot be written, or a launcher that started several of
-            this command.
-    """
+    """Runs experiments, prints each as it ends, and writes the table; or explains one. Returns 0 if all claims hold, 1
+    if one fails, otherwise `NOT_MEASURED`. Raises: UserError before any work."""
     if config.explain:
         print(explain(choose((config.explain,), "explain")[0]))
         return 0
@@ -110,15 +100,14 @@ def as_markdown(rows: list[Row]) -> str:
     """The experiments as a table: claim, wrong way, right way, measurement."""
     lines = []
     for row in rows:
-        cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, row.measured
+        measured = row.measured if row.holds else f"{row.measured} {row.verdict}"
+        cells = row.experiment.claim, row.experiment.wrong, row.experiment.right, measured
         lines.append([" ".join(cell.split()) for cell in cells])
-        lines[-1][-1] += "" if row.holds else f" {row.verdict}"
     return markdown_table(("claim", "wrong way", "right way", "measured"), lines, align=False)
 
 
 def run_experiments(experiments: list[Experiment], seed: int) -> Generator[Row, None, None]:
-    """Runs experiments one after the other in a world of two processes. Starts a new world after an experiment without
-    numbers; ends if a world does not start."""
+    """Runs experiments one after the other in a world of two processes, after one without numbers in a new world."""
     ranks: Ranks = []
     try:
         for experiment in experiments:

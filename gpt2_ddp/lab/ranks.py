@@ -2,22 +2,23 @@
 
 import io
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import set_seed
-from torch import Tensor, nn
+from accelerate.utils import gather_object, set_seed
+from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from gpt2_ddp.lab.experiment import experiment, gradient, largest, make_model, make_rows, mse, share, union
+from gpt2_ddp.lab.experiment import experiment, gradient, largest, make_model, make_rows, mse, share
 
 SAMPLES = TensorDataset(torch.arange(1000))
 
@@ -54,9 +55,9 @@ def set_epoch(accelerator: Accelerator, seed: int):
     told, forgotten = DistributedSampler(SAMPLES, seed=seed), DistributedSampler(SAMPLES, seed=seed)
     for epoch in range(2):
         told.set_epoch(epoch)
-        orders["told"].append(union(told))
-        orders["forgotten"].append(union(forgotten))
-        orders["prepared"].append(union(int(index) for (batch,) in loader for index in batch))
+        orders["told"].append(gather_object([*told]))
+        orders["forgotten"].append(gather_object([*forgotten]))
+        orders["prepared"].append(gather_object([int(index) for (batch,) in loader for index in batch]))
     yield {way: sum(map(int.__eq__, *epochs)) / len(SAMPLES) for way, epochs in orders.items()}
 
 
@@ -70,11 +71,7 @@ def set_epoch(accelerator: Accelerator, seed: int):
 def seed_per_rank(accelerator: Accelerator, seed: int):
     own = DistributedSampler(SAMPLES, seed=seed + accelerator.process_index)
     common = DistributedSampler(SAMPLES, seed=seed)
-    yield {"own": len(set(union(own))), "common": len(set(union(common)))}
-
-
-def _rare_accuracy(labels: Tensor, right: Tensor) -> float:
-    return right[labels == 1].float().mean().item()
+    yield {"own": len(set(gather_object([*own]))), "common": len(set(gather_object([*common])))}
 
 
 @experiment(
@@ -83,10 +80,7 @@ def _rare_accuracy(labels: Tensor, right: Tensor) -> float:
     right="accelerator.gather_for_metrics, which drops the repeated ones",
     measured="37 test samples, 4 of a rare class: {padded:.0f} counted, its accuracy {padded_accuracy:.1%}; "
     "dropped: {dropped:.0f}, {dropped_accuracy:.1%}; on one process {true_accuracy:.1%}",
-    holds=lambda m: (
-        (m.dropped, m.dropped_accuracy) == (37, m.true_accuracy)
-        and (m.padded > 37 and abs(m.padded_accuracy - m.true_accuracy) > 0.1)
-    ),
+    holds=lambda m: m.dropped == 37 < m.padded and m.dropped_accuracy == m.true_accuracy > m.padded_accuracy + 0.1,
 )
 def padded_test_set(accelerator: Accelerator, seed: int):
     labels, right = torch.zeros(37, dtype=torch.long), torch.ones(37, dtype=torch.bool)
@@ -94,11 +88,11 @@ def padded_test_set(accelerator: Accelerator, seed: int):
     right[[0, 1]] = False  # the model fails on two of the four; they stand where samples are repeated from
     even = Accelerator(cpu=True)  # Accelerate's own defaults
     loader = even.prepare_data_loader(DataLoader(TensorDataset(labels, right), batch_size=8))
-    gathered = [(even.gather(tuple(batch)), even.gather_for_metrics(tuple(batch))) for batch in loader]
-    yield {"true_accuracy": _rare_accuracy(labels, right)}
-    for way, batches in zip(("padded", "dropped"), zip(*gathered, strict=True), strict=True):
+    yield {"true_accuracy": right[labels == 1].float().mean().item()}
+    for way, gather in (("padded", even.gather), ("dropped", even.gather_for_metrics)):
+        batches: list[Any] = [gather(tuple(batch)) for batch in loader]
         seen_labels, seen_right = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        yield {way: len(seen_labels), f"{way}_accuracy": _rare_accuracy(seen_labels, seen_right)}
+        yield {way: len(seen_labels), f"{way}_accuracy": seen_right[seen_labels == 1].float().mean().item()}
 
 
 @experiment(
@@ -116,7 +110,8 @@ def training_sampler_on_test_set(accelerator: Accelerator, seed: int):
     samplers = {"borrowed": DistributedSampler(training, seed=seed), "own": DistributedSampler(test, shuffle=False)}
     yield {"true_accuracy": right.float().mean().item()}
     for way, sampler in samplers.items():
-        scored = union(int(index) for batch, _ in DataLoader(test, batch_size=8, sampler=sampler) for index in batch)
+        loader = DataLoader(test, batch_size=8, sampler=sampler)
+        scored = gather_object([int(index) for batch, _ in loader for index in batch])
         yield {way: len(set(scored)), f"{way}_accuracy": right[scored].float().mean().item()}
 
 
@@ -161,10 +156,8 @@ def sum_over_ranks(value: float, group: dist.ProcessGroup) -> float:
     "rows, and after {alone:.0f} step {waited:.1f} s until the timeout of {timeout:.0f} s (`{error}`); by all: "
     "{all_mean:.3f}, {all_rows:.0f} rows, {all:.0f} steps",
     holds=lambda m: (
-        (m.alone, m.all, m.all_rows) == (1, 3, 32)
-        and abs(m.all_mean / m.true_mean - 1) < 1e-5
-        and (m.alone_mean != m.all_mean and m.alone_rows != 32)
-        and m.waited > 0.8 * m.timeout
+        ((m.alone, m.all, m.all_rows) == (1, 3, 32) and m.alone_rows != 32 and m.waited > 0.8 * m.timeout)
+        and (abs(m.all_mean / m.true_mean - 1) < 1e-5 and m.alone_mean != m.all_mean)
     ),
 )
 def collective_on_one_rank(accelerator: Accelerator, seed: int):
@@ -181,7 +174,7 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
                     logged.append(sum_over_ranks(loss, group) / accelerator.num_processes)
         except RuntimeError as error:
             yield {"waited": time.perf_counter() - start, "error": str(error).partition("] ")[2]}
-        rank_1s = union(counted[1:2])[-1]
+        rank_1s = gather_object(counted[1:2])[-1]
         yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
 
 
@@ -218,7 +211,8 @@ def early_stopping(accelerator: Accelerator, seed: int):
                 stopped.append(str(accelerator.process_index))
                 break
             best = loss
-        yield {way: " and ".join(union(stopped)), f"{way}_epochs": largest(epochs), f"{way}_waited": largest(waited)}
+        stopped = " and ".join(gather_object(stopped))
+        yield {way: stopped, f"{way}_epochs": largest(epochs), f"{way}_waited": largest(waited)}
 
 
 @experiment(
@@ -236,7 +230,7 @@ def dropout_seed(accelerator: Accelerator, seed: int):
         first, activation, last = make_model(seed)
         model = DDP(nn.Sequential(first, activation, nn.Dropout(), last))
         set_seed(seed, device_specific=device_specific)
-        mask = union(nn.functional.dropout(torch.ones(1000)).bool().tolist())
+        mask = gather_object(nn.functional.dropout(torch.ones(1000)).bool().tolist())
         gradients = []
         for _ in range(200):
             model.zero_grad()
@@ -245,15 +239,6 @@ def dropout_seed(accelerator: Accelerator, seed: int):
         agreeing = sum(map(bool.__eq__, mask[:1000], mask[1000:])) / 1000
         found |= {way: torch.stack(gradients).var(0).sum().item(), f"{way}_masks": agreeing}
     yield {**found, "ratio": found["same"] / found["own"]}
-
-
-@contextmanager
-def half_saved(path: Path, data: bytes) -> Generator[None, None, None]:
-    """A save, inside of which half of the file is written."""
-    with path.open("wb", buffering=0) as file:
-        file.write(data[: len(data) // 2])
-        yield
-        file.write(data[len(data) // 2 :])
 
 
 @experiment(
@@ -270,21 +255,21 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
     data = state.getvalue()
     yield {"error": "no error"}
     with TemporaryDirectory(prefix="ddp_lab") as own:
-        folder = Path(union([own])[0])
+        folder = Path(gather_object([own])[0])
         for way, saves in (("every", True), ("one", accelerator.is_main_process)):
             path, read = folder / way, 0
             if saves and accelerator.process_index == 0:
                 path.write_bytes(data)
             accelerator.wait_for_everyone()
-            with half_saved(path, data) if saves and accelerator.process_index == 1 else nullcontext():
-                accelerator.wait_for_everyone()
-                if accelerator.process_index == 0:
-                    try:
-                        read = len(torch.load(path))
-                    except RuntimeError as error:
-                        yield {"error": str(error).partition(". ")[0]}
-                accelerator.wait_for_everyone()
-            yield {way: sum(union([saves])), f"{way}_read": read}
+            if saves and accelerator.process_index == 1:
+                path.write_bytes(data[: len(data) // 2])  # half of its save
+            accelerator.wait_for_everyone()
+            if accelerator.process_index == 0:
+                try:
+                    read = len(torch.load(path))
+                except RuntimeError as error:
+                    yield {"error": str(error).partition(". ")[0]}
+            yield {way: sum(gather_object([saves])), f"{way}_read": read}
 
 
 @experiment(
@@ -296,7 +281,7 @@ def every_rank_saves(accelerator: Accelerator, seed: int):
 )
 def every_rank_downloads(accelerator: Accelerator, seed: int):
     with TemporaryDirectory(prefix="ddp_lab") as own:
-        folder = Path(union([own])[0])
+        folder = Path(gather_object([own])[0])
         for way, turns in (("together", nullcontext()), ("main_first", accelerator.main_process_first())):
             path = folder / way
             with turns:
@@ -305,4 +290,4 @@ def every_rank_downloads(accelerator: Accelerator, seed: int):
                     accelerator.wait_for_everyone()  # a download takes longer than the other rank takes to look
                 if downloads:
                     path.touch()
-            yield {way: sum(union([downloads]))}
+            yield {way: sum(gather_object([downloads]))}

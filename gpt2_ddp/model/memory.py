@@ -5,55 +5,38 @@ On CPUs the estimate was within 20 % of the measured peaks; on GPUs it was compa
 
 import platform
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.model.architecture import ARCHITECTURES, SHORT, Architecture, gelu, mlp_width, plain_rms_norm
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk
 from gpt2_ddp.model.optim import STATE_NUMBERS, build_optimizer, reads_found_inf
 
-HEAP = 2**25
-"""Smallest freed block, in bytes, that glibc returns to the system at once; it keeps smaller ones."""
-
-ROOM = 0.9
-"""Largest estimate for a micro-batch, as a fraction of a GPU's memory."""
-CPU_TOKENS = 512
-"""Largest micro-batch on a CPU, in tokens."""
-
-CUDA_BASE = 1.0e9
-"""Bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again."""
+HEAP = 2**25  # smallest freed block, in bytes, that glibc returns to the system at once; it keeps smaller ones
+ROOM = 0.9  # largest estimate for a micro-batch, as a fraction of a GPU's memory
+CPU_TOKENS = 512  # largest micro-batch on a CPU
+CUDA_BASE = 1.0e9  # bytes of a CUDA context, cuBLAS's workspace and the allocator's slack; NCCL takes as much again
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Inputs of the estimate.
-
-    Args:
-        kind: cuda, cpu or mps. precision: no, bf16 or fp16.
-        parameters, matrices, state: numbers in all, in what autocast copies, and in the optimizer state.
-        vocab_size: rows of the head, padding included. micro_batch: windows per forward pass in training.
-        layer_tensors: parameter tensors of a block.
-        table_state: numbers in the optimizer state for each number of embedding and head.
-        copies: each step copies weights and optimizer state before it (`training.optimizer.GuardedOptimizer`).
-        base: bytes of a process with all libraries and no model.
-        background: checkpoints are written from a copy in host memory. validates: there are evaluations.
-    """
+    """Inputs of the estimate."""
 
     config: TrainingConfig
-    kind: str
+    kind: str  # cuda, cpu or mps
     processes: int
-    precision: str
-    parameters: int
-    matrices: int
-    state: int
-    vocab_size: int
-    micro_batch: int
-    base: float
-    background: bool = False
-    validates: bool = True
-    layer_tensors: int = 12
-    table_state: int = 2
-    copies: bool = False
+    precision: str  # no, bf16 or fp16
+    parameters: int  # numbers in all
+    matrices: int  # numbers that autocast copies
+    state: int  # numbers in the optimizer state
+    vocab_size: int  # rows of the head, padding included
+    micro_batch: int  # windows per forward pass in training
+    base: float  # bytes of a process with all libraries and no model
+    background: bool = False  # checkpoints are written from a copy in host memory
+    validates: bool = True  # there are evaluations
+    layer_tensors: int = 12  # parameter tensors of a block
+    table_state: int = 2  # numbers in the optimizer state for each number of embedding and head
+    copies: bool = False  # each step copies weights and optimizer state before it (`GuardedOptimizer`)
 
     @property
     def architecture(self) -> Architecture:
@@ -75,9 +58,9 @@ def setting_of(
     each = {p: group.get(STATE_NUMBERS, 2) for group in optimizer.param_groups for p in group["params"]}
     state = sum(number * parameter.numel() for parameter, number in each.items())
     ids, base = model.wte.weight.size(0), CUDA_BASE * (1 + (processes > 1))
-    setting = Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base)
     own = {"table_state": each[model.wte.weight], "copies": not reads_found_inf(optimizer)}
-    return replace(setting, layer_tensors=len([*model.h[0].parameters()]), **own)
+    own["layer_tensors"] = len([*model.h[0].parameters()])
+    return Setting(config, kind, processes, precision, parameters, matrices, state, ids, micro_batch, base, **own)
 
 
 def pick_micro_batch(
@@ -145,28 +128,27 @@ def _activations(setting: Setting, n: int) -> Moment:
     width, recomputed = n * config.n_embd, setting.config.train.activation_checkpointing
     keys, wide, plain = width * config.key_heads / config.n_head, n * mlp_width(config), _plain_attention(setting)
     layers = 1 if recomputed else config.n_layer  # recomputed: a block's input is kept, one block at a time is whole
-    saved = [  # the residual stream; inputs of matrix products and of nonlinear functions
-        Block("activations", (1 if recomputed else 2) * config.n_layer + 3, 4 * width),
-        Block("activations", 3 * layers, width * half),  # norms' outputs, attention's
-        Block("activations", layers, (width + 2 * keys) * (4 if plain else half)),  # queries, keys, values
-        Block("activations", (2 + 2 * kind.gated) * layers, wide * half),  # before and after the activation
+    # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
+    unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
+    saved = [  # counts and bytes: the residual stream; inputs of matrix products and of nonlinear functions
+        ((1 if recomputed else 2) * config.n_layer + 3, 4 * width),
+        (3 * layers, width * half),  # norms' outputs, attention's
+        (layers, (width + 2 * keys) * (4 if plain else half)),  # queries, keys, values
+        ((2 + 2 * kind.gated) * layers, wide * half),  # before and after the activation
+        (2 * layers * unfused, 4 * width),
     ]
     short = setting.kind == "cpu" and half == 2 and config.block_size in SHORT and not (plain or config.document_mask)
     if kind.rotary and not plain and not short:  # rotated queries and keys
-        saved += [Block("activations", layers, (width + keys) * half)]
-    # CPUs have no fused kernel of RMSNorm, and its output before the weights is a tensor of its own
-    unfused = setting.kind == "cpu" and kind.norm not in (None, plain_rms_norm)
-    saved += [Block("activations", 2 * layers * unfused, 4 * width)]
+        saved.append((layers, (width + keys) * half))
     if kind.query_norm or kind.rotated_norm:  # its input, unless that is a part of queries and keys above
-        copies = unfused + bool(kind.rotated_norm or plain or half == 2)
-        saved += [Block("activations", copies * layers, 4 * (width + keys))]
+        saved.append(((unfused + bool(kind.rotated_norm or plain or half == 2)) * layers, 4 * (width + keys)))
     if plain:  # softmax, noise and their product; noise behind both branches, too
-        saved += [Block("activations", 3 * layers, _scores(setting, n)), Block("activations", 2 * layers, width * half)]
+        saved += [(3 * layers, _scores(setting, n)), (2 * layers, width * half)]
     elif short:
-        saved += [Block("activations", layers, _scores(setting, n) / 2)]  # softmax in bf16
+        saved.append((layers, _scores(setting, n) / 2))  # softmax in bf16
     elif config.dropout:
-        saved += [Block("activations", 2 * layers, width)]  # a byte for each number
-    return saved
+        saved.append((2 * layers, width))  # a byte for each number
+    return [Block("activations", *one) for one in saved]
 
 
 def _one_block(setting: Setting, n: int, trains: bool = False) -> Moment:
@@ -201,30 +183,22 @@ def _logits(setting: Setting, n: int, trains: bool = False) -> Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process.
+    """Bytes of one process."""
 
-    Args:
-        peak: largest of `peaks`, those of each moment. parts: bytes by part at the largest, which they sum up to.
-        host: host memory of a GPU's process for a checkpoint: a copy of it, or of its largest tensor.
-    """
-
-    peak: float
-    moment: str
-    peaks: dict[str, float]
-    parts: dict[str, float]
-    host: float
+    peak: float  # largest of `peaks`
+    moment: str  # of the largest
+    peaks: dict[str, float]  # by moment
+    parts: dict[str, float]  # by part at the largest, which they sum up to
+    host: float  # host memory of a GPU's process for a checkpoint: a copy of it, or of its largest tensor
 
 
 def estimate(setting: Setting) -> Memory:
     """Memory of one process, at each moment and by part."""
     at = moments_of(setting)
-    keeps = setting.kind == "cpu" and platform.libc_ver()[0] == "glibc"
-    heap = {
-        name: sum(block.total for block in blocks if not block.stays and keeps and block.bytes < HEAP)
-        for name, blocks in at.items()
-    }
-    highest, whole = max(heap.values()), {name: sum(block.total for block in blocks) for name, blocks in at.items()}
-    peaks = {name: setting.base + size - heap[name] + highest for name, size in whole.items()}
+    small = HEAP if setting.kind == "cpu" and platform.libc_ver()[0] == "glibc" else 0
+    heap = {name: sum(one.total for one in of if not one.stays and one.bytes < small) for name, of in at.items()}
+    highest = max(heap.values())
+    peaks = {name: setting.base + sum(one.total for one in of) - heap[name] + highest for name, of in at.items()}
     moment = max(peaks, key=peaks.__getitem__)
     parts = {"program": setting.base}
     for block in at[moment]:

@@ -32,50 +32,35 @@ from gpt2_ddp.training.loop import train_loop
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due
 
-STEPS, READING = 25, 5
-"""Trained steps; steps per row, of which each row has the rate. The first row is warm-up."""
-REPEATED = {"evaluate": 2, "save": 2, "sample": 1}
-"""Number of each kind of work in the measured steps."""
-START = 60.0
-"""Seconds assumed from the command to the first step."""
+STEPS, READING = 25, 5  # trained steps; steps per row, of which each row has the rate. The first row is warm-up
+REPEATED = {"evaluate": 2, "save": 2, "sample": 1}  # number of each kind of work in the measured steps
+START = 60.0  # seconds assumed from the command to the first step
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Speed of a training.
+    """Speed of a training, and seconds of an evaluation, a save and a sample."""
 
-    Args:
-        tokens_per_second: of the steps, over all processes. source: given, measured, or by the MFU.
-        evaluation, save, sample: seconds of one. start, end: seconds before the first step, and after the last.
-    """
-
-    tokens_per_second: float
-    source: str
+    tokens_per_second: float  # of the steps, over all processes
+    source: str  # given, measured, or by the MFU
     evaluation: float
     save: float
     sample: float = 0.0
-    start: float = START
-    end: float = 0.0
+    start: float = START  # seconds before the first step
+    end: float = 0.0  # seconds after the last step
 
 
 @dataclass
 class Seen:
-    """Results of a dry run.
+    """Results of a dry run."""
 
-    Args:
-        mistakes: user errors, as the lines printed after `error:`.
-        state: of the checkpoint that the run resumes from, at `step`; empty for a fresh run.
-        task: with its data open; None where they could not be opened.
-        base: bytes of a process without its model (`base_memory`). rate, memory: measured by its steps (`measure`).
-    """
-
-    mistakes: list[str] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
-    task: Pretraining | None = None
-    step: int = 0
-    base: float | None = None
-    rate: Rate | None = None
-    memory: float | None = None
+    mistakes: list[str] = field(default_factory=list)  # user errors, as the lines printed after `error:`
+    state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint to resume from; empty for a fresh run
+    task: Pretraining | None = None  # with its data open; None where they could not be opened
+    step: int = 0  # of the checkpoint
+    base: float | None = None  # bytes of a process without its model (`base_memory`)
+    rate: Rate | None = None  # measured by its steps (`measure`)
+    memory: float | None = None  # the same: bytes of a process
 
 
 def preflight(config: TrainingConfig, processes: int) -> Seen:
@@ -167,11 +152,8 @@ class _Short(Pretraining):
 
 def measure(config: TrainingConfig, loaded: float) -> tuple[Rate | None, float]:
     """Trains some steps as the training would, in a temporary folder; the rate is the median of its rows. Collective.
-    `loaded`: seconds from this process's beginning until its libraries were loaded. Raises: UserError as training does.
-
-    Returns:
-        (rate, None on other ranks than the main process; this process's peak memory in bytes)
-    """
+    `loaded`: seconds from this process's beginning until its libraries were loaded. Returns the rate, on the main
+    process, and this process's peak memory in bytes. Raises: UserError as training does."""
     seconds, values = dict.fromkeys(REPEATED, 0.0), config.model_dump(mode="json")
     values["train"] |= {"init_from": None, "branch_from": None, "max_minutes": None, "profile_steps": 0}
     values["tracking"] |= {"log_with": []}

@@ -32,34 +32,25 @@ from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
 
-CPU_MARGIN = 0.2
-"""Largest error of the memory estimate on CPUs: kernels differ by processor, and freed memory fragments."""
-DISK = 5e8
-"""Assumed bytes per second for copying, hashing and writing a checkpoint, unless measured."""
+CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
+DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint, unless measured
 
 
 @dataclass(frozen=True)
 class Target:
-    """The hardware of a plan: this machine, or GPUs by name.
+    """The hardware of a plan: this machine, or GPUs by name."""
 
-    Args:
-        device: a GPU's exact name, or cpu or mps. kind: cuda, cpu or mps.
-        processes: in all, one per device. nodes: machines, which have equally many.
-        memory: bytes of a process. peak: FLOP/s of a device; None if unknown.
-    """
-
-    device: str
-    kind: str
-    processes: int
-    nodes: int
-    memory: float
-    peak: float | None
+    device: str  # a GPU's exact name, or cpu or mps
+    kind: str  # cuda, cpu or mps
+    processes: int  # in all, one per device
+    nodes: int  # machines, which have equally many processes
+    memory: float  # bytes of a process
+    peak: float | None  # FLOP/s of a device; None if unknown
     is_here: bool
 
 
 def find_target(config: PlanConfig, started: int) -> Target:
-    """The machine to plan for; a launcher started `started` processes. Raises: UserError for a missing device, and for
-    an unknown GPU without a given memory."""
+    """The machine to plan for, where a launcher started `started` processes. Raises: UserError."""
     per_node = config.gpus or max(started // config.nodes, 1)
     memory = config.gpu_memory * 1e9 if config.gpu_memory else None
     if config.gpu is None:
@@ -95,16 +86,15 @@ def _words(text: str) -> list[str]:
 
 
 class Corpus(NamedTuple):
-    """Figures that depend on the data; None for missing data. `is_known`: the number of ids is not assumed. `windows`:
-    of an epoch; `steps`: of the whole run; `bytes`: of the shards; `scored`: tokens of an evaluation."""
+    """Figures that depend on the data; None for missing data."""
 
     vocab_size: int
-    is_known: bool
-    windows: int | None
-    steps: int | None
+    is_known: bool  # the number of ids is not assumed
+    windows: int | None  # of an epoch
+    steps: int | None  # of the whole run
     validates: bool
-    scored: int
-    bytes: int | None
+    scored: int  # tokens of an evaluation
+    bytes: int | None  # of the shards
 
 
 def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
@@ -157,36 +147,20 @@ def seconds(count: dict[str, int], rate: Rate, step_tokens: int) -> dict[str, fl
     }
 
 
-@dataclass(frozen=True)
-class Disk:
-    """Bytes: of a checkpoint, of all checkpoints at a time, and free on the disk."""
-
-    checkpoint: int
-    checkpoints: int
-    free: int
-
-
-def disk(config: TrainingConfig, size: int, validates: bool) -> Disk:
-    """Checkpoints of this size: `keep_last` of them, the best, and the one that is being written."""
+def disk(config: TrainingConfig, size: int, validates: bool) -> dict[str, int]:
+    """Bytes of a checkpoint, of all checkpoints at a time (`keep_last`, the best, and the one that is being written),
+    and free on the disk."""
     place = Path(config.output_dir).absolute()
     while not place.is_dir():
         place = place.parent
     old = Path(config.output_dir, config.run_name).glob("checkpoints/step-*/*")  # new ones take their place
     free = shutil.disk_usage(place).free + sum(file.stat().st_size for file in old)
-    return Disk(size, size * (config.checkpoint.keep_last + validates + 1), free)
+    return {"checkpoint": size, "checkpoints": size * (config.checkpoint.keep_last + validates + 1), "free": free}
 
 
 class Plan:
-    """A training on a machine. The public attributes are the figures of the JSON, in its order.
-
-    Attributes:
-        steps, tokens, epochs, data_bytes: None if they depend on missing data.
-        padding: padding rows of a step, over all processes. nearest_batch: nearest windows per step without padding.
-        splits: micro-batch and accumulation of each process count up to 64 that divides the global batch.
-        fits: whether `memory` suffices. largest_micro_batch: the largest that fits, up to a rank's share; 0 for none.
-        count, rate, seconds, device_hours, price: of the remaining work; None if unknown.
-        refused: user errors of train_gpt2.py.
-    """
+    """A training on a machine. The public attributes are the figures of the JSON, in its order. Figures that depend on
+    missing data are None."""
 
     def __init__(self, config: PlanConfig, machine: Target, precision: str, seen: Seen):
         corpus, windows = describe_corpus(config, seen.task), config.global_batch_windows
@@ -197,37 +171,35 @@ class Plan:
         self._place = machine.kind, machine.processes, precision
         settled = {"processes": machine.processes, "device": machine.device}
         self._resolved = seen.state if settled.items() <= seen.state.items() else {}
-        self.run_name = config.run_name
-        self.machine = machine
+        self.run_name, self.machine = config.run_name, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.vocab_size, self.vocab_size_is_known = corpus.vocab_size, corpus.is_known
         self.flops_per_token = model.flops_per_token()
         self.flops = self.flops_per_token * tokens if tokens else None
-        self.step = seen.step
-        self.steps = corpus.steps
-        self.tokens = tokens
+        self.step, self.steps, self.tokens = seen.step, corpus.steps, tokens
         self.epochs = corpus.steps * windows / corpus.windows if corpus.steps and corpus.windows else None
         self.epoch_tokens = corpus.windows * config.model.block_size if corpus.windows else None
         self.global_batch_windows, self.block_size = windows, config.model.block_size
         self._setting = self._make_setting(seen.base)
         processes = min(machine.processes, windows)  # more are refused
         self.micro_batch, self.accumulation = self._split(processes)
-        self.padding = padding_rows(windows, processes, self.micro_batch)
-        self.nearest_batch = nearest_without_padding(windows, processes, self.micro_batch)
-        self.splits = {n: self._split(n) for n in divisors(windows)[::-1] if n <= 64}
+        self.padding = padding_rows(windows, processes, self.micro_batch)  # of a step, over all processes
+        self.nearest_batch = nearest_without_padding(windows, processes, self.micro_batch)  # in windows
+        self.splits = {n: self._split(n) for n in divisors(windows)[::-1] if n <= 64}  # by number of processes
         self.precision = precision
         self.memory = self._memory_of(self.micro_batch)
         self.measured_memory = seen.memory
         fits_host = not machine.is_here or self.memory.host <= psutil.virtual_memory().available
         self.fits = self.memory.peak <= machine.memory and fits_host
-        sizes = micro_batches(windows, processes)
-        self.largest_micro_batch = next((one for one in sizes if self._memory_of(one).peak <= machine.memory), 0)
+        fitting = (n for n in micro_batches(windows, processes) if self._memory_of(n).peak <= machine.memory)
+        self.largest_micro_batch = next(fitting, 0)  # up to a rank's share; 0 for none
         self.disk = disk(config, 4 * (self._setting.parameters + self._setting.state), corpus.validates)
         self.data_bytes = corpus.bytes
         self._add_time(seen.rate)
-        self.refused = seen.mistakes
+        self.refused = seen.mistakes  # user errors of train_gpt2.py
 
     def _add_time(self, measured: Rate | None) -> None:
+        """Adds time and price of the remaining work; None if unknown."""
         config, steps = self._config, self.steps
         self.count = None
         if steps and steps >= self.step:
@@ -277,7 +249,7 @@ class Plan:
             speed = config.mfu * machine.peak * machine.processes / self.flops_per_token
             source = f"at {config.mfu:.0%} of {machine.peak / 1e12:,.1f} TFLOP/s"
             start *= 3 if self._compiles() else 1
-        return Rate(speed, source, self._corpus.scored / (3 * speed), self.disk.checkpoint / DISK, start=start)
+        return Rate(speed, source, self._corpus.scored / (3 * speed), self.disk["checkpoint"] / DISK, start=start)
 
     def _compiles(self) -> bool:
         how, steps = self._config.train.compile, self.count["steps"] if self.count else 0
@@ -290,7 +262,7 @@ class Plan:
     def suffices(self) -> bool:
         """Whether memory and disk suffice for the remaining work."""
         done = self.count is not None and not self.count["steps"]
-        return done or (self.fits and self.disk.checkpoints <= self.disk.free)
+        return done or (self.fits and self.disk["checkpoints"] <= self.disk["free"])
 
 
 def show_plan(config: PlanConfig) -> int:
@@ -357,12 +329,12 @@ def format_plan(plan: Plan) -> list[str]:
     lines.append(f"    elsewhere  {others}{host}")
     if plan.measured_memory:
         lines.append(f"    measured   {_gb(plan.measured_memory)}")
-    largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
-    if not plan.largest_micro_batch:
-        largest = "no micro-batch fits; try activation_checkpointing, or a smaller eval.batch_size"
+    largest = "no micro-batch fits; try activation_checkpointing, or a smaller eval.batch_size"
+    if plan.largest_micro_batch:
+        largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
     lines.append(f"    {'fits' if plan.fits else 'DOES NOT FIT'}; {largest}")
-    kept = f"{_gb(disk.checkpoint)} GB per checkpoint, at most {_gb(disk.checkpoints)} GB for all kept ones"
-    free = f"{'' if disk.checkpoints <= disk.free else 'DOES NOT FIT, '}{_gb(disk.free)} GB free"
+    kept = f"{_gb(disk['checkpoint'])} GB per checkpoint, at most {_gb(disk['checkpoints'])} GB for all kept ones"
+    free = f"{'' if disk['checkpoints'] <= disk['free'] else 'DOES NOT FIT, '}{_gb(disk['free'])} GB free"
     data = f"data {_gb(plan.data_bytes)} GB" if plan.data_bytes else "the data do not exist yet"
     return [*lines, f"  disk         {kept} ({free}); {data}", *_time(plan)]
 
