@@ -206,7 +206,9 @@ POISON = (12 * 6, 12 * 9)
 """Positions of steps 7 to 9: on them, the last rank's gradient is not finite."""
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("nanochat", marks=pytest.mark.slow), "speedrun"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "nanochat")), "speedrun"]
+)
 def test_a_run_keeps_what_runs_promise(short_documents, tmp_path, kind):
     """With dropout and masked documents, bad steps and a rollback: resumed, it is the same to the bit; on 1, 2 and
     3 processes it has the same order and losses; it replays, is evaluated to its val_loss, and keeps its architecture.

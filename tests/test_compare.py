@@ -13,13 +13,13 @@ import torch
 import yaml
 from commands import expect_error
 from ranks import run_ranks
+from runs import job_config, training_config
 
 from gpt2_ddp.compare import compare as module
 from gpt2_ddp.compare.compare import Machine, Row, Strategy, as_markdown, compare, difference, read_job
 from gpt2_ddp.compare.run import WARM_UP, CommFraction, RunResult, communication_share, measure, peak_memory
 from gpt2_ddp.config.tools import CompareConfig
 from gpt2_ddp.data.manifest import read_manifest
-from runs import job_config, training_config
 
 CPU = Machine(gpus=0, cores=2, device="cpu")
 
@@ -30,7 +30,7 @@ def tiny(kind: str, corpus: Path, folder: Path):
     return job_config(kind, folder, {"train.mixed_precision": "no"})
 
 
-@pytest.mark.parametrize("kind", ["mlp", "gpt2"])
+@pytest.mark.parametrize("kind", ["mlp", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_ddp_ends_with_the_parameters_of_one_process(tmp_path, corpus, kind):
     config = tiny(kind, corpus, tmp_path / "runs")
     runs = {}
