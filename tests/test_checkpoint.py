@@ -172,13 +172,19 @@ def test_every_damage_is_found_and_named(tmp_path, name):
             verify(file.parent)
 
 
+SOUND = '{"step": 6, "position": 0, "order_digest": "", "kind": "gpt2", "tokenizer": "gpt2"}'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         (STATE, '{"step": 60}', "has no position"),
         (STATE, '{"step": -60, "position": 0, "order_digest": ""}', "has step = -60"),
         (STATE, '{"step": 6, "position": 0, "order_digest": "", "passed": 5}', "has passed = 5"),
-        (STATE, '{"step": 6, "position": 0, "order_digest": "", "kind": "gpt2"}', "has no vocab_size"),
+        (STATE, SOUND[:-1] + ', "vocab_size": 9000000000}', "has vocab_size = 9000000000"),
+        (STATE, SOUND[:-1] + "}", "has no vocab_size"),
+        (STATE, SOUND[:-1] + ', "vocab_size": 1, "guard": {"losses": ["x", 0, 0]}}', "has guard.losses.0 = x"),
+        (STATE, SOUND[:-1] + ', "vocab_size": 1, "passed": [[3]]}', r"has no passed.0.1"),
         (MODEL, "x" * 64, r"is no safetensors file \(.*header"),
         (OPTIMIZER, "", r"is no safetensors file \(.*header"),
     ],

@@ -138,7 +138,7 @@ def make_stand_ins(folder: Path) -> None:
     (folder / "dumps/manifest.json").unlink()
     shutil.copytree(folder / "runs/stdlib", folder / "runs/other")
     (folder / "exports").mkdir()
-    (folder / "exports/stdlib-step-00001000").symlink_to("stdlib-step-00000004")  # which a page will make
+    (folder / "exports/stdlib-step-00000700").symlink_to("stdlib-step-00000004")  # which a page will make
     for name in ("RUN", "runs/NAME"):
         (folder / name).symlink_to(folder / "runs/other")
 
@@ -166,7 +166,7 @@ def test_the_commands_of_a_page_run_one_after_another(page, stand_ins, tmp_path)
     if page.name == "README.md":  # it makes this itself
         shutil.rmtree(folder / "runs/stdlib")
     elif page.name == "export.md":
-        (folder / "runs/stdlib/checkpoints/step-00000800").symlink_to("step-00000004")
+        (folder / "runs/stdlib/checkpoints/step-00000400").symlink_to("step-00000004")
     wrong = []
     each_once = {shlex.join(command.words): command for command in commands(page) if not command.reason}
     if page.name == "README.md":

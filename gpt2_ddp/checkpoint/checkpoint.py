@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
@@ -37,14 +38,80 @@ FORMAT = 1
 """Format of a checkpoint folder. Its readers give missing fields their defaults, and ignore unknown fields."""
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
-COUNTS = ("step", "position", "tokens", "samples", "rollbacks", "skipped", "epoch_units", "epoch_size", "vocab_size")
-FIELDS: dict[str, Any] = dict.fromkeys(COUNTS, int) | {"order_digest": str, "kind": str, "tokenizer": str}
-FIELDS |= {"guard": dict, "metrics": dict, "passed": list, "since_row": list}
-"""Types of fields in state.json, for damage that a hash cannot show. COUNTS are not negative."""
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
 
 _ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
 DTYPES = {_TYPES[name]: name for name in _ORDER}  # names of dtypes in a safetensors file, in the order of its tensors
+
+
+Count = Annotated[int, Field(ge=0)]
+Three = Annotated[list[float], Field(min_length=3, max_length=3)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Pending(_Fields):
+    model_config = ConfigDict(extra="forbid")
+    row: dict[str, Any] = {}
+    evaluate: bool = False
+    sample: bool = False
+
+
+class _Parent(_Fields):
+    step: Count
+
+
+class _Mixture(_Fields):
+    manifests: list[str]
+    phases: list[tuple[Count, list[str]]]
+
+
+class _Guard(_Fields):
+    judged: Count = 0
+    first_bad: Count | None = None
+    losses: Three | None = None
+    norms: Three | None = None
+    noted: list[Annotated[list[int], Field(min_length=4, max_length=4)]] = []
+
+
+class State(_Fields):
+    """The fields of state.json that are read, for damage that a hash cannot show. Others are allowed."""
+
+    step: Count
+    position: Count
+    order_digest: str
+    kind: str = "gpt2"
+    run_id: str = ""
+    rollbacks: Count = 0
+    skipped: Count = 0
+    tokens: Count = 0
+    samples: Count = 0
+    epoch_size: Count | None = None
+    epoch_loss: float = 0.0
+    epoch_units: Count = 0
+    since_row: Three = [0, 0, 0]
+    passed: list[tuple[Count, Count]] = []
+    owed: _Pending | None = None
+    branched_from: _Parent | None = None
+    metrics: dict[str, float | None] = {}
+    metrics_chain: str | None = None
+    val_loss: float | None = None
+    best_evaluation: tuple[Count, float, float | None, Count] | None = None
+    guard: _Guard = _Guard()
+    scaler: dict[str, float] | None = None
+    micro_batch: Annotated[int, Field(ge=1)] = 1
+    data_manifest: str | None = None
+    mixture: _Mixture | None = None
+    tasks: dict[str, str] = {}
+
+
+class GPTState(State):
+    """The same for GPT-2."""
+
+    tokenizer: str
+    vocab_size: Count
 
 
 @dataclass(frozen=True)
@@ -242,7 +309,8 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises
     CorruptCheckpoint for the first file that is missing, truncated, changed or invalid; UserError for another format.
     """
-    for name, (size, sha256) in _read_manifest(checkpoint).items():
+    files = _read_manifest(checkpoint)
+    for name, (size, sha256) in files.items():
         file = checkpoint / name
         try:
             if not file.is_file():
@@ -259,12 +327,15 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         except OSError as error:
             raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
     state, config = _read_fields(checkpoint / STATE, parse_json), _read_fields(checkpoint / CONFIG, parse_yaml)
-    needed = ("step", "position", "order_digest", *(("tokenizer", "vocab_size") if state.get("kind") == "gpt2" else ()))
-    for name, kind in FIELDS.items():
-        value = state.get(name)
-        if name in needed if value is None else type(value) is not kind or (kind is int and value < 0):
-            what = f"has no {name}" if value is None else f"has {name} = {truncate(value, 40)}"
-            raise CorruptCheckpoint(checkpoint / STATE, what)
+    try:
+        (GPTState if state.get("kind") == "gpt2" else State).model_validate_json(json.dumps(state))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
+        what = f"has no {name}" if is_missing else f"has {name} = {truncate(first['input'], 40)}"
+        raise CorruptCheckpoint(checkpoint / STATE, what) from error
+    if state.get("kind") == "gpt2" and state["vocab_size"] > files[MODEL][0]:  # each id has some bytes of weights
+        raise CorruptCheckpoint(checkpoint / STATE, f"has vocab_size = {state['vocab_size']}")
     return Checkpoint(checkpoint, state, config)
 
 

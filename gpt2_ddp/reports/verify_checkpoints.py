@@ -99,7 +99,7 @@ def check_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int], li
     defects: list[str] = []
     for number, (place, row) in enumerate(rows.items()):
         reference = row if row.get("event") == "checkpoint" else row.get("checkpoint") or {}
-        step = reference["step"] if {"step", "sha256"} <= reference.keys() else None
+        step = reference["step"] if "sha256" in reference and type(reference.get("step")) is int else None
         if step is not None:
             saved[step] = reference["sha256"], number
         if number and row.get("event") == "start" and step != row["step"]:

@@ -131,8 +131,9 @@ class Supervised:
         if self.batch_size < processes:
             hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
-        if saved and (saved.state["global_batch_size"], saved.state["lr"]) != (self.batch_size, self.lr):
-            hint = f"the run's batch of {saved.state['global_batch_size']} would become {self.batch_size}"
+        before = saved.state if saved else {"global_batch_size": self.batch_size, "lr": self.lr}
+        if (before.get("global_batch_size"), before.get("lr")) != (self.batch_size, self.lr):
+            hint = f"the run's batch of {before.get('global_batch_size')} would become {self.batch_size}"
             hint += "; start as many processes as before"
             raise UserError("scale_with_processes", config.scale_with_processes, hint)
 

@@ -65,7 +65,7 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     except FileNotFoundError as error:
         hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
-    except (ValidationError, SafetensorError, KeyError) as error:
+    except (ValidationError, SafetensorError) as error:
         hint = f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
@@ -73,7 +73,7 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
 def note_best(named: str, checkpoint: Checkpoint) -> str:
     """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
     best = checkpoint.state.get("best_evaluation")
-    if not isinstance(best, list) or [*map(type, best[:2])] != [int, float]:  # none; or of a file that was changed
+    if best is None:
         return ""
     place = checkpoint.path.with_name(f"step-{best[0]:08d}")
     if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
