@@ -45,7 +45,6 @@ DTYPES = {_TYPES[name]: name for name in _ORDER}  # names of dtypes in a safeten
 
 
 Count = Annotated[int, Field(ge=0)]
-Three = Annotated[list[float], Field(min_length=3, max_length=3)]
 
 
 class _Fields(BaseModel):
@@ -71,9 +70,9 @@ class _Mixture(_Fields):
 class _Guard(_Fields):
     judged: Count = 0
     first_bad: Count | None = None
-    losses: Three | None = None
-    norms: Three | None = None
-    noted: list[Annotated[list[int], Field(min_length=4, max_length=4)]] = []
+    losses: tuple[float, float, float] | None = None
+    norms: tuple[float, float, float] | None = None
+    noted: list[tuple[int, int, int, int]] = []
 
 
 class State(_Fields):
@@ -86,14 +85,12 @@ class State(_Fields):
     run_id: str = ""
     rollbacks: Count = 0
     skipped: Count = 0
-    tokens: Count = 0
-    samples: Count = 0
     epoch_size: Count | None = None
     epoch_loss: float = 0.0
     epoch_units: Count = 0
-    since_row: Three = [0, 0, 0]
+    since_row: tuple[float, float, float] = (0, 0, 0)
     passed: list[tuple[Count, Count]] = []
-    owed: _Pending | None = None
+    pending: _Pending | None = Field(default=None, alias="owed")
     branched_from: _Parent | None = None
     metrics: dict[str, float | None] = {}
     metrics_chain: str | None = None

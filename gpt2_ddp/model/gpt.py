@@ -131,8 +131,8 @@ class GPT(nn.Module):
         return Context(rotation(self.config, positions), mask, cache, [table(tokens) for table in self.values])
 
     def embed(self, tokens: Tensor, before: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T], and of their pairs with the tokens
-        `before` [B, T], which do not count at position 0."""
+        """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T]. Some architectures add those of pairs
+        with the tokens `before` [B, T], which do not count at position 0."""
         if self.wpe is None:
             x = self.wte(tokens)
         else:  # [T]: the first ones, whose gradient needs no gather

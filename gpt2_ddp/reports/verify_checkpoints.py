@@ -92,8 +92,11 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
 
 
 def check_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int], list[str]]:
-    """SHA-256 and row number of each recorded checkpoint, by step; the steps of those kept last; and defects of the
-    lists `kept` in events: each is of saved checkpoints, and of the one saved last."""
+    """The recorded checkpoints, and defects of the lists `kept` in events: they name saved checkpoints, and their own.
+
+    Returns:
+        SHA-256 and row number of each, by step; the steps that were kept last; defects.
+    """
     saved: dict[int, tuple[str, int]] = {}
     kept: list[int] = []
     defects: list[str] = []
