@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (6154, 38), "reachable": (7908, 53), "product": (17257, 121)}
+CEILINGS = {"loaded": (6156, 38), "reachable": (7910, 53), "product": (17261, 121)}
 """Most lines and modules. Of them, the architectures beside GPT-2 have 211, 361 and 403 lines."""
 PRODUCT = ("gpt2_ddp", "scripts", "benchmarks")
 

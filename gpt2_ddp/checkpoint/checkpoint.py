@@ -15,19 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.run_files import is_data
+from gpt2_ddp.checkpoint.run_files import is_data, state_defect
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError, truncate
@@ -42,73 +41,6 @@ TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoin
 
 _ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
 DTYPES = {_TYPES[name]: name for name in _ORDER}  # names of dtypes in a safetensors file, in the order of its tensors
-
-
-Count = Annotated[int, Field(ge=0)]
-
-
-class _Fields(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Pending(_Fields):
-    model_config = ConfigDict(extra="forbid")
-    row: dict[str, Any] = {}
-    evaluate: bool = False
-    sample: bool = False
-
-
-class _Parent(_Fields):
-    step: Count
-
-
-class _Mixture(_Fields):
-    manifests: list[str]
-    phases: list[tuple[Count, list[str]]]
-
-
-class _Guard(_Fields):
-    judged: Count = 0
-    first_bad: Count | None = None
-    losses: tuple[float, float, float] | None = None
-    norms: tuple[float, float, float] | None = None
-    noted: list[tuple[int, int, int, int]] = []
-
-
-class State(_Fields):
-    """The fields of state.json that are read, for damage that a hash cannot show. Others are allowed."""
-
-    step: Count
-    position: Count
-    order_digest: str
-    kind: str = "gpt2"
-    run_id: str = ""
-    rollbacks: Count = 0
-    skipped: Count = 0
-    epoch_size: Count | None = None
-    epoch_loss: float = 0.0
-    epoch_units: Count = 0
-    since_row: tuple[float, float, float] = (0, 0, 0)
-    passed: list[tuple[Count, Count]] = []
-    pending: _Pending | None = Field(default=None, alias="owed")
-    branched_from: _Parent | None = None
-    metrics: dict[str, float | None] = {}
-    metrics_chain: str | None = None
-    val_loss: float | None = None
-    best_evaluation: tuple[Count, float, float | None, Count] | None = None
-    guard: _Guard = _Guard()
-    scaler: dict[str, float] | None = None
-    micro_batch: Annotated[int, Field(ge=1)] = 1
-    data_manifest: str | None = None
-    mixture: _Mixture | None = None
-    tasks: dict[str, str] = {}
-
-
-class GPTState(State):
-    """The same for GPT-2."""
-
-    tokenizer: str
-    vocab_size: Count
 
 
 @dataclass(frozen=True)
@@ -324,15 +256,8 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
         except OSError as error:
             raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
     state, config = _read_fields(checkpoint / STATE, parse_json), _read_fields(checkpoint / CONFIG, parse_yaml)
-    try:
-        (GPTState if state.get("kind") == "gpt2" else State).model_validate_json(json.dumps(state))
-    except ValidationError as error:
-        first = error.errors()[0]
-        name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
-        what = f"has no {name}" if is_missing else f"has {name} = {truncate(first['input'], 40)}"
-        raise CorruptCheckpoint(checkpoint / STATE, what) from error
-    if state.get("kind") == "gpt2" and state["vocab_size"] > files[MODEL][0]:  # each id has some bytes of weights
-        raise CorruptCheckpoint(checkpoint / STATE, f"has vocab_size = {state['vocab_size']}")
+    if defect := state_defect(state, files[MODEL][0]):
+        raise CorruptCheckpoint(checkpoint / STATE, defect)
     return Checkpoint(checkpoint, state, config)
 
 

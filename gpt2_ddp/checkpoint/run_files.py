@@ -1,4 +1,4 @@
-"""The files of a run folder: their names, the status, and the rows of metrics.jsonl and samples.jsonl. No torch.
+"""The files of a run folder: names, fields of state.json, and rows of metrics.jsonl and samples.jsonl. No torch.
 
 A row is of a step or, with an `event`, of the run: a start, a checkpoint, a rollback, a branch, an end. Each line of
 metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed and removed rows are detected.
@@ -15,8 +15,11 @@ import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import free_name, fsync_file, parse_json, regular, writing
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
@@ -35,6 +38,86 @@ def is_locked(folder: Path) -> bool:
 def is_data(folder: Path) -> bool:
     """Whether it is a folder of token shards, as people take it for a run."""
     return os.path.isfile(folder / "manifest.json") and any(folder.glob("*.bin"))
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Pending(_Fields):
+    model_config = ConfigDict(extra="forbid")
+    row: dict[str, Any] = {}
+    evaluate: bool = False
+    sample: bool = False
+
+
+class _Parent(_Fields):
+    step: Count
+
+
+class _Mixture(_Fields):
+    manifests: list[str]
+    phases: list[tuple[Count, list[str]]]
+
+
+class _Guard(_Fields):
+    judged: Count = 0
+    first_bad: Count | None = None
+    losses: tuple[float, float, float] | None = None
+    norms: tuple[float, float, float] | None = None
+    noted: list[tuple[int, int, int, int]] = []
+
+
+class State(_Fields):
+    """The fields of state.json that are read, for damage that a hash cannot show. Others are allowed."""
+
+    step: Count
+    position: Count
+    order_digest: str
+    kind: str = "gpt2"
+    run_id: str = ""
+    rollbacks: Count = 0
+    skipped: Count = 0
+    epoch_size: Count | None = None
+    epoch_loss: float = 0.0
+    epoch_units: Count = 0
+    since_row: tuple[float, float, float] = (0, 0, 0)
+    passed: list[tuple[Count, Count]] = []
+    pending: _Pending | None = Field(default=None, alias="owed")
+    branched_from: _Parent | None = None
+    metrics: dict[str, float | None] = {}
+    metrics_chain: str | None = None
+    val_loss: float | None = None
+    best_evaluation: tuple[Count, float, float | None, Count] | None = None
+    guard: _Guard = _Guard()
+    scaler: dict[str, float] | None = None
+    micro_batch: Annotated[int, Field(ge=1)] = 1
+    data_manifest: str | None = None
+    mixture: _Mixture | None = None
+    tasks: dict[str, str] = {}
+
+
+class GPTState(State):
+    """The same for GPT-2."""
+
+    tokenizer: str
+    vocab_size: Count
+
+
+def state_defect(state: dict[str, Any], model_bytes: int) -> str:
+    """The first field of a state.json that is missing or has another type or size; empty if there is none.
+    `model_bytes`: size of the weights, of which each id of a GPT has some."""
+    is_gpt = state.get("kind") == "gpt2"
+    try:
+        (GPTState if is_gpt else State).model_validate_json(json.dumps(state))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
+        return f"has no {name}" if is_missing else f"has {name} = {truncate(first['input'], 40)}"
+    return f"has vocab_size = {state['vocab_size']}" if is_gpt and state["vocab_size"] > model_bytes else ""
 
 
 FIRST_CHAIN = "0" * 64  # chain before the first row

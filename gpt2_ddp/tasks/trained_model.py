@@ -65,7 +65,7 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     except FileNotFoundError as error:
         hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
-    except (ValidationError, SafetensorError) as error:
+    except (ValidationError, SafetensorError, KeyError) as error:
         hint = f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
         raise UserError("checkpoint", checkpoint.path, hint) from error
 
