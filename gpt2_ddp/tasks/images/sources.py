@@ -283,7 +283,7 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
         depth = "SPLIT/CLASS" if of_splits else "CLASS"
         raise UserError("data.path", wrong[0], f"is not in a folder {depth}, but others are; {HINT}")
     splits: Splits = {}
-    for split in {names[0].lower() if of_splits else "train" for names in images.values()}:
+    for split in sorted({names[0].lower() if of_splits else "train" for names in images.values()}):
         here = [file for file, names in parts.items() if not of_splits or names[0].lower() == split]
         chosen = [file for file in here if file in images]
         labels = [parts[file][of_splits] for file in chosen]
