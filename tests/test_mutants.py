@@ -2,7 +2,7 @@
 
 import ast
 
-from mutants import MODULES, ROOT, mutants_of
+from mutants import EQUIVALENT, MODULES, ROOT, mutants_of
 
 
 def test_each_module_has_mutants_that_parse_and_tests_that_are_there():
@@ -15,3 +15,9 @@ def test_each_module_has_mutants_that_parse_and_tests_that_are_there():
         for test in (argument for argument in MODULES[module][1] if argument.startswith("tests/")):
             file, _, name = test.partition("::")
             assert f"def {name}" in (ROOT / file).read_text()
+
+
+def test_equivalent_mutants_are_of_the_source():
+    for module, before, *_ in EQUIVALENT:
+        source = (ROOT / "gpt2_ddp" / module).read_text(encoding="utf-8")
+        assert "".join(before.split()) in "".join(source.split()), (module, before)

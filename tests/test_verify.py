@@ -27,7 +27,7 @@ from gpt2_ddp.data.order import Order
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import Recorded, check_end, read_checkpoints, verify_run
-from gpt2_ddp.reports.verify_checkpoints import check_kept
+from gpt2_ddp.reports.verify_checkpoints import check_kept, compare_state
 from gpt2_ddp.reports.verify_rows import (
     OrderReplay,
     Records,
@@ -695,3 +695,11 @@ def test_a_field_of_another_type_makes_a_line_no_row(tmp_path: Path) -> None:
         assert read_metrics(file)[1] == ["metrics.jsonl, line 1: is not a row with a step"]
     file.write_text(json.dumps({"step": 1, "lr": None}) + "\n")
     assert read_metrics(file)[1] == ["metrics.jsonl, line 1: has no chain"]
+
+
+def test_a_state_without_its_row_contradicts_nothing():
+    """Its step was not logged, or its row was pending."""
+    state = {"step": 4, "since_row": [1.0, 2, 2], "val_loss": 1.0, "best_evaluation": [4, 1.0, 10, 0]}
+    assert not [*compare_state("here", state, {3: {"step": 3, "loss": 2.0}})]
+    rows = {4: {"step": 4, "loss": 2.0, "val_loss": 1.5}}
+    assert len([*compare_state("here", state, rows)]) == 3

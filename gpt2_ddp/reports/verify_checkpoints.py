@@ -87,7 +87,7 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
             yield f"{name}: is not recorded in metrics.jsonl"
         if chain not in chains and (is_own or chain):
             yield f"{place}: its metrics_chain is not in metrics.jsonl"
-        yield from _compare_state(place, checkpoint.state, by_step)
+        yield from compare_state(place, checkpoint.state, by_step)
         yield from misshapen
 
 
@@ -118,7 +118,7 @@ def check_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int], li
     return saved, kept, defects
 
 
-def _compare_state(place: str, state: Record, rows: dict[int, Record]) -> Iterator[str]:
+def compare_state(place: str, state: Record, rows: dict[int, Record]) -> Iterator[str]:
     """Defects between a state and the valid rows, by step."""
     row, origin = rows.get(state["step"], {}), f"the row of step {state['step']}"
     both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
