@@ -404,11 +404,8 @@ TAMPERED = {
         "checkpoints/step-00000008/state.json: data.weights and data.phases are",
     ),
     "nonsense": (
-        lambda run: (
-            change(path := run / "checkpoints/step-00000008/state.json", '"phases": ', '"fazes": '),
-            reseal(path),
-        ),
-        "checkpoints/step-00000008/state.json: its mixture is invalid",
+        lambda run: edit_rows(run, lambda values: values[0]["mixture"].pop("phases")),
+        "metrics.jsonl, line 1: its mixture is invalid",
     ),
 }
 
