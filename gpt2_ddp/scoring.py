@@ -368,12 +368,12 @@ def _json(value: float) -> float | None:
 def save(folder: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
     """Writes `TASK.jsonl`, the items and their scores, then `TASK.json`, the metrics, each by a rename. `facts`: the
     scored checkpoint and settings."""
-    told = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
+    scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
     for name, (value, error) in result.metrics.items():
-        told |= {name: _json(value), f"{name}_stderr": _json(error)}
-    told |= {"contexts_cut": items.cut, **facts}
+        scores |= {name: _json(value), f"{name}_stderr": _json(error)}
+    scores |= {"contexts_cut": items.cut, **facts}
     write_atomically(folder / f"{items.name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in result.rows))
-    write_atomically(folder / f"{items.name}.json", json.dumps(told, indent=1) + "\n")
+    write_atomically(folder / f"{items.name}.json", json.dumps(scores, indent=1) + "\n")
 
 
 def as_row(items: ItemSet, answers: Answers) -> dict[str, float]:

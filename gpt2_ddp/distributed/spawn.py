@@ -120,11 +120,11 @@ def _run_rank(sender: Connection, function: Callable[..., T], args: tuple[object
 def _wait(ranks: list[BaseProcess], receiver: Connection) -> tuple[object, UserError | None] | None:
     """The main rank's answer, once all ranks have ended. After one rank fails, the others are soon ended. After one
     rank is stopped, the others are signalled to stop."""
-    answer, told, deadline = None, False, math.inf
+    answer, is_signalled, deadline = None, False, math.inf
     running = list(ranks)
     while running:
-        if not told and any(rank.exitcode == STOPPED for rank in ranks):
-            told = True
+        if not is_signalled and any(rank.exitcode == STOPPED for rank in ranks):
+            is_signalled = True
             _signal(running, signal.SIGTERM)
         # a rank's end may not show in these: what it has forked holds the other ends of its pipes
         wait([rank.sentinel for rank in running] + ([receiver] if answer is None else []), POLL_SECONDS)

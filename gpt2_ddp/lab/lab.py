@@ -85,8 +85,8 @@ def choose(names: tuple[str, ...], field: str = "only") -> list[Experiment]:
 def explain(experiment: Experiment) -> str:
     """Text for a terminal: claim, lesson, both ways, and the code that measures them."""
     ways = f"wrong: {experiment.wrong}\nright: {experiment.right}"
-    told = textwrap.fill(lesson(experiment), 100, break_long_words=False, break_on_hyphens=False)
-    return "\n\n".join(part for part in (experiment.claim, told, ways, experiment.code.rstrip()) if part)
+    text = textwrap.fill(lesson(experiment), 100, break_long_words=False, break_on_hyphens=False)
+    return "\n\n".join(part for part in (experiment.claim, text, ways, experiment.code.rstrip()) if part)
 
 
 def lesson(experiment: Experiment) -> str:

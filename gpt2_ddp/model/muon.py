@@ -35,17 +35,17 @@ class Muon(AdamW):
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         dtype = torch.bfloat16 if multiplies_bf16(group["params"][0].device) else torch.float32
         bad = getattr(self, "found_inf", torch.zeros((), device=group["params"][0].device)).bool()
-        moments: list[Tensor] = []
+        buffers: list[Tensor] = []
         sent: list[Any] = []
         for parameter in parameters:
             if parameter not in self.state:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            moments.append(self.state[parameter]["momentum_buffer"])
-            grad = torch.where(bad, moments[-1], parameter.grad)  # lerp to itself keeps the moment
-            moments[-1].lerp_(grad, 1 - momentum)
+            buffers.append(self.state[parameter]["momentum_buffer"])
+            grad = torch.where(bad, buffers[-1], parameter.grad)  # lerp to itself keeps the moment
+            buffers[-1].lerp_(grad, 1 - momentum)
         updates = [torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in parameters]
         for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
-            matrices = torch.stack([parameters[n].grad.lerp(moments[n], momentum) for n in numbers])
+            matrices = torch.stack([parameters[n].grad.lerp(buffers[n], momentum) for n in numbers])
             for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
                 updates[number].copy_(update)
         if world > 1:

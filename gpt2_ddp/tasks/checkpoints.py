@@ -95,15 +95,15 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
         for number, stream in streams.items()
     }
 
-    def told(result: Evaluation) -> str:
+    def as_text(result: Evaluation) -> str:
         loss, bits = f"{config.split} loss {result.loss:.6f}", f"{result.bits_per_byte:.6f} bits per byte"
         scored = f"{result.tokens:,} tokens ({round(result.bytes):,} bytes)"
         return f"{loss}, perplexity {result.perplexity:.4f}, {bits} over {scored}"
 
     if len(folders) == 1:
-        return told(found[0])
-    whole = [told(mixed([(weights[number], one) for number, one in found.items()]))] if weights else []
-    return "\n  ".join([*whole, *(f"{settings.data.names[number]}: {told(one)}" for number, one in found.items())])
+        return as_text(found[0])
+    whole = [as_text(mixed([(weights[number], one) for number, one in found.items()]))] if weights else []
+    return "\n  ".join([*whole, *(f"{settings.data.names[number]}: {as_text(one)}" for number, one in found.items())])
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:

@@ -352,10 +352,10 @@ class Run(Progress):
         state, model = finite(self.state_dict()), self.task.model
         if self.folder is None:
             return None
-        moments = checkpoint.optimizer_state(model, self.optimizer.plain)
-        if moments and not self.config.saves_optimizer:
-            state, moments = {**state, "moments": False}, {}
-        return Snapshot(state, dump(self.config), checkpoint.model_state(model), moments, self.task.files)
+        optimizer_state = checkpoint.optimizer_state(model, self.optimizer.plain)
+        if optimizer_state and not self.config.saves_optimizer:
+            state, optimizer_state = {**state, "moments": False}, {}
+        return Snapshot(state, dump(self.config), checkpoint.model_state(model), optimizer_state, self.task.files)
 
     def load(self, snapshot: Snapshot | None) -> None:
         """Loads a snapshot of the main process (None on the others) on all ranks. Collective. Works at any step and in

@@ -186,8 +186,8 @@ def _hold_out(
     if by_class:  # places at equal distances in the images sorted by class, in random order within each
         order, chosen = order[np.argsort(labels[order], kind="stable")], (2 * chosen + 1) * n // (2 * held)
     rows = {"test": np.sort(order[chosen]), "train": np.sort(np.delete(order, chosen))}
-    told = f"{held:,} of {n:,} images, drawn from {'each class' if by_class else 'all'} (seed {seed}), are test images"
-    return rows, f"{source} has no split named test, val or validation: {told} (data.test_fraction)"
+    what = f"{held:,} of {n:,} images, drawn from {'each class' if by_class else 'all'} (seed {seed}), are test images"
+    return rows, f"{source} has no split named test, val or validation: {what} (data.test_fraction)"
 
 
 def _notes(
@@ -220,16 +220,16 @@ def number_classes(
         known = [*map(str, range(count))] if numbers and count else sorted(there, key=int if numbers else str)
     classes = [*(known or given or ())]
     number_of = {name: number for number, name in enumerate(classes)}
-    told = join_first(classes) or "whole numbers from 0, or text"
-    told = f"0 to {len(classes) - 1}" if classes and classes == [*map(str, range(len(classes)))] else told
+    allowed = join_first(classes) or "whole numbers from 0, or text"
+    allowed = f"0 to {len(classes) - 1}" if classes and classes == [*map(str, range(len(classes)))] else allowed
     for split, names in named.items():
         wrong = next((row for row, name in enumerate(names) if name not in number_of), None)
         if wrong is not None:
-            hint = f"has the label {truncate(splits[split].labels[wrong])}; labels are {told}"
+            hint = f"has the label {truncate(splits[split].labels[wrong])}; labels are {allowed}"
             raise UserError("data.path", splits[split].where(wrong), hint)
     if not 2 <= len(classes) <= (count or len(classes)):
         wanted = f"at most {count}" if count else "at least 2"
-        hint = f"has {len(classes)} classes ({told}), not {wanted}; data.name images allows any number of classes"
+        hint = f"has {len(classes)} classes ({allowed}), not {wanted}; data.name images allows any number of classes"
         raise UserError("data.path", source, hint)
     return classes, {split: [number_of[str(name)] for name in names] for split, names in named.items()}
 
@@ -259,9 +259,9 @@ def decode_image(
             found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size, field))
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         # by its own words, the file would be named again, or an object in memory
-        told = "Pillow does not know the format" if isinstance(error, UnidentifiedImageError) else error
+        reason = "Pillow does not know the format" if isinstance(error, UnidentifiedImageError) else error
         strerror = getattr(error, "strerror", None)  # where the system refused
-        hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({told})"
+        hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({reason})"
         raise UserError(field, where, hint) from error
     if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
         shape = " x ".join(map(str, found.shape))
