@@ -3,9 +3,11 @@
 ARG BASE=debian:bookworm-slim
 
 FROM ${BASE} AS system
-# gcc and the headers are for torch.compile, which builds its kernels' launchers when it first runs.
+# gcc and the headers are for torch.compile, which builds its kernels' launchers when it first runs. NCCL opens libibverbs
+# and its drivers for InfiniBand and RoCE at run time; without them it uses TCP.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 python3-dev python3-venv gcc g++ libc6-dev \
+        libibverbs1 ibverbs-providers \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt /var/log/apt /var/log/dpkg.log
 
 FROM system AS build

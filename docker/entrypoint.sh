@@ -4,4 +4,4 @@ case "${1:-}" in
 health) set -- docker/health.sh ;;
 -* | *.py) set -- accelerate launch "$@" ;;
 esac
-exec "$(dirname "$0")/../cloud/launch.sh" - "$@"
+exec "$(dirname "$0")/../cloud/launch.sh" "$@"
