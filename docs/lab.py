@@ -1,6 +1,6 @@
 """Writes the measured parts of docs/ddp-lab.md: runs the lab, and keeps what was written by hand.
 
-    python docs/lab.py        # 15 s on two cores
+    python docs/lab.py        # less than 20 s on two cores
 
 By hand: headings, and the text below each heading, up to `- **wrong**`. `tests/test_lab.py` fails if the other parts
 differ from the code, or figures from those of a run.
@@ -17,15 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpt2_ddp.config.tools import LabConfig
 from gpt2_ddp.lab import experiment as helpers
 from gpt2_ddp.lab.experiment import Experiment
-from gpt2_ddp.lab.lab import DOCUMENTATION, EXPERIMENTS, run_experiments
+from gpt2_ddp.lab.lab import EXPERIMENTS, run_experiments
 from gpt2_ddp.output import markdown_table
+from gpt2_ddp.project import PROJECT
 
+DOCUMENTATION = PROJECT / "docs" / "ddp-lab.md"
 HELPERS = "make_model", "make_rows", "share", "mse", "train", "gradient", "distance", "largest"
 
 
 def contents() -> str:
     """The table of contents."""
-    rows = [(f"[{found.name}](#{found.name})", found.claim) for found in EXPERIMENTS]
+    rows = [(f"[{found.name}](#{found.name})", found.claim) for found in EXPERIMENTS.values()]
     return markdown_table(("lesson", "claim"), rows, align=False)
 
 
@@ -39,7 +41,7 @@ def part(experiment: Experiment, measured: str) -> str:
 def page(text: str, measured: Mapping[str, str]) -> str:
     """The page with its parts written anew. `measured`: the figures as text, by name of the experiment."""
     text = re.sub(r"^\| lesson \|.*?\n(?=\n)", lambda _: f"{contents()}\n", text, flags=re.MULTILINE | re.DOTALL)
-    for found in EXPERIMENTS:
+    for found in EXPERIMENTS.values():
         old = rf"(^### {found.name}\n\n.*?\n\n)(?:- \*\*wrong\*\*.*?)?(?=^##|\Z)"
         new = lambda match, found=found: match[1] + part(found, measured[found.name])  # noqa: E731
         text = re.sub(old, new, text, count=1, flags=re.MULTILINE | re.DOTALL)
@@ -49,7 +51,7 @@ def page(text: str, measured: Mapping[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    rows = list(run_experiments(EXPERIMENTS, LabConfig().seed))
+    rows = list(run_experiments([*EXPERIMENTS.values()], LabConfig().seed))
     assert all(row.holds for row in rows), [row for row in rows if not row.holds]
     figures = {row.experiment.name: row.measured for row in rows}
     DOCUMENTATION.write_text(page(DOCUMENTATION.read_text(encoding="utf-8"), figures), encoding="utf-8")
