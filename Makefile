@@ -47,6 +47,14 @@ test-slow: $(VENV)/.installed-dev  ## run the tests with real launches and timin
 	$(BIN)/pytest $(MORE) -m 'slow and not soak and not timed and not cluster' $(ARGS)
 	$(BIN)/pytest -m timed --reruns 4 $(ARGS) || [ $$? -eq 5 ]  # 5: ARGS selected no test
 
+# pytest and the references of tests are newer; torch is the pinned one, which a machine has already
+test-lowest:  ## run the fast tests with the oldest packages that pyproject.toml allows
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet uv
+	cat requirements*.txt | grep -E '^(torch|pytest|lm_eval|kubeflow)' | .venv-lowest/bin/uv pip install --quiet \
+	    --python .venv-lowest --resolution lowest-direct -r - -e '.[export,trackers,gguf]'
+	.venv-lowest/bin/pytest $(WORKERS) $(ARGS)
+
 test-cluster: $(VENV)/.installed-dev  ## run the tests on a real Slurm and on network namespaces (some minutes; needs root)
 	$(BIN)/pytest -m cluster $(ARGS)
 
@@ -98,7 +106,7 @@ docs: .venv-docs/.installed  ## write the reference pages and build the site int
 	@touch $@
 
 clean:  ## remove the environments, the site and caches; data/ and runs/ stay
-	rm -rf $(VENV) .venv-docs site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-docs .venv-lowest site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train speedrun test test-slow test-cluster faults soak mutants gpu image test-image lock check format docs clean
+.PHONY: help train speedrun test test-slow test-lowest test-cluster faults soak mutants gpu image test-image lock check format docs clean

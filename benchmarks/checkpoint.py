@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -36,7 +36,7 @@ def measure(config: BenchmarkConfig) -> Table:
         folder = Path(name)
         training = short_run(config, folder, 1, "no", "off", {"model.block_size": 64, "checkpoint.keep_last": 1})
         random_tokens(Path(training.data.paths[0]))
-        with redirect_stderr(io.StringIO()), Run(training, Pretraining) as run:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), Run(training, Pretraining) as run:
             run.build()
             run.start()
             snapshot, device = run.snapshot(), run.accelerator.device.type

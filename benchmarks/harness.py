@@ -2,21 +2,19 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from shutil import which
 from statistics import median
 from typing import Any, NamedTuple, TypeVar, get_args
 
+import accelerate
 import psutil
 import torch
 from torch.utils.collect_env import get_env_info
@@ -26,7 +24,7 @@ from gpt2_ddp.compare.run import peak_memory
 from gpt2_ddp.distributed.spawn import start_ranks
 from gpt2_ddp.files import write_atomically
 from gpt2_ddp.output import make_output_folder, markdown_table
-from gpt2_ddp.project import INSTALLED, PROJECT
+from gpt2_ddp.project import git_commit
 
 T = TypeVar("T")
 
@@ -92,12 +90,9 @@ def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
 
 def environment_info() -> dict[str, Any]:
     """The machine, its driver, the versions, the commit where git knows it, and the command."""
-    git, commit = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty"], ""
-    if not INSTALLED and which("git"):  # an installed package lies in some other project
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     machine = {**get_env_info()._asdict(), "memory": psutil.virtual_memory().total}
-    versions = {name: version(name) for name in ("torch", "accelerate")}
-    return {"machine": machine, "versions": versions, "commit": commit, "command": sys.argv}
+    versions = {"torch": torch.__version__, "accelerate": accelerate.__version__}  # torch's names its build, too
+    return {"machine": machine, "versions": versions, "commit": git_commit() or "", "command": sys.argv}
 
 
 def make_case(

@@ -3,7 +3,7 @@
 import io
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -99,7 +99,7 @@ def ours(done: Done, config: TrainingConfig) -> None:
             done()
             return Due(step % config.tracking.log_every == 0)
 
-    with redirect_stderr(io.StringIO()), Run(config, Timed) as run:
+    with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), Run(config, Timed) as run:
         run.build()
         run.start()
         train_loop(run)  # until `done` exits
@@ -108,7 +108,7 @@ def ours(done: Done, config: TrainingConfig) -> None:
 def bare(done: Done, config: TrainingConfig, device: torch.device) -> None:
     """Our model and optimizer in a loop without Accelerate and without our bookkeeping."""
     model = GPT(config.model, read_shard(config)[0]).to(device)
-    loop(done, config, device, model, build_optimizer(model, config.optim))
+    loop(done, config, device, model, build_optimizer(model, config.optim, config.train.mixed_precision == "bf16"))
 
 
 def nanogpt(done: Done, config: TrainingConfig, device: torch.device, checkout: str) -> None:

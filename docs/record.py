@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 from rich.console import Console
 from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
 from rich.text import Text
@@ -28,7 +29,6 @@ checkpoint: {every: 20}
 tracking: {log_every: 10, sample_every: 0}
 """
 TWO = "torchrun --nproc_per_node 2 scripts/train_gpt2.py --config demo.yaml"
-KILL = "pkill -9 -f demo.yaml"
 ONE = "python scripts/train_gpt2.py --config demo.yaml"
 VERIFY = "python scripts/verify_run.py runs/demo"
 KILLED_AT, WIDTH = 50, 112
@@ -62,14 +62,17 @@ def record(folder: Path) -> list[tuple[str, str]]:
         killed += line
         if re.match(rf"step +{KILLED_AT}/", line):
             break
-    done += [(TWO, killed), (KILL, run(KILL).communicate()[0])]
+    trainers = [process, *psutil.Process(process.pid).children(recursive=True)]
+    for trainer in trainers:
+        trainer.kill()
     process.wait()
+    done += [(TWO, killed), (f"kill -9 {' '.join(str(trainer.pid) for trainer in trainers)}", "")]
     return [*done, *((command, run(command).communicate()[0]) for command in (ONE, VERIFY))]
 
 
 def shown(command: str, printed: str) -> Text:
     """The text of the picture, without the lines about the data and the next commands."""
-    text = Text.assemble(("$ ", "bold"), (command, "bold red" if command == KILL else "bold"), "\n")
+    text = Text.assemble(("$ ", "bold"), (command, "bold red" if command[:4] == "kill" else "bold"), "\n")
     for line in printed.partition("report: ")[0].splitlines():
         if not re.match(r"demo |step |ok |runs/demo", line):
             continue

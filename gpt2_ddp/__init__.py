@@ -7,16 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gpt2_ddp.api import evaluate, export_hf, generate, load_config, load_model, prepare, read_metrics, train  # noqa: F401
-    from gpt2_ddp.config.training import TrainingConfig  # noqa: F401
-    from gpt2_ddp.errors import UserError  # noqa: F401
+    from gpt2_ddp.api import evaluate, export_hf, generate, load_config, load_model, prepare, read_metrics, score, train
+    from gpt2_ddp.config.training import TrainingConfig
+    from gpt2_ddp.errors import UserError
 
-_API = ("evaluate", "export_hf", "generate", "load_config", "load_model", "prepare", "read_metrics", "train")
+_API = ("evaluate", "export_hf", "generate", "load_config", "load_model", "prepare", "read_metrics", "score", "train")
 _MODULES = {**dict.fromkeys(_API, "api"), "TrainingConfig": "config.training", "UserError": "errors"}
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from gpt2_ddp.project import VERSION
+
+        return VERSION
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

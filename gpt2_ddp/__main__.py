@@ -11,7 +11,6 @@ import runpy
 import sys
 from pathlib import Path
 
-from gpt2_ddp.config.base import nearest
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.project import PROJECT
@@ -44,6 +43,8 @@ def main() -> None:
         sys.argv = [name, *flags]
         run_command(jobs[name], "gpt2_ddp.tasks.command:start_job")
     if name not in scripts:
+        from gpt2_ddp.config.mistakes import nearest
+
         hint = f"unknown script{nearest(name, [*scripts, *jobs])}"
         print(f"error: {UserError('script', name, hint)}", file=sys.stderr)
         sys.exit(2)

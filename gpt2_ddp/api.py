@@ -246,6 +246,26 @@ def evaluate(
     return evaluate(alone, model, scored, batch_size)
 
 
+def score(model: "GPT", tokenizer: "Tokenizer", text: str) -> "Evaluation":
+    """Scores a text as a document: each of its tokens once, given those before it. A text longer than the model's
+    context is scored in windows, each without the text before it. Returns the same as `evaluate`.
+    """
+    import torch
+
+    from gpt2_ddp.model.evaluate import Evaluation
+
+    ids = torch.from_numpy(tokenizer.encode(text).astype("int64"))
+    if not len(ids):
+        raise UserError("text", "", "has no tokens to score")
+    whole = torch.cat([torch.tensor([tokenizer.eot]), ids]).to(model.wte.weight.device)
+    windows = (
+        whole[start : start + model.config.block_size + 1] for start in range(0, len(ids), model.config.block_size)
+    )
+    with torch.no_grad():
+        nll = sum(model(part[None, :-1], part[None, 1:], reduction="none").double().sum().item() for part in windows)
+    return Evaluation(nll, len(ids), int(tokenizer.token_bytes()[ids].sum()))
+
+
 def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":
     """The rows of a run's metrics.jsonl as a pandas.DataFrame, one for each logged step, also while it still trains.
 
@@ -260,4 +280,4 @@ def read_metrics(run: str | os.PathLike[str]) -> "DataFrame":
     record = read_runs([Path(run)])[0]
     for note in record.notes:
         print(f"note: {run}: {note}", file=sys.stderr)
-    return DataFrame(record.rows).drop(columns="chain", errors="ignore")
+    return DataFrame([*record.rows])

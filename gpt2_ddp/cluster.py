@@ -14,8 +14,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -31,24 +30,17 @@ from accelerate.utils import gather_object
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.plan import GPT2_IDS
 from gpt2_ddp.config.tools import CheckClusterConfig, check_writable
-from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.distributed.environment import is_main_process, world_size
 from gpt2_ddp.distributed.launch import USE_TORCHRUN, build_accelerator, pick_device
 from gpt2_ddp.distributed.watchdog import Verdict, Watchdog
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.output import text_table
 
 AFTERMATH = 5.0  # seconds that other ranks wait longer than rank 0, for its result
 Facts = dict[str, Any]  # facts about a rank and its machine (`gather_facts`)
 SAME_EVERYWHERE = ("world_size", "device_type", "python", "torch", "accelerate", "gpt2_ddp", "cuda", "nccl")
 WARM_UP = 3  # all-reduces of a size before it is timed: the first opens connections
-BACKWARD = 2 / 3  # share of the backward pass in a step's arithmetic: two matrix products for each of the forward pass
-SLOW = 4  # a network this many times slower than its interface gets a note; protocol and other traffic take a part
 
 
 def check_cluster(config: CheckClusterConfig) -> None:
@@ -56,11 +48,11 @@ def check_cluster(config: CheckClusterConfig) -> None:
     connect, differ or sum wrongly. If a rank dies or hangs later, all end with an `error:` line and exit code 2."""
     if config.output and is_main_process():
         check_writable(config.output)
-    training = load(TrainingConfig, ["--config", config.training]) if config.training else None
     if world_size() == 1:
         device = build_accelerator(config.device, "no").device  # raises where more were asked for
         facts = gather_facts(RankEnv(0, 0, 1, "127.0.0.1", 1), device)
-        _report(config, [facts], [], [f"only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}"])
+        _report(config, [facts], [])
+        print(f"note: only one process, so there is nothing to check; {USE_TORCHRUN.format(n=2)}")
         return
     place = RankEnv.from_environment()
     try:
@@ -73,7 +65,7 @@ def check_cluster(config: CheckClusterConfig) -> None:
         raise
     results = _measure(config, store, ranks, place.rank)
     if place.rank == 0:
-        _report(config, ranks, results, [*_notes(ranks), *network_notes(config, training, ranks, results)])
+        _report(config, ranks, results)
     wrong = [f"{row['bytes']} bytes on ranks {row['wrong_ranks']}" for row in results if row["wrong_ranks"]]
     if wrong:
         raise UserError("all-reduce", "; ".join(wrong), "wrong sums: suspect the network or the device of these ranks")
@@ -149,10 +141,8 @@ def _reason(place: RankEnv, timeout: float, error: OSError) -> str:
 
 def gather_facts(place: RankEnv, device: torch.device) -> Facts:
     """The facts about this process, which uses `device`. Raises: UserError if it has no CUDA device."""
-    interface, ip, link = _route(place.address, place.port)
-    host, name, nccl, host_ip = socket.gethostname(), platform.machine(), "-", "?"
-    with suppress(OSError):
-        host_ip = socket.gethostbyname(host)
+    interface, ip = _route(place.address, place.port)
+    host, name, nccl = socket.gethostname(), platform.machine(), "-"
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")))
     if device.type == "cuda":
         count = torch.cuda.device_count()
@@ -169,8 +159,6 @@ def gather_facts(place: RankEnv, device: torch.device) -> Facts:
         "device_type": device.type,
         "interface": interface,  # of the route to MASTER_ADDR, as `ip`
         "ip": ip,
-        "host_ip": host_ip,  # of the host's name, where gloo listens unless GLOO_SOCKET_IFNAME names an interface
-        "link_gb_per_s": link,  # the interface's own speed, in 10^9 bytes per second; 0 if unknown
         "world_size": place.world_size,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
@@ -181,18 +169,16 @@ def gather_facts(place: RankEnv, device: torch.device) -> Facts:
     }
 
 
-def _route(address: str, port: int) -> tuple[str, str, float]:
-    """Interface and IP of the route to an address, and the interface's speed in 10^9 bytes per second, 0 if unknown."""
+def _route(address: str, port: int) -> tuple[str, str]:
+    """Interface and IP of the route to an address."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect((address, port))  # of a datagram socket: sends nothing, picks the route
             ip = sock.getsockname()[0]
     except OSError:
-        return "?", "?", 0.0
+        return "?", "?"
     interfaces = psutil.net_if_addrs().items()
-    interface = next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?")
-    stats = psutil.net_if_stats().get(interface)
-    return interface, ip, stats.speed / 8e3 if stats else 0.0  # from Mbit/s
+    return next((name for name, addresses in interfaces if ip in [a.address for a in addresses]), "?"), ip
 
 
 def rendezvous(store: Store, place: RankEnv, facts: Facts, timeout: float) -> list[Facts]:
@@ -281,7 +267,7 @@ def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank:
     try:
         accelerator = build_accelerator(config.device, "no", timeout=patience)
         for size in config.sizes:
-            watchdog.heartbeat(f"all-reduce of {spell_bytes(size)}")
+            watchdog.heartbeat(f"all-reduce of {size:,} bytes")
             mine.append(time_all_reduce(size, config.repeats, accelerator, watchdog.progress))
         watchdog.heartbeat("comparing results")
         everyone = gather_object([mine])
@@ -339,50 +325,7 @@ def _row(size: int, measured: list[tuple[float, int]]) -> dict:
     return {"bytes": size, "median_us": round(seconds * 1e6, 1), **rates, "wrong_ranks": wrong_ranks}
 
 
-def _notes(ranks: list[Facts]) -> Iterator[str]:
-    """Warnings about devices, host names and routes."""
-    hosts = {facts["host"] for facts in ranks}
-    if len({facts["device"] for facts in ranks}) > 1:
-        yield "devices differ: the slowest one determines the time of each step"
-    deceived = sorted({facts["host"] for facts in ranks if facts["host_ip"].startswith("127.")})
-    if len(hosts) > 1 and deceived and "GLOO_SOCKET_IFNAME" not in os.environ:
-        yield f"the host name of {', '.join(deceived)} resolves to a loopback address; set GLOO_SOCKET_IFNAME"
-    if len(hosts) > 1 and any(facts["interface"] == "lo" for facts in ranks if facts["host"] != ranks[0]["host"]):
-        yield "several hosts, but some reach rank 0 over loopback: are they containers on one machine?"
-
-
-def gradient_bytes(config: TrainingConfig) -> int:
-    """Bytes that DDP all-reduces in a step: 4 for each parameter, in any precision of the model."""
-    data = Path(config.data.paths[0])
-    ids = read_manifest(data).vocab_size if (data / MANIFEST).is_file() else GPT2_IDS
-    with torch.device("meta"):
-        return 4 * sum(parameter.numel() for parameter in GPT(config.model, ids, eot=0).parameters())
-
-
-def network_notes(
-    config: CheckClusterConfig, training: TrainingConfig | None, ranks: list[Facts], rows: list[dict]
-) -> Iterator[str]:
-    """Lines on the measured speed: its effect on `training`, and compared with the network's interface."""
-    largest = max(rows, key=lambda row: row["bytes"])
-    if training:
-        size = gradient_bytes(training)
-        seconds = size / largest["algorithm_gb_per_s"] / 1e9
-        line = f"{config.training}: {size / 1e6:,.0f} MB of gradients take {seconds:.3g} s of each step on this network"
-        if compute := config.step_seconds:  # gradients travel during the whole backward pass, or after it
-            exposed = max(seconds - BACKWARD * compute, 0)
-            least, most = exposed / (compute + exposed), seconds / (compute + seconds)
-            line += f": {least:.0%} of it if they overlap with the backward pass, {most:.0%} at most"
-        yield line
-    speeds = {facts["host"]: facts["link_gb_per_s"] for facts in ranks if facts["link_gb_per_s"]}
-    if len({facts["host"] for facts in ranks}) > 1 and speeds and ranks[0]["device_type"] == "cpu":
-        host, bus = min(speeds, key=speeds.__getitem__), largest["bus_gb_per_s"]
-        if speeds[host] / bus >= SLOW:
-            line = f"the network is {speeds[host] / bus:.0f} times slower than its interface ({bus:.3g} of "
-            line += f"{speeds[host]:.3g} GB/s on {host}): look for a slower switch or cable, a tunnel, or other users"
-            yield line
-
-
-def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict], notes: list[str]) -> None:
+def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict]) -> None:
     shown = ("rank", "host", "device", "interface", "ip", "python", "torch", "accelerate", "cuda", "nccl")
     print(text_table([shown, *([str(facts[name]) for name in shown] for facts in ranks)]))
     if results:
@@ -391,17 +334,9 @@ def _report(config: CheckClusterConfig, ranks: list[Facts], results: list[dict],
         for row in results:
             figures = f"{row['median_us']:.1f}", f"{row['algorithm_gb_per_s']:.3f}", f"{row['bus_gb_per_s']:.3f}"
             sums = f"wrong on {row['wrong_ranks']}" if row["wrong_ranks"] else "right"
-            cells.append((spell_bytes(row["bytes"]), *figures, sums))
+            cells.append((f"{row['bytes']:,} B", *figures, sums))
         print(f"\n{text_table(cells)}")
         print(f"\n{len(ranks)} processes, {backend}; slowest rank's median; bus bandwidth = algorithm x 2(n-1)/n")
-    for note in notes:
-        print(f"note: {note}")
     if config.output:
-        found = {"processes": len(ranks), "checked_from": socket.gethostname(), "ranks": ranks}
-        Path(config.output).write_text(json.dumps({**found, "all_reduce": results, "notes": notes}, indent=1) + "\n")
-
-
-def spell_bytes(size: int) -> str:
-    """Like `64.0 MiB`; whole below 1 KiB."""
-    power = min((size.bit_length() - 1) // 10, 3)
-    return f"{size / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+        found = {"processes": len(ranks), "checked_from": socket.gethostname(), "ranks": ranks, "all_reduce": results}
+        Path(config.output).write_text(json.dumps(found, indent=1) + "\n")

@@ -38,7 +38,7 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError("file", path, f"cannot be written ({error.strerror or error}); {hint}") from error
 
 
-def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[bytes], durable: bool = True) -> None:
     """Replaces `path` with `content`. Readers find the whole old or the whole new file, after a crash, too. If not
     `durable`, a crash of the machine may leave any content. Raises: UserError as `writing`; the old file remains."""
     temporary = path.with_name(f".{path.name}.tmp")
@@ -46,7 +46,8 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
         try:
             temporary.unlink(missing_ok=True)  # of a crash
             with temporary.open("xb") as file:  # a link of that name is not followed: a received folder may have one
-                file.write(content.encode() if isinstance(content, str) else content)
+                whole = content.encode() if isinstance(content, str) else content
+                file.writelines([whole] if isinstance(whole, bytes) else whole)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
@@ -57,6 +58,17 @@ def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> 
             raise
         if durable:
             fsync_folder(path.parent)
+
+
+def overwrite(path: Path, content: str) -> None:
+    """Replaces the content of a small file without new blocks, as a full disk has none; spaces fill up what was longer
+    before. A crash may leave a part of it. Raises: OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    try:
+        os.write(descriptor, content.encode().ljust(os.fstat(descriptor).st_size))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_hashed(path: Path, buffers: Iterable[Any]) -> tuple[int, str]:

@@ -1,10 +1,22 @@
 """The folder of `scripts/` and `configs/`: the clone, or the package of an installed wheel."""
 
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+VERSION = "0.1.0"
 PACKAGE = Path(__file__).parent
 INSTALLED = (PACKAGE / "scripts").is_dir()
 PROJECT = PACKAGE if INSTALLED else PACKAGE.parent
+
+
+def git_commit() -> str | None:
+    """The clone's commit, with `-dirty` after changes; None without git, and for an installed package."""
+    command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    with suppress(OSError, subprocess.SubprocessError):
+        if not INSTALLED:  # which lies in some other project
+            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    return None
 
 
 def command_for(script: str) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer
 from gpt2_ddp.distributed.ranks import sum_over_ranks
@@ -100,16 +101,46 @@ def load_sets(
     return [*sets.values()]
 
 
+def sets_of_run(config: TrainingConfig, tokenizer: Tokenizer, validation: TokenStream | None) -> list[ItemSet]:
+    """The sets of `eval.tasks` of a training; `validation`: its first split, if any. Raises: UserError."""
+    evals = config.eval
+    if validation is None:
+        hint = f"need a validation split, and {' '.join(config.data.paths)} has none; remove them"
+        raise UserError("eval.tasks", ", ".join(evals.tasks), hint)
+    try:
+        return load_sets(evals.tasks, evals.task_items, tokenizer, config.model.block_size, lambda: validation)
+    except UserError as error:
+        raise UserError.join([f"eval.{mistake}" for mistake in error.mistakes]) from error
+
+
+def notes_on(sets: Iterable[ItemSet], saved: Mapping[str, str]) -> Iterator[str]:
+    """Notes of a training on its tasks; `saved`: hashes of the items before, by task."""
+    for items in sets:
+        chance = "" if items.chance is None else f"; guessing gets {items.chance:.1%} right"
+        yield f"{items.name} is scored on {len(items.items):,} items{chance}"
+        if saved.get(items.name, items.sha256) != items.sha256:
+            yield f"the items of {items.name} have changed; scores are not comparable with earlier rows"
+
+
 def _fetch(task: str) -> list[Item]:
-    """The items of a task on the Hub, or of what `datasets` has kept of it."""
-    import datasets
+    """The items of a task on the Hub; without an answer in four seconds, those that `datasets` has kept."""
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
     dataset, subset, split = HUB[task]
+    offline = None
+    try:
+        HfApi().dataset_info(dataset, timeout=4)  # load_dataset retries for 40 s
+    except (OSError, HTTPError) as error:
+        offline = error
+        constants.HF_HUB_OFFLINE = True
+    import datasets.config
+
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
     try:
         rows = datasets.load_dataset(dataset, subset, split=split)
     except (OSError, ValueError, HTTPError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"{type(offline or error).__name__}: {' '.join(str(offline or error).split())[:300]}"
         hint = f"{dataset} cannot be read from the Hub ({reason}); a local jsonl file of its rows works, too"
         raise UserError("tasks", task, hint) from error
     return _check_items(dataset, ((f"{dataset}, row {number}", dict(row)) for number, row in enumerate(rows)))
@@ -365,15 +396,15 @@ def _json(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def save(folder: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
-    """Writes `TASK.jsonl`, the items and their scores, then `TASK.json`, the metrics, each by a rename. `facts`: the
+def save(place: Path, items: ItemSet, result: Result, facts: Mapping[str, Any]) -> None:
+    """Writes `PLACE.jsonl`, the items and their scores, then `PLACE.json`, the metrics, each by a rename. `facts`: the
     scored checkpoint and settings."""
     scores = {"task": items.name, "items": len(items.items), "items_sha256": items.sha256, "chance": items.chance}
     for name, (value, error) in result.metrics.items():
         scores |= {name: _json(value), f"{name}_stderr": _json(error)}
     scores |= {"contexts_cut": items.cut, **facts}
-    write_atomically(folder / f"{items.name}.jsonl", "".join(f"{json.dumps(row)}\n" for row in result.rows))
-    write_atomically(folder / f"{items.name}.json", json.dumps(scores, indent=1) + "\n")
+    write_atomically(Path(f"{place}.jsonl"), "".join(f"{json.dumps(row)}\n" for row in result.rows))
+    write_atomically(Path(f"{place}.json"), json.dumps(scores, indent=1) + "\n")
 
 
 def as_row(items: ItemSet, answers: Answers) -> dict[str, float]:

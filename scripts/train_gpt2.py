@@ -7,7 +7,9 @@
 The same command again resumes the run from its newest checkpoint.
 """
 
+import os
 from importlib.util import find_spec
+from pathlib import Path
 from subprocess import CalledProcessError
 
 from gpt2_ddp.config.cli import run_command
@@ -25,6 +27,10 @@ NEXT = """what next:
 
 def main(config: TrainingConfig) -> int:
     if is_main_process():
+        if not os.path.exists(Path(config.output_dir, config.run_name)):  # a complete run needs no data
+            from gpt2_ddp.data.manifest import missing_data
+
+            missing_data(config)
         print(f"{config.run_name}: loading PyTorch", flush=True)
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import train

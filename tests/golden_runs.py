@@ -21,7 +21,7 @@ from gpt2_ddp.config.training import TrainingConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 CORPUS = GOLDEN / "corpus"
-TIMINGS = ("tokens_per_second", "samples_per_second", "mfu", "data_share")
+TIMINGS = ("tokens_per_second", "samples_per_second", "mfu", "data_share", "memory")
 STATE = ("step", "position", "samples", "order_digest", "tokens", "skipped", "epoch_loss", "val_loss")
 CIFAR = (37, 13)
 """Training and test images of the cases with images: `write_cifar(folder, *CIFAR)`."""

@@ -37,6 +37,8 @@ CANNOT = {
     "scripts/benchmark.py step": "a minute and more; test_benchmark.py has every contender, tiny",
     "pip install -r requirements.txt": "a package index",
     "docker run": "docker",
+    "mkdir -p data runs": "docker",
+    "export OWNER": "docker",
     "docker compose": "docker",
     "make image": "docker or buildah, and minutes; `make test-image` runs what it built",
     "make test-image": "an image",
@@ -57,6 +59,8 @@ CANNOT = {
     "--nproc_per_node 8": "eight GPUs",
     "--machine_rank 0": "several machines; test_several_machines.py has two",
     "sbatch ": "Slurm; test_slurm.py submits such jobs to one",
+    "srun ": "the same",
+    "export SBATCH_ACCOUNT": "the same",
     "accelerate launch scripts/train_gpt2.py --data.path data/mine": "the same; test_several_machines.py has two",
     "--node_rank 0": "the same",
     "--rdzv_backend c10d": "the same",
@@ -122,7 +126,7 @@ class PageCommand(NamedTuple):
 
 PROGRAMS = (
     *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf"),
-    *("sbatch", "cloud/launch.sh", "kubectl", "sky"),
+    *("sbatch", "srun", "mkdir", "cloud/launch.sh", "kubectl", "sky"),
 )
 INLINE = r"python scripts/|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
 

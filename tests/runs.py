@@ -153,7 +153,7 @@ def rows(run: Path, file: str = "metrics.jsonl") -> list[dict]:
     return [{name: value for name, value in row.items() if name != "chain"} for row in found]
 
 
-TIMINGS = {"tokens_per_second", "samples_per_second", "letters_per_second", "mfu", "data_share"}
+TIMINGS = {"tokens_per_second", "samples_per_second", "letters_per_second", "mfu", "data_share", "memory"}
 
 
 def untimed(run: Path, file: str = "metrics.jsonl") -> list[dict]:

@@ -67,10 +67,11 @@ class Slurm:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def sbatch(self, project: Path, *flags: str) -> str:
+    def sbatch(self, project: Path, *flags: str, training: tuple[str, ...] = ()) -> str:
         """Submits train.sbatch from a project folder, without GPUs; returns the job's number."""
         small = ("--job-name", "run", "--gpus-per-node", "0", "--cpus-per-task", "1", "--time", "10")
-        return self("sbatch", "--parsable", *small, *flags, str(SBATCH), "--config", "config.yaml", cwd=project)
+        command = (*small, *flags, str(SBATCH), "--config", "config.yaml", *training)
+        return self("sbatch", "--parsable", *command, cwd=project)
 
     def job(self, job: str) -> dict[str, str]:
         """What Slurm says of a job, like its JobState and Restarts."""

@@ -1,18 +1,21 @@
 """Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from disk import refuse
 from ranks import in_turn, run_ranks
 from runs import reseal
 from safetensors.torch import save_file
@@ -32,13 +35,13 @@ from gpt2_ddp.checkpoint.checkpoint import (
     load_model_state,
     load_optimizer_state,
     misfit,
-    model_state,
     optimizer_state,
     seal,
     steps_of,
     verify,
 )
 from gpt2_ddp.checkpoint.checkpointer import Checkpointer
+from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
@@ -58,10 +61,13 @@ def trained_model() -> tuple[GPT, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def snapshot(state: dict, config: str = "seed: 1\n") -> Snapshot:
+CONFIG = "{run_name: run, data: {}, model: {}, optim: {}, train: {}}"
+
+
+def snapshot(state: dict, config: str = CONFIG) -> Snapshot:
     model, optimizer = trained_model()
-    state = {"position": 0, "order_digest": "", **state}
-    return Snapshot(state, config, model_state(model), optimizer_state(model, optimizer))
+    state = {"position": 0, "order_digest": "", "kind": "regression", **state}
+    return Snapshot(state, config, model.state_dict(), optimizer_state(model, optimizer))
 
 
 def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None, **state: object) -> Path:
@@ -105,7 +111,7 @@ def put_back(folder: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays] 
     before = places()
     load_model_state(accelerator, read.model if read else {}, model)
     load_optimizer_state(accelerator, read.optimizer if read else {}, model, optimizer)
-    found = as_arrays(model_state(model)), as_arrays(optimizer_state(model, optimizer))
+    found = as_arrays(model.state_dict()), as_arrays(optimizer_state(model, optimizer))
     return *found, places() == before, wrote
 
 
@@ -142,7 +148,7 @@ def test_files_of_tensors_are_those_of_the_library(tmp_path, metadata):
 def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     model, optimizer = trained_model()
     memory: dict[str, torch.Tensor] = {}
-    live = Snapshot({"step": 1, "metrics": {}}, "", model_state(model), optimizer_state(model, optimizer))
+    live = Snapshot({"step": 1, "metrics": {}}, "", model.state_dict(), optimizer_state(model, optimizer))
     copy = live.copied(memory)
     before = {name: tensor.clone() for name, tensor in (copy.model | copy.optimizer).items()}
     optimizer.step()
@@ -179,12 +185,16 @@ SOUND = '{"step": 6, "position": 0, "order_digest": "", "kind": "gpt2", "tokeniz
     ("name", "content", "reason"),
     [
         (STATE, '{"step": 60}', "has no position"),
-        (STATE, '{"step": -60, "position": 0, "order_digest": ""}', "has step = -60"),
-        (STATE, '{"step": 6, "position": 0, "order_digest": "", "passed": 5}', "has passed = 5"),
+        (STATE, '{"step": -60, "position": 0, "order_digest": "", "kind": "gpt2"}', "has step = -60"),
+        (STATE, '{"step": 6, "position": 0, "order_digest": "", "kind": "lenet", "passed": 5}', "has passed = 5"),
         (STATE, SOUND[:-1] + ', "vocab_size": 9000000000}', "has vocab_size = 9000000000"),
         (STATE, SOUND[:-1] + "}", "has no vocab_size"),
         (STATE, SOUND[:-1] + ', "vocab_size": 1, "guard": {"losses": ["x", 0, 0]}}', "has guard.losses.0 = x"),
         (STATE, SOUND[:-1] + ', "vocab_size": 1, "passed": [[3]]}', r"has no passed.0.1"),
+        (STATE, SOUND[:-7] + '"../x", "vocab_size": 1}', "has tokenizer = ../x"),
+        ("config.yaml", CONFIG.replace("name: run", "name: ../x"), "has run_name = ../x"),
+        ("config.yaml", CONFIG.replace("run_name: run,", ""), "has run_name = None"),
+        ("config.yaml", CONFIG.replace("optim: {}", "optim: 3"), "has no section optim"),
         (MODEL, "x" * 64, r"is no safetensors file \(.*header"),
         (OPTIMIZER, "", r"is no safetensors file \(.*header"),
     ],
@@ -231,6 +241,43 @@ def test_a_broken_manifest_is_damage(tmp_path, text):
         verify(place)
 
 
+def test_a_manifest_lists_no_file_of_another_folder(tmp_path):
+    file = save(tmp_path, 1) / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"]
+    manifest["files"]["../x"] = manifest["files"][STATE]
+    file.write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
+    shutil.copy(file.parent / STATE, tmp_path / "x")
+    with pytest.raises(CorruptCheckpoint, match=r"lists \.\./x, outside of the folder"):
+        verify(file.parent)
+
+
+@pytest.mark.parametrize("name", [MODEL, STATE, "manifest.json"])
+def test_an_error_of_the_disk_is_no_damage(tmp_path, monkeypatch, capsys, name):
+    """The file is read again. If the error persists, it is named; no checkpoint is renamed, no older one is taken."""
+    save(tmp_path, 1)
+    place, failures, opening = save(tmp_path, 2), [errno.EIO], Path.open
+
+    def opened(path: Path, *args, **kwargs):
+        if path == place / name and failures:
+            refuse(failures.pop())
+        return opening(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.PAUSES", (0.0, 0.0, 0.0), raising=False)
+    assert Checkpointer(tmp_path).newest().state["step"] == 2
+    failures += [errno.EIO] * 9
+    with pytest.raises(
+        UserError, match=rf"step-00000002/{name}: cannot be read \(Input/output error\); check that disk"
+    ):
+        Checkpointer(tmp_path).newest()
+    assert steps(tmp_path) == [1, 2]
+    failures += [errno.EIO] * 9
+    save(tmp_path, 3, keep_last=2)
+    assert "step-00000002" in capsys.readouterr().err
+    assert steps(tmp_path) == [1, 2, 3], "one that cannot be read is kept, and does not count"
+
+
 def test_falls_back_to_the_newest_intact_and_says_why(tmp_path, capsys):
     save(tmp_path, 1), save(tmp_path, 2), save(tmp_path, 3)
     (tmp_path / "step-00000003/model.safetensors").write_bytes(b"x")
@@ -268,8 +315,12 @@ def test_keeps_the_newest_and_the_best(tmp_path, keep_last, saves, kept):
 
 
 def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
-    """Files, then their folder's manifest, then the name, each fsynced; a crash between leaves a whole checkpoint."""
-    Checkpointer(tmp_path, keep_last=1).save(snapshot({"step": 1}))
+    """Files, then their folder's manifest, then the name, each fsynced; a crash between leaves a whole checkpoint.
+    Before them, the rows and samples whose hashes it has."""
+    folder = tmp_path / "checkpoints"
+    Checkpointer(folder, keep_last=1).save(snapshot({"step": 1}))
+    for name in (METRICS, SAMPLES):
+        (tmp_path / name).touch()
     done = []
     fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
 
@@ -288,15 +339,17 @@ def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "rename", note_rename)
     monkeypatch.setattr(shutil, "rmtree", note_rmtree)
-    Checkpointer(tmp_path, keep_last=1).save(snapshot({"step": 2}))
+    Checkpointer(folder, keep_last=1).save(snapshot({"step": 2}))
     files = ["config.yaml", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert done == [
+        ("fsync", SAMPLES),
+        ("fsync", METRICS),
         ("remove", ".step-00000002.tmp"),
         *(("fsync", name) for name in files),
         ("fsync", ".manifest.json.tmp"),
         ("fsync", ".step-00000002.tmp"),
         ("rename", ".step-00000002.tmp"),
-        ("fsync", tmp_path.name),
+        ("fsync", folder.name),
         ("rename", "step-00000001"),
         ("remove", ".step-00000001.removed"),
     ]
@@ -555,7 +608,7 @@ def test_a_manifest_has_a_format_every_file_and_a_size_limit(tmp_path):
 def test_a_folder_with_weights_alone_is_a_checkpoint_without_a_manifest(tmp_path):
     place = save(tmp_path, 1)
     (place / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"manifest\.json: cannot be read"):
+    with pytest.raises(UserError, match=r"manifest\.json: is missing"):
         find_checkpoint(place)
 
 
@@ -564,7 +617,7 @@ def test_who_only_looks_leaves_everything_where_it_is(tmp_path):
     (place / "state.json").unlink()
     (tmp_path / ".step-00000002.tmp").mkdir()
     with pytest.raises(UserError, match="none is intact"):
-        Checkpointer(tmp_path, lock=False).newest()
+        Checkpointer(tmp_path, check_lock=None).newest()
     assert {file.name for file in tmp_path.iterdir()} == {"step-00000001", ".step-00000002.tmp"}
 
 
@@ -602,14 +655,53 @@ def test_the_checkpoint_of_the_first_step_is_kept_until_a_later_one_is_known_to_
     assert steps(tmp_path) == [4, 6]
 
 
-def test_each_one_is_verified_once_and_a_damaged_one_in_silence(tmp_path, monkeypatch, capsys):
-    for step in (1, 2, 3):
-        save(tmp_path, step)
-    (tmp_path / "step-00000003/state.json").write_text("{}")
-    seen = []
-    monkeypatch.setattr(checkpoint, "verify", lambda place: seen.append(place.name) or verify(place))
+def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(tmp_path, capsys):
+    """It was intact when it was written; it is put aside as at a resume."""
     checkpoints = Checkpointer(tmp_path)
-    for _ in range(2):
-        assert checkpoints.newest_until(9) == tmp_path / "step-00000002"
-    assert seen == ["step-00000001", "step-00000002", "step-00000003", "step-00000003"]
+    for step in (1, 2, 3):
+        checkpoints.save(snapshot({"step": step}))
+    assert checkpoints.newest_until(2).state["step"] == 2
+    file = tmp_path / "step-00000002" / MODEL
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert checkpoints.newest_until(2).state["step"] == 1
+    assert "step-00000002/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
+    assert (tmp_path / "step-00000002.corrupt").is_dir()
+    assert checkpoints.newest_until(0) is None
+
+
+def test_a_resume_hashes_one_checkpoint_and_opens_each_file_once(tmp_path, monkeypatch, capsys):
+    """Of the others it reads the small files. Those that are kept are hashed, once, when an older one is deleted. The
+    best, whose weights are damaged, does not count then, so that the next best is kept."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step, val_loss=2.0 + step)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    best = tmp_path / "step-00000001" / MODEL
+    best.write_bytes(best.read_bytes()[:-1] + b"x")
+    opened, opening = Counter(), Path.open
+
+    def count(path: Path, *args, **kwargs):
+        opened[str(path.relative_to(tmp_path))] += path.name != "manifest.json" and not kwargs and args != ("wb",)
+        return opening(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", count)
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.newest()
+    checkpoints.prune()
+    large = [f"step-0000000{step}/{name}" for step in (1, 2, 3, 4) for name in (MODEL, OPTIMIZER)]
+    assert {opened[name] for name in opened if opened[name]} == {1}
+    assert [name for name in large if opened[name]] == large[-2:]
     assert capsys.readouterr().err == ""
+    checkpoints.save(snapshot({"step": 5, "val_loss": 9.0}))
+    assert "step-00000001/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
+    assert [opened[name] for name in large] == [1, 0, 0, 0, 1, 1, 1, 1]
+    checkpoints.save(snapshot({"step": 6, "val_loss": 9.0}))
+    assert [opened[name] for name in large] == [1, 0, 1, 1, 1, 1, 1, 1]
+    assert steps(tmp_path) == [1, 2, 4, 5, 6]
+
+
+def test_folders_with_other_names_are_no_checkpoints(tmp_path):
+    for name in ("step-00000009", "step-00000010", "step-100000000", "step-99999999"):
+        (tmp_path / name).mkdir()
+    for name in ("step-²²²", "step-٣", "step-5", "step-000000011", "step-00000012.corrupt", "step-", "step-1_00000000"):
+        (tmp_path / name).mkdir()
+    assert steps(tmp_path) == [9, 10, 99999999, 100000000]

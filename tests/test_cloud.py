@@ -4,12 +4,15 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import yaml
+from commands import ACCELERATE, TORCHRUN, environment, launch
 from pages import ROOT, load_docs, parse_script
 
 from gpt2_ddp.config import cli
@@ -17,11 +20,11 @@ from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
 
 CLOUD, LAUNCH = ROOT / "cloud", ROOT / "cloud/launch.sh"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
-"""What cloud/launch.sh ends with then."""
 
 
-def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((CLOUD / name).read_text()))
+def documents(name: str, rdma: bool = False) -> list[dict[str, Any]]:
+    text = (CLOUD / name).read_text()
+    return list(yaml.safe_load_all(text.replace("# rdma: ", "") if rdma else text))
 
 
 def one(name: str, kind: str) -> dict[str, Any]:
@@ -67,8 +70,9 @@ def train_job_machine() -> Machine:
 MACHINES = [pytest.param(job_machine, id="kubernetes.yaml"), pytest.param(train_job_machine, id="kubeflow.yaml")]
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubeflow.yaml"])
-def test_each_manifest_fits_its_schema(name):
+@pytest.mark.parametrize("rdma", [False, True])
+@pytest.mark.parametrize("name", ["prepare.yaml", "kubernetes.yaml", "kubeflow.yaml"])
+def test_each_manifest_fits_its_schema(name, rdma):
     """The models hold the schemas of Kubernetes and of Kubeflow Trainer; they drop a field that they do not know."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
     kinds = {
@@ -77,8 +81,33 @@ def test_each_manifest_fits_its_schema(name):
         "Job": models.IoK8sApiBatchV1Job,
         "TrainJob": models.TrainerV1alpha1TrainJob,
     }
-    for document in documents(name):
+    for document in documents(name, rdma):
         assert kinds[document["kind"]].from_dict(document).to_dict() == document
+
+
+@pytest.mark.parametrize("name", ["kubernetes.yaml", "kubeflow.yaml"])
+def test_rdma_adds_the_device_and_the_capability(name):
+    """By the command that the file names."""
+    plain, rdma = (yaml.safe_dump_all(documents(name, rdma)).splitlines() for rdma in (False, True))
+    added = [line.strip() for line in rdma if line not in plain]
+    assert {"rdma/rdma_shared_device_a: 1", "- IPC_LOCK"} < set(added)
+    assert "sed 's/# rdma: //'" in (CLOUD / "kubernetes.yaml").read_text()
+
+
+def test_the_data_of_the_pods_are_prepared_by_the_job_before(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (container,) = (prepare := one("prepare.yaml", "Job")["spec"]["template"]["spec"])["containers"]
+    words = [*container["command"], *container["args"]]
+    parse_script(words[1:], " ".join(words), tmp_path)
+    prepared = cli.load(*_loaded(words[1:]))
+    for machine in (job_machine(), train_job_machine()):
+        words = [*machine.container["command"], *machine.container["args"]]
+        assert cli.load(*_loaded(words[words.index("scripts/train_gpt2.py") :])).data.path == prepared.output
+        assert machine.pod["securityContext"] == prepare["securityContext"]
+        assert machine.container["image"] == container["image"]
+        assert machine.container["volumeMounts"][0] == container["volumeMounts"][0]
+        assert machine.pod["volumes"][0] == prepare["volumes"][0]
+    assert "nvidia.com/gpu" not in str(container)
 
 
 def test_the_sky_task_fits_its_schema():
@@ -107,25 +136,30 @@ def test_a_pod_is_one_of_the_image(machine):
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert set(yaml.safe_load(re.search(r"^VOLUME (.*)$", DOCKERFILE, re.MULTILINE)[1])) < set(mounts)
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-    claims = {d["metadata"]["name"] for d in documents("kubernetes.yaml") if d["kind"] == "PersistentVolumeClaim"}
+    claims = {d["metadata"]["name"] for d in documents("prepare.yaml") if d["kind"] == "PersistentVolumeClaim"}
     assert {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v} == claims
 
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_pod_has_a_gpu_for_each_process_and_time_to_save(machine):
     pod, container, _, processes = machine()
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == processes
+    resources = container["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == processes
+    assert resources["requests"]["cpu"] >= processes
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    shm, memory = volumes["shm"]["emptyDir"]["sizeLimit"], resources["requests"]["memory"]
+    assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi")), "it counts"
     documented = [
         int(s) for s in re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
     ]
     assert pod["terminationGracePeriodSeconds"] >= max(documented)
 
 
-def check_launch(words: list[str], folder: Path) -> None:
-    """Holds `cloud/launch.sh RUN torchrun ...` against torchrun's parser, the script's, and where the run will be."""
+def check_launch(words: list[str], folder: Path) -> str:
+    """Holds `cloud/launch.sh torchrun ...` against torchrun's parser and the script's; returns the run folder."""
     from torch.distributed.run import get_args_parser
 
-    launch, run, program, *rest = words
+    launch, program, *rest = words
     assert program == "torchrun"
     assert os.access(ROOT / launch, os.X_OK)
     assert "cloud" not in (ROOT / ".dockerignore").read_text().split()
@@ -133,12 +167,28 @@ def check_launch(words: list[str], folder: Path) -> None:
     script = [found.training_script, *found.training_script_args]
     parse_script(script, " ".join(words), folder)
     config = cli.load(*_loaded(script))
-    assert run == f"{config.output_dir}/{config.run_name}"
+    return f"{config.output_dir}/{config.run_name}"
 
 
 def _loaded(script: list[str]) -> tuple[Any, list[str], Any]:
     command, default = load_docs("reference").command_of(ROOT / script[0])
     return command, script[1:], default
+
+
+def test_a_pod_has_the_tokens_of_the_hub_and_of_wandb_if_there_are_some():
+    """The page creates the secret with the same keys."""
+    (source,) = job_machine().container["envFrom"]
+    keys = {
+        entry["name"]: entry["valueFrom"]["secretKeyRef"]
+        for entry in train_job_machine().container["env"]
+        if "valueFrom" in entry
+    }
+    assert all(key == source["secretRef"] | {"key": name} for name, key in keys.items())
+    assert source["secretRef"]["optional"]
+    command = re.search(r"kubectl create secret generic (\S+) (.+)", (ROOT / "docs/cloud.md").read_text())
+    assert command
+    assert command[1] == source["secretRef"]["name"]
+    assert set(re.findall(r"--from-literal=(\w+)=", command[2])) == set(keys)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -152,7 +202,7 @@ def test_the_sky_task_runs_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (task,) = documents("skypilot.yaml")
     (line,) = re.findall(r"cloud/launch\.sh .*", task["run"].replace("\\\n", ""))
-    check_launch(line.replace("$RUN", task["envs"]["RUN"]).split(), tmp_path)
+    assert check_launch(line.split(), tmp_path) == task["envs"]["RUN"]
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
     assert (ROOT / re.search(r"-r (\S+)", task["setup"])[1]).is_file()
     for script in (task["setup"], task["run"]):
@@ -201,28 +251,72 @@ def test_the_job_starts_again_what_was_stopped():
     assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
 
 
+def launcher(folder: Path, text: str) -> Path:
+    """A shell script that stands in for torchrun."""
+    file = folder / "torchrun"
+    file.write_text(f"#!/bin/bash\n{text}")
+    file.chmod(0o755)
+    return file
+
+
 @pytest.mark.parametrize(
-    ("code", "state", "expected"),
+    ("codes", "code", "expected"),
     [
-        (0, "completed", 0),
-        (0, "stopped", STOPPED),
-        (0, "running", STOPPED),  # another machine's: rank 0 has not written how it ended yet
-        (0, None, 2),
-        (1, "diverged", DIVERGED),
-        (1, "failed", 1),
-        (1, "stopped", 1),  # of the session before: this one did not come up
-        (1, "completed", 1),
-        (1, None, 1),
+        ("", 0, 0),
+        ("", 1, 1),
+        ("0 0", 0, 0),
+        ("75 75", 0, STOPPED),
+        ("75 75 0 0", 0, 0),  # restarted by the launcher, as an elastic one does
+        ("75 75", 1, 1),  # stopped by the launcher, since another rank crashed before training began
+        ("3 3", 1, DIVERGED),
+        ("2", 1, 2),
+        ("2 75", 1, 2),
     ],
 )
-def test_launch_ends_with_what_the_run_came_to(tmp_path, code, state, expected):
-    if state:
-        (tmp_path / "status.json").write_text(f'{{"state": "{state}", "step": 3, "reason": ""}}\n')
-    ended = subprocess.run([LAUNCH, tmp_path, "bash", "-c", f"exit {code}"], capture_output=True, text=True)
-    assert (ended.returncode, "has no status.json" in ended.stderr) == (expected, state is None and code == 0)
+def test_launch_ends_with_what_the_run_came_to(tmp_path, codes, code, expected):
+    """Each of `codes` is one that a rank has recorded."""
+    torchrun = launcher(tmp_path, f'for code in {codes}; do echo $code >>"$GPT2_DDP_EXIT_CODES"; done; exit {code}')
+    assert subprocess.run([LAUNCH, torchrun], env=os.environ | {"TMPDIR": str(tmp_path)}).returncode == expected
+    assert [file.name for file in tmp_path.iterdir()] == ["torchrun"], "the file of codes is gone"
 
 
-LAUNCHER = """#!/bin/bash
+def test_a_command_that_is_not_there_is_a_user_error(tmp_path):
+    ended = subprocess.run([LAUNCH, "runs/mine", "torchrun"], cwd=tmp_path, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.count("error: command = runs/mine: not found")) == (2, 1)
+
+
+def test_a_user_error_of_the_script_ends_launch_with_2(tmp_path):
+    torchrun = launcher(tmp_path, f'TORCHELASTIC_RUN_ID=1 {sys.executable} "$@" || exit 1')
+    command = [LAUNCH, torchrun, ROOT / "scripts/train_gpt2.py", "--optim.nonsense", "3"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.count("error: ")) == (2, 1)
+
+
+LAUNCHERS = {
+    "torchrun": [*TORCHRUN, "--nproc_per_node", "2", "scripts/train_gpt2.py"],
+    "accelerate": [*ACCELERATE, "scripts/train_gpt2.py"],
+    "processes": [sys.executable, "scripts/train_classifier.py", "--launch.processes", "2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_each_launcher_ends_with_the_code_of_its_script(tmp_path, name):
+    """A wrong flag; a user error that the ranks find; a stop before training begins."""
+    command = [str(LAUNCH), *LAUNCHERS[name], "--train.device", "cpu", "--output_dir", str(tmp_path)]
+    image_files = ["--config", "configs/jobs/cifar100_lenet.yaml"] if name == "processes" else []
+    wrong = [["--optim.nonsense", "3"], [*image_files, "--data.path", "nowhere"]]
+    assert [launch([*command, *flags]).returncode for flags in wrong] == [2, 2]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment())
+    while len(psutil.Process(process.pid).children(recursive=True)) < 2:  # the launcher, and what it has started
+        time.sleep(0.05)
+    time.sleep(1)
+    process.terminate()
+    assert process.wait(60) == STOPPED
+    assert list(tmp_path.iterdir()) == []
+
+
+LAUNCHER = """
 trap 'touch launcher-signalled' TERM
 for rank in 0 1; do
     (trap "touch saved-$rank; exit" TERM; touch ready-$rank; while :; do sleep 0.02; done) &
@@ -233,11 +327,7 @@ exit 0
 
 
 def test_a_stop_goes_to_the_ranks_alone(tmp_path):
-    (tmp_path / "status.json").write_text('{"state": "stopped", "step": 3, "reason": "SIGTERM"}\n')
-    launcher = tmp_path / "torchrun"
-    launcher.write_text(LAUNCHER)
-    launcher.chmod(0o755)
-    process = subprocess.Popen([LAUNCH, ".", launcher], cwd=tmp_path)
+    process = subprocess.Popen([LAUNCH, launcher(tmp_path, LAUNCHER)], cwd=tmp_path)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -248,13 +338,25 @@ def test_a_stop_goes_to_the_ranks_alone(tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_that_missed_a_signal_get_it_again(tmp_path):
+    """As those that handle it later, and whose launcher ignores it, as that of slurm/train.sbatch does."""
+    late = """trap 'touch missed' TERM; touch begun; until [[ -e missed ]]; do sleep 0.02; done; trap - TERM; sleep 9"""
+    torchrun = launcher(tmp_path, f'bash -c "{late}" &\nwait; exit 1')
+    process = subprocess.Popen([LAUNCH, torchrun], cwd=tmp_path)
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.02)
+    begun = time.monotonic()
+    process.terminate()
+    assert process.wait(30) == STOPPED
+    assert time.monotonic() - begun < 9
+
+
+@pytest.mark.slow
 def test_a_launcher_that_waits_for_other_machines_is_ended_after_its_ranks(tmp_path):
     """As an elastic one does, whose other machines go on."""
-    launcher = tmp_path / "torchrun"
-    launcher.write_text("#!/bin/bash\nsleep 300 &\ntouch begun; wait $!\nsleep 60 & wait $!\n")
-    launcher.chmod(0o755)
-    process = subprocess.Popen([LAUNCH, "-", launcher], cwd=tmp_path)
+    torchrun = launcher(tmp_path, "mkfifo pipe\nsleep 300 &\ntouch begun; wait $!\nread <>pipe\n")
+    process = subprocess.Popen([LAUNCH, torchrun], cwd=tmp_path)
     while not (tmp_path / "begun").exists():
         time.sleep(0.02)
     process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
+    assert process.wait(30) == STOPPED

@@ -156,7 +156,7 @@ def test_a_rank_lost_in_the_middle_is_named(ranks, number, victim):
     assert [code for code, _ in ended.values()] == [2, 2], ended
     speakers = [text for text in ended.values() if f"error: rank {victim} on {HOST}: " in text[1]]
     assert len(speakers) >= 1, ended
-    assert all("last stage: all-reduce of 4.0 KiB" in text for _, text in speakers)
+    assert all("last stage: all-reduce of 4,096 bytes" in text for _, text in speakers)
 
 
 def _other_version() -> None:
@@ -220,7 +220,7 @@ def test_ranks_that_live_but_are_not_connected(ranks):
     assert [code for code, _ in ended.values()] == [2, 2], ended
     (line,) = [line for _, text in ended.values() for line in text.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: ranks = 1: all are alive, but not connected (rank 1 on ")
-    assert " s at all-reduce of 8 B); open all ports" in line
+    assert " s at all-reduce of 8 bytes); open all ports" in line
     assert f"(routes to rank 0: {HOST}: lo 127.0.0.1)" in line
 
 

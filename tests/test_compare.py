@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,7 +178,6 @@ def test_the_table(rows):
     right = "gpt2 | DDP-2 | 1.25 (1–1.3) | 256 | 1.76 (1.69–2.40) | 88% | 300 | 20.0% ± 1.0% | val_loss 1.5000"
     assert cells[4] == [*right.split(" | "), "3.0e-07", "2.0e-08"]
     assert lines[-1] == "- a note"
-    assert module.draw(rows)[:4] == module.draw(rows[:2])[:4] == b"\x89PNG"
 
 
 def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
@@ -195,22 +193,6 @@ def test_the_noise_of_communication_is_that_of_the_blocks_or_of_the_repeats():
     cells = list(module.table_row(numbers((-0.02, 0.12))).values())
     assert cells[7] == "below the noise of ± 12.0%"
     assert cells[2:5] == ["1", "320", "1.00"], "of one run there are no extremes"
-
-
-def test_weak_scaling_multiplies_the_batch_and_compares_samples_per_second(tmp_path, monkeypatch, rows):
-    monkeypatch.setattr(module, "start_processes", lambda measure, processes, job, *others: job)
-    way = Strategy("DDP-3", 3, 3)
-    for word, field in (("gpt2", "global_batch_tokens"), ("regression", "global_batch_size")):
-        weak, strong = CompareConfig(weak=True, processes=(3,)), CompareConfig()
-        job = read_job(word, weak, CPU, tmp_path)[1]  # whose batch need not be a multiple of 3
-        for config, times in ((weak, 3), (strong, 1)):
-            run = module.run_way("run", job, config, way, 5, tmp_path / "weights")
-            assert getattr(run.train, field) == times * getattr(job.train, field)
-    double = rows[2]
-    twice = [replace(run, samples=2 * run.samples) for run in double.runs]
-    for name in ("speed_up", "efficiency"):
-        assert replace(double, runs=twice).numbers()[name] == 2 * double.numbers()[name]
-    assert module.find_notes(weak, CPU, 0.0)[1].startswith("weak scaling: the global batch grows")
 
 
 @pytest.fixture
@@ -259,25 +241,12 @@ def test_what_was_measured_stays_when_a_later_job_fails(tmp_path, no_machine, mo
     assert {row["job"] for row in json.loads((tmp_path / "compare.json").read_text())["rows"]} == set(config.jobs)
 
 
-def test_a_busy_machine_stops_the_comparison(tmp_path, no_machine, monkeypatch):
-    assert module.check_idle(False) == 0
+def test_a_busy_machine_is_noted(no_machine, monkeypatch):
+    assert module.busy_cores() == 0
     monkeypatch.setattr(module.psutil, "cpu_percent", lambda interval: 50.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    assert module.check_idle(True) == 2
-    config = CompareConfig(output=str(tmp_path), device="cpu")
-    expect_error("busy_ok = false: other programs keep 2.0 of 4 cores busy", compare, config)
-    assert no_machine == list(tmp_path.iterdir()) == []
-
-
-def test_data_path_goes_to_the_one_job_that_reads_data(tmp_path):
-    images = "classifier:configs/jobs/cifar100_lenet.yaml"
-    given = module.read_jobs(CompareConfig(jobs=("classifier", images), data_path="x"), CPU, tmp_path)
-    assert [job.data.path for _, job in given] == [None, "x"]
-    ((_, gpt2),) = module.read_jobs(CompareConfig(jobs=("gpt2",), data_path="x"), CPU, tmp_path)
-    assert (gpt2.data.path, gpt2.data.prepare) == ("x", None)
-    for jobs, readers in ((("regression",), "none"), ((images, "gpt2"), "cifar100_lenet, gpt2_30m")):
-        config = CompareConfig(jobs=jobs, data_path="x")
-        expect_error(f"data_path = x: is for one job .* {readers}", module.read_jobs, config, CPU, tmp_path)
+    note = "other programs kept 2.0 cores busy at the start: measure again on an idle machine"
+    assert note in module.find_notes(CompareConfig(), CPU, module.busy_cores())
 
 
 def test_ways_say_why_they_are_missing(monkeypatch):
@@ -333,8 +302,8 @@ def test_mistakes(tmp_path, monkeypatch):
     three = CompareConfig(processes=(3,))
     expect_error("processes = 3: does not divide the global batch of gpt2, 16", read_job, "gpt2", three, CPU, tmp_path)
     expect_error(r"epochs = 2: should not be combined with steps", CompareConfig, steps=1, epochs=2)
-    for wrong in (1,), (2, 2), (65,):
-        expect_error("should be different numbers from 2 to 64", CompareConfig, processes=wrong)
+    for wrong in (1,), (65,):
+        expect_error("should be numbers from 2 to 64", CompareConfig, processes=wrong)
     expect_error(r"--config = no.yaml", read_job, "regression:no.yaml", CompareConfig(), CPU, tmp_path)
     expect_error(r"output = /dev/null/x: cannot be written", compare, CompareConfig(output="/dev/null/x"))
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -346,10 +315,10 @@ def test_a_comparison_is_run_and_written(tmp_path, monkeypatch, capsys):
     config = tiny("regression", tmp_path, tmp_path / "runs").model_dump(mode="json", exclude={"fresh", "launch"})
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
     jobs = (f"regression:{tmp_path}/tiny.yaml",)
-    options = {"steps": 5, "repeats": 2, "busy_ok": True, "device": "cpu", "output": str(tmp_path / "out")}
+    options = {"steps": 5, "repeats": 2, "device": "cpu", "output": str(tmp_path / "out")}
     compare(CompareConfig(jobs=jobs, **options))
     found = capsys.readouterr()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.md", "compare.json", "compare.png"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"compare.md", "compare.json"}
     assert (tmp_path / "out/compare.md").read_text() == found.out
     assert found.out.endswith("\n- next: docs/compare.md explains the columns, docs/ddp-lab.md common mistakes\n")
     assert not (tmp_path / "runs").exists()

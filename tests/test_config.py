@@ -8,14 +8,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from gpt2_ddp.config import cli
-from gpt2_ddp.config.base import complete, flat
+from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
+from gpt2_ddp.config.kinds import CONFIGS
+from gpt2_ddp.config.mistakes import complete
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PredictConfig, PrepareConfig
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
@@ -231,8 +235,10 @@ MISTAKES = """
 --optim.muon_lr 0.02 | optim.muon_lr = 0.02 | --optim.name muon
 --optim.name muon --optim.muon_momentum 1 | optim.muon_momentum = 1 | less than 1
 --train.steps null | train.steps = None | train.epochs
---run_name ../x | run_name = ../x | match
---run_name '' | run_name = : | at least 1 character
+--run_name ../x | run_name = ../x | of letters, digits, _, - and .
+--run_name 'my run' | run_name = my run | of letters, digits, _, - and .
+--run_name '' | run_name = : | of letters, digits, _, - and .
+--tracking.project a/b | tracking.project = a/b | without / \\ # ? % and :
 --tracking.log_with wandb mlflow | tracking.log_with = mlflow: | should be 'wandb', 'tensorboard' or 'trackio'
 --seed -1 | seed = -1 | greater than or equal to 0
 --seed | command line | expected one argument
@@ -347,7 +353,7 @@ COMMANDS = [file for file in sorted((ROOT / "scripts").glob("*.py")) if not file
 """The scripts that have a configuration."""
 
 
-def test_help_and_mistakes_import_no_torch(tmp_path):
+def test_help_and_mistakes_import_no_torch_or_numpy(tmp_path):
     cases = [(str(file), argument, code) for file in COMMANDS for argument, code in (("--help", 0), ("--nothing", 2))]
     cases.append((str(ROOT / "scripts/status.py"), str(tmp_path), 2))
     code = f"""
@@ -358,7 +364,7 @@ for file, argument, code in {cases!r}:
         runpy.run_path(file, run_name="__main__")
     except SystemExit as end:
         assert end.code == code, (file, argument, end.code)
-    assert "torch" not in sys.modules, (file, argument)
+    assert not {{"torch", "numpy"}} & sys.modules.keys(), (file, argument)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -388,6 +394,40 @@ def test_help_has_the_defaults_of_a_run_without_flags(command, default):
             assert shown == expected or float(shown) == float(expected), action.dest
 
 
+def test_a_pattern_that_the_shell_expands_is_one_mistake(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    files = [f"texts/{letter}.txt" for letter in "abc"]
+    for file in files:
+        Path(file).touch()
+    for command, flags, hint in (
+        (PrepareConfig, ["--source", *files, "--nothing"], "quote the pattern: --source 'texts/*.txt'"),
+        (EvaluateConfig, [*files, "--nothing"], "name one of them"),
+    ):
+        with pytest.raises(UserError) as error:
+            load(command, flags)
+        first, second = error.value.mistakes
+        assert first == f"command line = {' '.join(files[1:])}: takes one value, not several files; {hint}"
+        assert second.startswith("--nothing: unknown flag")
+
+
+def test_a_run_resumed_without_its_flags_is_one_mistake(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    flags = ["--run_name", "mine", "--output_dir", str(tmp_path), "--train.steps", "9"]
+    resume = lambda *more: load(TrainingConfig, [*flags, *more], training_default)  # noqa: E731
+    (folder / "config.yaml").write_text(dump(resume()))
+    assert resume().run_name == "mine", "a run of the preset"
+    (folder / "config.yaml").write_text(dump(load(TrainingConfig, ["--config", OWN_TEXT])))
+    with pytest.raises(UserError) as error:
+        resume("--model.n_head", "6")
+    (line,) = error.value.mistakes
+    names = "model.n_layer, model.block_size, model.dropout, optim.name, optim.lr and 6 more"
+    words = f"the command lacks flags of this run: {names}; add --config {folder}/config.yaml, or choose another"
+    assert line.startswith(f"run_name = mine: {words}")
+    assert resume("--config", f"{folder}/config.yaml").model.n_layer == 6
+
+
 def test_help_has_every_kind_of_value_that_a_flag_takes():
     text = " ".join(cli._parser(TrainingConfig, None).format_help().split())
     for flag in (
@@ -415,3 +455,31 @@ def test_one_error_for_an_unknown_flag_that_leaves_other_fields_empty():
     assert mistakes("--bogus", "1", command=PredictConfig) == ["--bogus: unknown flag; --help lists all names"]
     (message,) = mistakes("one", command=PredictConfig)
     assert message.startswith("run_and_images = one: should be a run, then images")
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_resume_refuses_null_for_a_kept_value_and_a_value_for_a_kept_null(kind):
+    """All nullable fields, one at a time. Null for `optim.decay_steps` keeps the saved end of the schedule."""
+
+    def changed(name: str, value: object) -> RunConfig:
+        section, _, key = name.rpartition(".")
+        config = CONFIGS[kind].model_construct()
+        part = (getattr(config, section) if section else config).model_copy(update={key: value})
+        return config.model_copy(update={section: part}) if section else part
+
+    refused = {}
+    for name, kinds in ((name, get_args(field.annotation)) for name, field in leaves(CONFIGS[kind])):
+        if type(None) in kinds:
+            for now, before in itertools.permutations((None, next((3 for one in kinds if one in (int, float)), "x"))):
+                try:
+                    changed(name, now).check_resumable(kind, changed(name, before).model_dump(mode="json"), 10**6)
+                except UserError as error:
+                    told = re.match(rf"{name} = {now}(\.0)?: the run was started with {before}", str(error))
+                    refused.setdefault(name, []).append(now if told else error)
+    kept = {
+        "gpt2": {"model.n_kv_head", "model.n_inner", "optim.embedding_lr", "optim.decay_steps"},
+        "classifier": {"data.image_size", "data.image_column", "data.label_column"},
+    }
+    assert refused == {name: [None, 3 if "column" not in name else "x"] for name in kept.get(kind, ())} | (
+        {"optim.decay_steps": [3]} if kind == "gpt2" else {}
+    )

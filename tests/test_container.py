@@ -7,12 +7,14 @@ import shlex
 import shutil
 import subprocess
 import time
-import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
+
+import gpt2_ddp
+from gpt2_ddp.distributed.environment import STOPPED
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -35,12 +37,13 @@ def test_the_lock_has_what_requirements_txt_pins():
     lock = pins("docker/requirements.lock")
     assert pins("requirements.txt").items() <= lock.items(), "`make lock` renews it"
     assert "nvidia-nccl-cu13" in lock, "the CUDA build's own dependencies"
+    cuda = ".".join(lock["cuda-toolkit"].split(".")[:2])
+    assert f"contains CUDA {cuda}." in (ROOT / "docs/cloud.md").read_text(), "the page names the driver that it needs"
     assert "://" not in (ROOT / "docker/requirements.lock").read_text()
 
 
 def test_the_label_has_the_project_s_version():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f'image.version="{version}"' in DOCKERFILE
+    assert f'image.version="{gpt2_ddp.__version__}"' in DOCKERFILE
 
 
 def test_compose_mounts_the_volumes_and_names_files_that_the_image_has():
@@ -48,6 +51,9 @@ def test_compose_mounts_the_volumes_and_names_files_that_the_image_has():
     volumes = re.search(r"^VOLUME (.+)$", DOCKERFILE, re.MULTILINE)
     assert volumes
     assert [volume.split(":")[1] for volume in train["volumes"]] == json.loads(volumes[1])
+    uid = re.search(r"--uid (\d+)", DOCKERFILE)
+    assert uid
+    assert train["user"] == f"${{OWNER:-{uid[1]}:{uid[1]}}}"
     files = [word for word in train["command"] if "/" in word]
     assert len(files) == 2
     assert [file for file in files if not (ROOT / file).is_file()] == []
@@ -61,7 +67,7 @@ TINY = (
 )
 
 
-TRAINER = """trap 'echo saved; exit "$1"' TERM; echo up; for _ in {1..500}; do sleep 0.02; done; exit 9"""
+TRAINER = """trap 'echo saved; exit "${1:-0}"' TERM; echo up; for _ in {1..500}; do sleep 0.02; done; exit 9"""
 LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
 
 
@@ -69,7 +75,7 @@ LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
     ("words", "code"),
     [
         *(
-            (launch, 0)
+            (launch, 75)
             for launch in ("-q train.py", "torchrun train.py", "python -u -m torch.distributed.run train.py")
         ),
         *(("bash trainer 75", 75), ("bash -c exit\\ 3", 3)),
@@ -143,6 +149,19 @@ def test_two_steps_are_trained_where_only_tmp_and_the_volumes_can_be_written(ima
 
 
 @pytest.mark.image
+def test_nccl_finds_the_library_and_the_drivers_of_infiniband(image, tmp_path):
+    load = "import ctypes, glob; ctypes.CDLL('libibverbs.so.1'); print(glob.glob('/usr/lib/*/libibverbs/libmlx5*'))"
+    found = run(image, tmp_path, "python", "-c", load)
+    assert "libmlx5" in found.stdout, found.stderr
+
+
+@pytest.mark.image
+def test_a_user_error_in_a_container_ends_it_with_2(image, tmp_path):
+    found = run(image, tmp_path, "torchrun", "scripts/train_gpt2.py", "--optim.nonsense", "3")
+    assert (found.returncode, found.stderr.count("error: --optim.nonsense")) == (2, 1)
+
+
+@pytest.mark.image
 def test_nothing_of_the_builder_s_pip_is_left(image, tmp_path):
     history = manage("history", "--no-trunc", image)
     assert "index-url" not in history
@@ -153,16 +172,16 @@ def test_nothing_of_the_builder_s_pip_is_left(image, tmp_path):
 
 
 LAUNCHED = [
-    pytest.param(["scripts/train_gpt2.py"], 0, id="accelerate"),
-    pytest.param(["--config_file", "configs/accelerate/cpu_processes.yaml", "scripts/train_gpt2.py"], 0, id="two"),
-    pytest.param(["torchrun", "--nproc_per_node", "2", "scripts/train_gpt2.py"], 0, id="torchrun"),
-    pytest.param(["python", "scripts/train_gpt2.py"], 75, id="python"),
+    pytest.param(["scripts/train_gpt2.py"], id="accelerate"),
+    pytest.param(["--config_file", "configs/accelerate/cpu_processes.yaml", "scripts/train_gpt2.py"], id="two"),
+    pytest.param(["torchrun", "--nproc_per_node", "2", "scripts/train_gpt2.py"], id="torchrun"),
+    pytest.param(["python", "scripts/train_gpt2.py"], id="python"),
 ]
 
 
 @pytest.mark.image
-@pytest.mark.parametrize(("words", "code"), LAUNCHED)
-def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_path, words, code):
+@pytest.mark.parametrize("words", LAUNCHED)
+def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_path, words):
     prepare = "python scripts/prepare_data.py --source gpt2_ddp/**/*.py --tokenizer bytes --output data/tiny"
     prepared = run(image, tmp_path, *prepare.split())
     assert prepared.returncode == 0, prepared.stderr
@@ -178,7 +197,7 @@ def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_p
                 assert manage("inspect", "--format", "{{.State.Running}}", container) == "true"
                 time.sleep(0.3)
             manage("stop", "--time", "60", container)
-            assert int(manage("wait", container)) == code
+            assert int(manage("wait", container)) == STOPPED
             status = json.loads(file.read_text())
             assert status["state"] == "stopped"
             assert (tmp_path / f"runs/tiny/checkpoints/step-{status['step']:08d}").is_dir()

@@ -1,6 +1,7 @@
-"""The count of usable cores, on machines made of files."""
+"""Usable cores and free memory, on machines made of files."""
 
 import os
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from gpt2_ddp.compare.compare import find_machine
 from gpt2_ddp.distributed import environment as cores
-from gpt2_ddp.distributed.environment import usable_cores
+from gpt2_ddp.distributed.environment import free_memory, usable_cores
 from gpt2_ddp.distributed.launch import set_cpu_threads
 from gpt2_ddp.distributed.spawn import start_processes
 
@@ -73,6 +74,60 @@ def test_the_quota_counts(machine, name):
         machine(f"sys/fs/cgroup/{file}", text)
     assert usable_cores() == expected
     assert find_machine("cpu").cores == expected
+
+
+V1_MEMORY, LIMITLESS = "9:cpuset:/job\n4:memory:/job\n0::/", "9223372036854771712"
+MEMORY = {
+    "no control groups": ("", {}, 9000),
+    "v2": ("0::/job", {"job/memory.max": "3000", "job/memory.current": "2500"}, 500),
+    "v2, cached files": (
+        "0::/job",
+        {
+            "job/memory.max": "3000",
+            "job/memory.current": "2500",
+            "job/memory.stat": "anon 9\nfile 2100\ninactive_file 1500\nactive_file 600",
+        },
+        2600,
+    ),
+    "v2, no limit": ("0::/job", {"job/memory.max": "max", "job/memory.current": "2500"}, 9000),
+    "v2, of the group above": (
+        "0::/a/b",
+        {"a/memory.max": "4000", "a/memory.current": "4100", "a/b/memory.max": "5000", "a/b/memory.current": "1"},
+        0,
+    ),
+    "v2, slowed down above": ("0::/", {"memory.max": "max", "memory.high": "7000", "memory.current": "1000"}, 6000),
+    "v1": (
+        V1_MEMORY,
+        {
+            "memory/job/memory.limit_in_bytes": "3000",
+            "memory/job/memory.usage_in_bytes": "2000",
+            "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 20",
+            "memory/memory.limit_in_bytes": LIMITLESS,
+            "memory/memory.usage_in_bytes": "5000",
+        },
+        1120,
+    ),
+    "v1, a container's own": (
+        V1_MEMORY,
+        {"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "2000"},
+        1000,
+    ),
+    "v1, no limit": (
+        V1_MEMORY,
+        {"memory/job/memory.limit_in_bytes": LIMITLESS, "memory/job/memory.usage_in_bytes": "2000"},
+        9000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_the_limit_of_memory_counts(machine, monkeypatch, name):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=9000))
+    groups, files, expected = MEMORY[name]
+    machine("proc/self/cgroup", groups)
+    for file, text in files.items():
+        machine(f"sys/fs/cgroup/{file}", text)
+    assert free_memory() == expected
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def parse(command: PageCommand, folder: Path) -> None:
         program = words[0]
     assert program in PROGRAMS, f"{text}: what is {program}? Say in pages.py"
     if program == "cloud/launch.sh":
-        program, words = words[2], words[2:]
+        program, words = words[1], words[1:]
     if program == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), text
     elif program == "pip":
@@ -68,6 +68,9 @@ def parse(command: PageCommand, folder: Path) -> None:
         assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml")), text
     elif program == "python" and words[1] != "-m":
         parse_script(words[1:], text, folder)
+    elif program == "srun":
+        assert "slurm/run.sh" in words, text
+        parse_script(words[words.index("python") + 1 :], text, folder)
     elif program == "sbatch":
         batch = next(number for number, word in enumerate(words) if word.endswith(".sbatch"))
         assert (ROOT / words[batch]).is_file(), f"{text}: no {words[batch]}"

@@ -9,7 +9,14 @@ from ranks import free_port
 
 from gpt2_ddp.config.cli import run_command
 from gpt2_ddp.config.tools import CheckClusterConfig
-from gpt2_ddp.distributed.environment import elastic_nodes, exit_code, is_main_process, torchrun_option, world_size
+from gpt2_ddp.distributed.environment import (
+    EXIT_CODES,
+    elastic_nodes,
+    exit_code,
+    is_main_process,
+    torchrun_option,
+    world_size,
+)
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
 
@@ -33,11 +40,13 @@ def test_numbers(monkeypatch):
     assert os.environ["PET_NNODES"] == "1:2"
 
 
-def test_exit_codes_tell_how_a_run_ended(monkeypatch):
+def test_exit_codes_tell_how_a_run_ended(monkeypatch, tmp_path):
     outcomes = ("completed", "stopped", "diverged")
     assert [exit_code(outcome) for outcome in outcomes] == [0, 75, 3]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv(EXIT_CODES, str(tmp_path / "codes"))
     assert [exit_code(outcome) for outcome in outcomes] == [0, 0, 3], "a launcher would call 75 a crash"
+    assert (tmp_path / "codes").read_text() == "0\n75\n3\n", "as without a launcher, for cloud/launch.sh"
 
 
 @pytest.mark.parametrize("name", NAMES)

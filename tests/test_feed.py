@@ -21,13 +21,14 @@ from runs import training_config
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data import feed as loader
-from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, micro_batches, padding_rows, split_batch
+from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, padding_rows, split_batch
 from gpt2_ddp.data.manifest import Manifest, Shard, read_manifest
 from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.model.memory import micro_batches
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify_rows import consumed_after
 from gpt2_ddp.tasks.supervised import contiguous, smallest_micro_batch

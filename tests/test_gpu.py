@@ -125,7 +125,7 @@ PARTS: dict[str, list[str]] = {
         " --train.mixed_precision {fp16}"
     ],
     "compare": [
-        "scripts/compare_parallel.py --jobs regression classifier --seconds 2 --repeats 2 --busy_ok"
+        "scripts/compare_parallel.py --jobs regression classifier --seconds 2 --repeats 2"
         " --device {device} --output {out}/compare"
     ],
 }

@@ -2,6 +2,7 @@
 
 import ctypes
 import pickle
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from ranks import RankError, run_ranks
 from runs import job_config, run_small_job, same, weights
 
 from gpt2_ddp.config.jobs import ClassifierDataConfig
-from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.tasks.images.load import StoredImages, _hold_out, decode_image, read_images
 from gpt2_ddp.tasks.images.sources import image_files, split_files
@@ -61,25 +61,12 @@ def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
     assert again.test.sha256() == found.test.sha256() != other.test.sha256()
 
 
-def test_a_run_that_was_begun_before_keeps_its_held_out_images(tmp_path):
-    """Its checkpoints do not say that test images were drawn from each class."""
-    write_images(tmp_path, dict.fromkeys(WORDS, 10), 1)
-    own = ClassifierDataConfig(name="images", path=str(tmp_path), test_fraction=0.2)
-    facts = read_images(own, 0).facts
-    found, files = read_images(own, 0, {"classes": facts["classes"]}), sorted(tmp_path.rglob("*.png"), key=str)
-    for number, item in enumerate(sorted(Order(0, 90).items_at(np.arange(90))[:18])):
-        with Image.open(files[int(item)]) as image:
-            assert np.array_equal(found.test.inputs[number].permute(1, 2, 0), np.asarray(image))
-    assert read_images(own, 0, found.facts).test.sha256() == found.test.sha256()
-    assert read_images(own, 0, facts).test.sha256() != found.test.sha256()
-
-
 @pytest.mark.parametrize(("sizes", "fraction", "held_out"), [
     ((30, 50, 20), 0.1, (3, 5, 2)), ((7, 7, 7), 0.33, (2, 3, 2)), ((1, 1, 98), 0.1, (0, 0, 10)), ((2, 1), 0.9, (1, 1)),
 ])  # fmt: skip
 def test_each_class_has_its_share_of_the_held_out_images(sizes, fraction, held_out):
     labels, own = np.random.default_rng(0).permutation(np.repeat(range(len(sizes)), sizes)), ClassifierDataConfig()
-    rows, _ = _hold_out(labels, "x", own.model_copy(update={"test_fraction": fraction}), 0, True)
+    rows, _ = _hold_out(labels, "x", own.model_copy(update={"test_fraction": fraction}), 0)
     assert np.bincount(labels[rows["test"]], minlength=len(sizes)).tolist() == [*held_out]
     assert sorted([*rows["train"], *rows["test"]]) == [*range(len(labels))]
 
@@ -92,7 +79,7 @@ def test_each_class_has_its_share_of_the_held_out_images(sizes, fraction, held_o
     (["cat/1.png", "2.png"], r"2.png: is not in a folder CLASS, but others are"),
     (["train/cat/1.png", "test/cat/1.png"], r"has 1 classes \(cat\), not at least 2"),
     (["test/cat/1.png", "cat/1.png"], r"folders of folders \(test\), but none named train"),
-    (["notes.txt"], "has no images; name a folder with"),
+    (["notes.txt"], "has no images, but 1 .txt; name a folder with"),
     (["train/cat/1.heic", "train/dog/2.heic"], r"has no images, but 2 .heic; name a folder with"),
 ])  # fmt: skip
 def test_folders_that_may_mean_two_things(tmp_path, files, message):
@@ -124,12 +111,11 @@ def test_files_of_other_suffixes_and_folders_without_images_are_told(tmp_path, c
         (tmp_path / name).touch()
     (tmp_path / "test/empty\n").mkdir()
     read(tmp_path)
-    others = "not used: 2 .heic, 1 .svg, 1 without a suffix, 1 .HEIC; save images as .png or .jpg"
-    assert capsys.readouterr().err.splitlines() == [
-        f"note: {tmp_path}: val not used; train and test used",
-        f"note: {tmp_path}/train: {others}; no images in c",
-        rf"note: {tmp_path}/test: no images in empty\n",
-    ]
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith(f"note: {tmp_path}: not used: 2 .heic, ")
+    assert {*re.findall(r"1 ([^,;]+)", told[0])} == {".HEIC", ".svg", "without a suffix", ".jxl", ".txt", ".db"}
+    assert told[0].endswith("; save images as .png or .jpg")
+    assert told[1:] == [f"note: {tmp_path}: val not used; train and test used"]
 
 
 def test_many_others_are_told_in_one_bounded_line(tmp_path, capsys):
@@ -201,7 +187,7 @@ def test_the_folder_that_holds_a_cifar_archive(tmp_path, drawn):
 
 
 @pytest.mark.parametrize(("kind", "file"), [
-    ("cifar10", "data_batch_3"), ("cifar10", "batches.meta"), ("cifar100", "meta"), ("cifar100", "test"),
+    ("cifar10", "data_batch_3"), ("cifar100", "test"),
 ])  # fmt: skip
 def test_a_missing_file_of_a_cifar_archive_is_named(tmp_path, drawn, kind, file):
     write_archive(tmp_path, kind, *drawn)
@@ -282,7 +268,7 @@ def test_columns_and_labels_of_any_name(tmp_path, drawn):
     table = pa.table({"photo": [png(image) for image in pixels], "id": labels, "kind": labels * 3 + 5})
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet", row_group_size=7)
     expect_error(
-        r"data.image_column = None: split train has no column img or image in all of its files \(found: photo",
+        r"data.image_column = None: split train has no column img or image \(found: photo",
         read,
         tmp_path,
     )
@@ -310,7 +296,7 @@ def write_rows(folder: Path, name: str, *columns: tuple[str, list[Any]]) -> None
     ([3, 4], [0, 1], r"row 0: is not an image \(found 3\)"),
     ([b"", IMAGE], [0, 1], r"row 0: is not an image \(Pillow does not know the format\)"),
     ([IMAGE, IMAGE], [[0], [1]], r"row 0: has the label \[0\]; labels are whole numbers from 0, or text"),
-    ([IMAGE, IMAGE], [0, None], r"row 1: has the label None; labels are 0 to 0"),
+    ([IMAGE, IMAGE], [0, None], r"row 1: has the label None; labels are 0"),
     ([IMAGE, IMAGE], [0.0, 1.0], r"row 0: has the label 0.0; labels are whole numbers from 0, or text"),
 ])  # fmt: skip
 def test_cells_that_hold_something_else_are_named(tmp_path, images, labels, message):
@@ -319,14 +305,14 @@ def test_cells_that_hold_something_else_are_named(tmp_path, images, labels, mess
     expect_error(f"split train, {message}", read, tmp_path)
 
 
-@pytest.mark.parametrize(("field", "second"), [
-    ("label", [("image", [IMAGE]), ("kind", [0])]), ("image", [("photo", [IMAGE]), ("label", [0])]),
-    ("label", [("image", [IMAGE]), ("label", [0]), ("label", [1])]),
+@pytest.mark.parametrize("second", [
+    [("image", [IMAGE]), ("kind", [0])], [("photo", [IMAGE]), ("label", [0])],
+    [("image", [IMAGE]), ("label", [0]), ("label", [1])],
 ])  # fmt: skip
-def test_a_column_has_to_be_in_all_files_once(tmp_path, field, second):
+def test_a_column_has_to_be_in_all_files_once(tmp_path, second):
     write_rows(tmp_path, "train-0", ("image", [IMAGE]), ("label", [0]))
     write_rows(tmp_path, "train-1", *second)
-    expect_error(f"data.{field}_column = None: split train has no column .* in all of its files", read, tmp_path)
+    expect_error("split train cannot be read", read, tmp_path)
 
 
 def test_parquet_files_in_folders_of_any_name(tmp_path):
@@ -381,7 +367,7 @@ def test_photographs_are_turned_upright(tmp_path):
 
 @pytest.mark.parametrize(("image", "suffix", "message"), [
     (Image.fromarray(GREY.astype(np.float32)), "tif", r"0.tif: has Pillow's mode F; save it as 8-bit RGB"),
-    (Image.fromarray(GREY.astype(np.int32) * 2**16), "tif", r"0.tif: has 32 bits per pixel"),
+    (Image.fromarray(GREY.astype(np.int32) * 2**16), "tif", r"0.tif: has Pillow's mode I; save it as 8-bit RGB"),
     (Image.fromarray(GREY[:6]), "png", r"a/0.png: is 8 x 6 pixels|b/0.png: is 8 x 8 pixels, others are 8 x 6"),
 ])  # fmt: skip
 def test_what_cannot_be_taken_is_named(tmp_path, image, suffix, message):

@@ -56,15 +56,14 @@ TRAIN, TEST = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (write_others("test", ("img", "coarse")), r"has no column fine_label or label in all .*found: img, coarse"),
-    (write_others("test", labels=np.where(LABELS == 3, 100, LABELS)), "row 3: has the label 100; labels are 0 to 99"),
-    (write_others("test", images=pictures(11, seed=2, size=28)[0]), "28 x 28 x 3 uint8; CIFAR's are 32 x 32 x 3"),
-    (write_others("test", images=pictures(11, seed=2)[0][..., 0]), "split test, row 0: is an image of 32 x 32 uint8"),
+    (write_others("test", ("img", "coarse")), r"has no column label or .*found: img, coarse"),
+    (write_others("test", labels=np.where(LABELS == 3, 100, LABELS)), "row 3: has the label 100; labels are 0, 1, 2, "),
+    (write_others("test", images=pictures(11, seed=2, size=28)[0]), "split test, row 0: is 28 x 28 pixels, others"),
     (lambda folder: (folder / TRAIN).unlink(), r"has no split train \(test\)"),
     (lambda folder: os.truncate(folder / TEST, 5000), "cannot be read"),
     (lambda folder: [file.unlink() for file in folder.iterdir()], "has no images"),
     (shutil.rmtree, "no such folder"),
-], ids=range(8))  # fmt: skip
+], ids=range(7))  # fmt: skip
 def test_wrong_data_is_named(good, tmp_path, damage, message):
     damage(shutil.copytree(good, tmp_path / "data"))
     with pytest.raises(UserError, match=message) as error:

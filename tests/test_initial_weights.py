@@ -124,10 +124,31 @@ def test_what_transformers_saved_is_continued_and_comes_back_bitwise(kind, tmp_p
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("kind", ["nanochat", "llama"])
+def test_the_row_of_a_padding_token_stays_zero_as_in_transformers(kind, tmp_path, capsys):
+    """`pad_token_id` of 1 is the default of transformers' NanoChat. RMSNorm of zero has a gradient in the thousands."""
+    import transformers
+
+    fields = transformers_config(config("", **SHAPES[kind]).model, TOKENIZER.vocab_size, TOKENIZER.eot)
+    their_class = getattr(transformers, CLASSES[kind])
+    theirs = their_class(their_class.config_class.from_dict(fields | {"pad_token_id": 1}))
+    theirs.save_pretrained(tmp_path)
+    shutil.copy(GOLDEN / "corpus/tokenizer.json", tmp_path)
+    capsys.readouterr()
+    ours = start(config(tmp_path, **SHAPES[kind]))
+    assert "the embedding of id 1 is zero and stays so" in capsys.readouterr().err
+    tokens = torch.randint(TOKENIZER.vocab_size, (2, 32)).index_fill_(1, torch.arange(0, 32, 3), 1)
+    ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    wanted, found = theirs.get_input_embeddings().weight.grad, ours.wte.weight.grad[:300]
+    assert not found[1].any()
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
 def test_what_transformers_4_saved_of_a_llama_is_continued(tmp_path):
     """Its field of the rotation, and buffers; without fields that have defaults."""
     folder, shape = saved(tmp_path / "theirs", architecture="llama"), {"architecture": "llama", "n_inner": 128}
-    wanted = load_file(folder / "model.safetensors")
+    wanted = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}  # maps the file
     change_tensors(folder, lambda t: {**t, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     gone = "rope_parameters", "rope_theta", "num_key_value_heads", "head_dim", "mlp_bias", "use_sliding_window"
     fields = {name: value for name, value in read_fields(folder).items() if name not in gone}
@@ -145,7 +166,8 @@ def old_style(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_old_names_and_half_precision(theirs, dtype):
-    wanted = {name: value.to(dtype).float() for name, value in load_file(theirs / "model.safetensors").items()}
+    read = load_file(theirs / "model.safetensors")  # maps the file, which is about to change
+    wanted = {name: value.to(dtype, copy=True).float() for name, value in read.items()}
     change_tensors(theirs, lambda tensors: {n: v.to(dtype) for n, v in old_style(tensors).items()})
     change_fields(theirs, reorder_and_upcast_attn=True, activation_function="gelu_pytorch_tanh")
     back = to_transformers(start(config(theirs)).state_dict(), config(theirs).model, TOKENIZER.vocab_size)

@@ -193,8 +193,15 @@ def test_cloze_needs_some_text(corpus, monkeypatch, length):
         cut_items(TokenStream(corpus, read_manifest(corpus), "val"), tokenizer)
 
 
-def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(tmp_path, monkeypatch):
-    asked = []
+@pytest.mark.parametrize("online", [True, False])
+def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(tmp_path, monkeypatch, online):
+    """Without a network, the Hub gets four seconds; `datasets` does not retry, and may have kept the rows."""
+    asked, config = [], SimpleNamespace()
+
+    def info(self, name, timeout):
+        assert timeout <= 4
+        if not online:
+            raise ConnectionError("no network")
 
     def load_dataset(name, subset, split):
         asked.append((name, subset, split))
@@ -202,14 +209,18 @@ def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(t
             return made_items(5)
         raise ConnectionError("offline")
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset, config=config))
     file = write(tmp_path / "hellaswag.jsonl", made_items(5))
     load = lambda *tasks: load_sets(tasks, 3, GPT2, 64, lambda: pytest.fail("not needed"))  # noqa: E731
     (found,), (other,) = load("hellaswag"), load(str(file))
     assert (found.name, found.items[0].place, found.sha256) == ("hellaswag", "Rowan/hellaswag, row 0", other.sha256)
     with pytest.raises(UserError, match="two tasks have the name hellaswag"):
         load("hellaswag", str(file))
-    with pytest.raises(UserError, match=r"^tasks = lambada: EleutherAI/lambada_openai cannot be read .*offline"):
+    assert config.HF_HUB_OFFLINE is not online
+    reason = "offline" if online else "no network"
+    with pytest.raises(UserError, match=rf"^tasks = lambada: EleutherAI/lambada_openai cannot be read .*{reason}"):
         load("lambada")
     assert asked[0] == ("Rowan/hellaswag", None, "validation")
     assert asked[-1] == ("EleutherAI/lambada_openai", "default", "test")
@@ -233,7 +244,7 @@ def test_perplexity_and_what_is_saved(tmp_path):
     made = make_set("t", [Item("a", ("b",)), Item("é", ("d",), delimiter="")], None, GPT2, 8)
     result = judge(made, Answers(np.array([-1.0, -3.0]), np.array([True, False])))
     assert result.metrics["perplexity"] == (pytest.approx(math.e**2), pytest.approx(math.e**2 * 1.0))
-    save(tmp_path, made, result, {"step": 7})
+    save(tmp_path / "t", made, result, {"step": 7})
     assert read_items(tmp_path / "t.jsonl") == [
         item._replace(place=f"{tmp_path}/t.jsonl, line {line}") for line, item in enumerate(made.items, start=1)
     ]

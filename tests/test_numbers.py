@@ -54,7 +54,7 @@ def train_by_the_clock(config: TrainingConfig) -> str:
 
     loop.train_step, pretraining.evaluate = train_step, evaluate_slowly
     Checkpointer._delete_except = lambda self, keep: None  # the first checkpoint is read below
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         loop.train(config, pretraining.Pretraining)
     return said.getvalue()
 

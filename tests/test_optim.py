@@ -108,7 +108,7 @@ def test_a_plain_loop_with_torchs_muon_is_the_same():
     torch.manual_seed(0)
     ours, plain = GPT(TINY, 100), GPT(TINY, 100)
     plain.load_state_dict(ours.state_dict())
-    optimizer = guarded(build_optimizer(ours, config))
+    optimizer = guarded(build_optimizer(ours, config, bf16=True))
     names = [f"h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
     matrices = [plain.get_parameter(name) for name in names]
     embeddings = [plain.wte.weight, plain.wpe.weight]
@@ -178,17 +178,17 @@ def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
     assert muon.batches(matrices, range(2, 5), torch.float32) == [[2], [3], [4]]
 
 
-@pytest.mark.parametrize("has", [True, False])
-def test_muon_iterates_in_bf16_where_the_device_has_instructions_for_it(has, monkeypatch):
+@pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])
+def test_muon_iterates_in_bf16_where_run_and_device_have_it(has, bf16, monkeypatch):
     """As `train.mixed_precision: fast` has it."""
     seen: set[torch.dtype] = set()
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
     monkeypatch.setattr(muon, "orthogonal", lambda matrix, dtype: seen.add(dtype) or orthogonal(matrix, dtype))
     model = GPT(TINY, 100)
-    optimizer = build_optimizer(model, OptimConfig(name="muon"))
+    optimizer = build_optimizer(model, OptimConfig(name="muon"), bf16)
     model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64)).backward()
     optimizer.step()
-    assert seen == {torch.bfloat16 if has else torch.float32}
+    assert seen == {torch.bfloat16 if has and bf16 else torch.float32}
 
 
 def test_muon_steps_the_largest_first_and_no_embedding():
@@ -333,16 +333,17 @@ def test_a_bad_step_is_taken_all_the_same_without_skip():
     assert layer.weight.isnan().all()
 
 
-def test_muon_sends_its_updates_in_bf16(monkeypatch):
+@pytest.mark.parametrize("bf16", [True, False])
+def test_muon_sends_its_updates_in_bf16_in_a_bf16_run(bf16, monkeypatch):
     """The step of a zero matrix is its update, which bf16 holds exactly."""
     monkeypatch.setattr(muon, "multiplies_bf16", lambda device: False)
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.randn(8, 8)
-    group = {"params": [parameter], "momentum": 0.9, "weight_decay": 0.0}
+    group = {"params": [parameter], "momentum": 0.9, "weight_decay": 0.0, "bf16": bf16}
     muon.Muon([group], lr=1.0).step()
     assert parameter.abs().max() > 0.1
-    assert torch.equal(parameter, parameter.bfloat16().float())
+    assert torch.equal(parameter, parameter.bfloat16().float()) == bf16
 
 
 def test_a_schedule_that_ends_within_a_twentieth_of_its_last_rate_needs_no_note():

@@ -26,8 +26,8 @@ from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.memory import Setting, estimate, moments_of
 from gpt2_ddp.plan import plan as planning
-from gpt2_ddp.plan.measure import START, Rate, Seen, measure
-from gpt2_ddp.plan.plan import CPU_MARGIN, Plan, count, find_gpu, find_target, format_plan, make_plan, seconds
+from gpt2_ddp.plan.plan import CPU_MARGIN, Plan, Rate, count, find_gpu, find_target, format_plan, make_plan, seconds
+from gpt2_ddp.plan.preflight import Seen
 from gpt2_ddp.training.peaks import GPUS
 
 
@@ -67,7 +67,7 @@ def no_intact_checkpoint(place: Path) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[Path], Any], list[str], str]] = {
     "a mistake in the configuration": (lambda place: None, ["--model.n_head", "3"], "model.n_embd = 32"),
-    "no data": (lambda place: shutil.rmtree(place / "data"), [], "is not a folder"),
+    "no data": (lambda place: shutil.rmtree(place / "data"), [], "no such folder"),
     "a recipe for another folder": (lambda place: shutil.rmtree(place / "data"),
      ["--data.prepare", "configs/data_stdlib.yaml"], "writes to data/stdlib"),
     "a shard with a flipped bit": (lambda place: flip(place / "data/train_000001.bin"), [], "SHA-256 differs"),
@@ -247,21 +247,6 @@ def test_what_training_saves_is_what_autograd_saves(kind, key_heads):
         assert three - one == pytest.approx(known_three - known_one, rel=rel), (dropout, half)
 
 
-def test_the_measured_peak_is_the_runs_own(corpus, tmp_path):
-    (peaks,) = run_ranks(peaks_after_a_large_tensor, 1, training_config(corpus, tmp_path))
-    assert peaks[1] < peaks[0] - 500e6
-
-
-def peaks_after_a_large_tensor(config: TrainingConfig) -> tuple[float, float]:
-    import torch
-
-    from gpt2_ddp.compare.run import peak_memory
-
-    sys.modules["gpt2_ddp.reports.report"] = SimpleNamespace(write_report=lambda *_: None)  # pyright: ignore[reportArgumentType]
-    torch.ones(200_000_000)
-    return peak_memory(torch.device("cpu")), measure(config, 0.0)[1]
-
-
 def plan_config(**changes: Any) -> PlanConfig:
     return PlanConfig.model_validate({"train": {"steps": 100}, **changes})
 
@@ -305,7 +290,7 @@ def test_what_is_done_and_how_long_it_takes():
     assert count(config, 1000, 1050, True)["evaluations"] == 1
     assert count(config, 0, 1000, False)["evaluations"] == 0
     spent = seconds(counted, Rate(524_288.0, "", 2.0, 3.0, start=10), 524_288)
-    assert spent == {"start": 10, "steps": 1050, "evaluations": 12, "checkpoints": 6, "samples": 0, "end": 0}
+    assert spent == {"start": 10, "steps": 1050, "evaluations": 12, "checkpoints": 6}
 
 
 def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
@@ -320,6 +305,29 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
         plan = Plan(config, machine, "bf16", Seen(task=task))
         assert plan.rate.tokens_per_second == 0.4 * 989.5e12 / plan.flops_per_token
         assert plan.rate.evaluation == scored / (3 * plan.rate.tokens_per_second)
+
+
+@pytest.mark.parametrize(("edit", "flags", "speed"), [
+    ("nothing", [], 1000.0),
+    ('"processes": 1', [], 2000.0),  # the first session had another number
+    ("nothing", ["--tokens_per_second", "500"], 500.0),
+    ("nothing", ["--train.micro_batch_size", "2"], None),
+    ("nothing", ["--gpus", "2"], None),
+])  # fmt: skip
+def test_a_run_is_planned_at_its_recorded_speed(tmp_path, monkeypatch, edit, flags, speed):
+    """Golden rows in two sessions: five rows of 1,000 tokens per second, and three of 2,000."""
+    run = tmp_path / "gpt2_run"
+    shutil.copytree(GOLDEN / "gpt2_run", run)
+    text = re.sub(r'"tokens_per_second": [\d.]+', '"tokens_per_second": 1000.0', (run / "metrics.jsonl").read_text())
+    first, *others = text.splitlines(keepends=True)
+    fast = [line.replace("1000.0", "2000.0") for line in others]
+    (run / "metrics.jsonl").write_text("".join([first.replace(edit, edit + "0"), *others, first, *fast[-3:]]))
+    monkeypatch.setattr(planning, "base_memory", lambda config: 0.0)
+    plan = make_plan(load(PlanConfig, ["--config", str(GOLDEN / "gpt2_run/config.yaml"), "--train.steps", "20",
+                                       "--output_dir", str(tmp_path), *flags]))  # fmt: skip
+    assert not plan.refused
+    assert (plan.rate.tokens_per_second if plan.rate else None) == speed
+    assert any(f"tokens/s, as {run} recorded" in line for line in format_plan(plan)) == (not flags)
 
 
 def test_the_cost_of_padding_and_the_nearest_batch_without():
@@ -343,7 +351,7 @@ def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
         assert plan.rate is not None
         (memory,) = (line for line in format_plan(plan) if line.startswith("  memory"))
         assert "(estimate, ±20%) of" in memory
-        return plan.micro_batch, plan.rate.start > START
+        return plan.micro_batch, plan.rate.start > planning.START
 
     fresh = planned()
     assert fresh[0] > 2
@@ -374,7 +382,6 @@ def test_the_figures_of_the_pages(tmp_path, monkeypatch):
 
 
 def test_the_flags_of_the_plan():
-    expect_error("remove gpu, gpus and nodes", plan_config, gpu="NVIDIA A10", measure=True)
     expect_error("remove one of the two", plan_config, gpu="NVIDIA A10", train={"steps": 1, "device": "cpu"})
     config = plan_config(gpu="NVIDIA A10", price=2.5)
     assert dump(config) == dump(config.training), "what --print_config prints is the training's"

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from gpt2_ddp.data.shards import RECORD, TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, source_files
+from gpt2_ddp.preparation import encode, row_sources, source_files
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
 
@@ -142,7 +143,7 @@ def test_standard_library(tmp_path, capsys, monkeypatch):
     assert sum(files.values()) > 8e6
     assert suitable_vocab_size(sum(files.values())) == 8192
     assert not any("site-packages" in str(path) or "/test/" in str(path) for path in files)
-    few = [path for path, size in files.items() if 0 < size < 4_000][:300]
+    few = sorted(sorted((path for path, size in files.items() if size), key=files.__getitem__)[:300])
     monkeypatch.setattr(source_files, "library_files", lambda: few)
     manifest = prepare(PrepareConfig(output=str(tmp_path / "out"), workers=1))
     assert manifest.vocab_size == suitable_vocab_size(sum(map(files.get, few)))
@@ -371,10 +372,35 @@ def test_a_source_gives_the_tokens_that_it_always_gave(tmp_path, documents, dige
 
 @pytest.mark.parametrize(("size", "ids"), [
     (1, 512), (10**4, 512), (300_000, 2048), (10**6, 4096), (10**7, 8192), (10**8, 2**15), (10**12, 2**15),
-    (None, 2**15),
 ])  # fmt: skip
 def test_a_vocabulary_suits_the_size_of_the_text(size, ids):
     assert suitable_vocab_size(size) == ids
+
+
+@pytest.mark.usefixtures("helperless")
+def test_a_bpe_of_much_text_is_trained_on_a_sample_from_all_of_it(texts, tmp_path, monkeypatch, capsys):
+    sample = prepare_module.random_sample((str(number % 10) * 10 for number in range(10_000)), 10_000)
+    assert sum(map(len, sample)) == 10_000
+    assert sample == prepare_module.random_sample((str(number % 10) * 10 for number in range(10_000)), 10_000)
+    assert {str(digit) * 10 for digit in range(10)} == {*sample}
+    whole = prepare(config(texts, tmp_path / "whole", tokenizer="bpe", vocab_size=400))
+    assert "tokenizer  " not in capsys.readouterr().out
+    monkeypatch.setattr(prepare_module, "BPE_CHARACTERS", 50_000)
+    some = prepare(config(texts, tmp_path / "some", tokenizer="bpe", vocab_size=400))
+    characters = some.recipe["account"]["bpe_characters"]
+    assert 48_000 < characters <= 50_000 < whole.recipe["account"]["bpe_characters"]
+    printed = capsys.readouterr().out
+    assert f"training a BPE of 400 tokens on {characters:,} characters" in printed
+    assert f"tokenizer     trained on a sample of {characters:,} characters" in printed
+
+
+@pytest.mark.usefixtures("helperless")
+def test_rows_without_a_size_get_a_vocabulary_that_suits_their_text(tmp_path, monkeypatch):
+    rows = row_sources.RowSource(
+        lambda _: ((f"row {n}", {"text": f"word{n} of many\n"}) for n in range(4000)), lambda _: None
+    )
+    monkeypatch.setitem(row_sources.ROW_SOURCES, "sqlite", rows)
+    assert prepare(config("sqlite:rows.db", tmp_path / "out", tokenizer="bpe")).vocab_size == 1024
 
 
 @pytest.mark.usefixtures("helperless")
@@ -421,15 +447,19 @@ def test_the_account_says_what_became_of_every_file(tmp_path, capsys):
     asked = config(source, tmp_path / "out", encoding="cp1252", tokenizer="gpt2")
     manifest = prepare(asked)
     printed = capsys.readouterr().out
-    (files, left_out, undecodable, documents, without_text, text, tokens, note) = account_of(printed, source)
+    (files, named, left_out, undecodable, documents, without_text, text, tokens, note) = account_of(printed, source)
     assert files == "files 18 (12 utf-8, 2 cp1252, 1 parquet, 2 utf-16, 1 utf-32)"
-    left = "archive.txt is not text; image.txt is not text; late.txt is not text; ..."
-    assert left_out.startswith(f"left out 8 files ({left})")
+    assert named == "by --encoding 2 files (cp1252.txt; latin.txt)"
+    left = (
+        r"archive\.txt is not text \(has .* U\+0000, first in line 1\); image\.txt is not text .*; late\.txt .*; \.\.\."
+    )
+    assert re.fullmatch(rf"left out 8 files \({left}\)", left_out)
     assert undecodable == "undecodable 0 bytes"
     assert documents == "documents 20"
     assert without_text == "without text 7 rows (rows.jsonl, line 2; rows.jsonl, line 3; rows.jsonl, line 4; ...) of 13"
     train, val = manifest.tokens("train"), manifest.tokens("val")
     saved = manifest.recipe["account"]
+    assert [len(saved[name]["where"]) for name in ("as_named", "left_out")] == [2, 8]
     assert text == f"text {saved['characters']:,} characters, {saved['bytes']:,} bytes in UTF-8"
     assert tokens == f"tokens {train:,} train, {val:,} val; {saved['bytes'] / (train + val):.2f} bytes per token"
     assert note.startswith("note: <|endoftext|> is in the text 1 time, encoded")

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from commands import forked
 from ranks import run_ranks
 from runs import training_config
@@ -147,6 +148,18 @@ def test_training_again_in_one_process(corpus, tmp_path):
     assert gpt2_ddp.load_model(tmp_path / "one", 5)[0].training is False
     best, tokenizer = gpt2_ddp.load_model(tmp_path / "one", "best", "cpu")
     assert gpt2_ddp.evaluate(best, tokenizer, corpus, tokens=500).loss == pytest.approx(rows["val_loss"].min())
+    text = "def f(self):\n    return None\n" * 9  # longer than the context
+    whole, size = [tokenizer.eot, *tokenizer.encode(text).tolist()], best.config.block_size
+    expected, scored = 0.0, gpt2_ddp.score(best, tokenizer, text)
+    for begin in range(0, len(whole) - 1, size):
+        x = torch.tensor(whole[begin : begin + size + 1])
+        expected += torch.nn.functional.cross_entropy(best(x[None, :-1])[0].double(), x[1:], reduction="sum").item()
+    assert (scored.tokens, scored.bytes) == (len(whole) - 1, len(text))
+    assert scored.loss == pytest.approx(expected / scored.tokens, rel=1e-6)
+    assert repr(scored).startswith(f"Evaluation(loss={scored.loss:.6f}, perplexity=")
+    with pytest.raises(UserError, match="text = : has no tokens"):
+        gpt2_ddp.score(best, tokenizer, "")
+    assert repr(tokenizer) == f"Tokenizer('tokenizer.json', vocab_size=512, eot={tokenizer.eot})"
     one, two = gpt2_ddp.generate(best, tokenizer, ["def ", "import "], 5)
     assert ((one[:4], two[:7]), gpt2_ddp.generate(best, tokenizer, "def ", 5)) == (("def ", "import "), [one])
 

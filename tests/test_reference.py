@@ -102,7 +102,7 @@ def test_files_names_every_event_and_its_keys():
     written["start"] |= dict_keys("checkpoint/run_folder", "cut_rows")
     written["start"] |= dict_keys("checkpoint/run_folder", "record_start") | dict_keys("training/run", "_devices")
     written["branch"] |= dict_keys("data/feed", "state_dict")
-    everywhere = {"event", "step", "chain", "torch"}
+    everywhere = {"event", "step", "chain"}
     assert events.keys() == written.keys()
     for name, keys in written.items():
         more = {name, "kept", "manifest", "completed", "stopped", "diverged"}

@@ -31,6 +31,8 @@ from gpt2_ddp.reports.runs import read_runs
 
 BATCH = 512
 SCORED = {"val_tokens": 999, "val_bits_per_byte": 1.25}
+START = {"event": "start", "step": 0, "command": "train_gpt2.py --seed 7", "commit": "c0ffee-dirty", "processes": 2}
+START |= {"device": "cpu", "hardware": "a CPU, 2 cores, 8 GiB", "versions": {"torch": "2", "python": "3"}}
 HOSTILE = '</pre><script>alert("x")</script> & $\\foo$'
 
 
@@ -124,22 +126,27 @@ def points(file: Path) -> dict:
 
 
 def test_values_are_the_files_own(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", metrics(30))
+    found = [row | {"loss_mean": 3.25} if row["step"] == 300 else row for row in metrics(30)]
+    run = make_run(tmp_path / "run", [START, *found])
     weights = {"wte.weight": np.zeros((128, 32)), "wpe.weight": np.zeros((64, 32)), "ln_f.bias": np.zeros(32)}
     checkpoint = run / "checkpoints" / "step-00000300"
     checkpoint.mkdir(parents=True)
     save_file(weights, checkpoint / "model.safetensors")
     assert write_report([run], run) == run / "report.html"
-    summary, evaluation = Page(run / "report.html").tables
+    summary, evaluation, origin, configuration = Page(run / "report.html").tables
+    assert {**origin, **configuration}.items() >= {
+        "command": ["train_gpt2.py --seed 7"], "commit": ["c0ffee-dirty"], "hardware": ["a CPU, 2 cores, 8 GiB"],
+        "processes and device": ["2 x cpu"], "versions": ["torch 2, python 3"], "train.steps": ["300"],
+    }.items()  # fmt: skip
     assert {label: cell for label, (cell,) in summary.items() if label} == {
         "state": "stopped: SIGTERM", "steps": "300", "tokens": f"{300 * BATCH:,}", "skipped steps": "3",
-        "last train loss": "3.2000 at step 300",
+        "last train loss (loss_mean)": "3.2500 at step 300",
         "last validation loss": f"3.0000 at step 300 (perplexity {math.exp(3):.2f}, 1.2500 bits per byte)",
         "best validation loss": f"2.0000 at step 200 (perplexity {math.exp(2):.2f}, 1.2500 bits per byte)",
         "tokens per second (median)": "256", "MFU (median)": "25.0%", "time in training steps": "10 min 00 s",
         "parameters": f"{(128 + 64) * 32 + 32:,}", "architecture": "gpt2",
         "n_layer / n_head / n_embd / block_size": "2 / 2 / 32 / 64", "global batch (tokens)": "512",
-        "learning rate": "0.001", "seed": "7", "order digest": f"{30:064x}"[::-1][:12],
+        "learning rate": "0.001", "seed": "7", "order digest": f"{30:064x}"[::-1],
     }  # fmt: skip
     wanted = {"validation loss (nats per token)": ["3.0000"], "bits per token": [f"{3 / math.log(2):.4f}"]}
     assert evaluation.items() >= {**wanted, "bits per byte": ["1.2500"], "tokens scored": ["999"]}.items()
@@ -152,7 +159,7 @@ def test_values_are_the_files_own(tmp_path: Path) -> None:
 def test_page_needs_nothing_from_outside(drawn: Path) -> None:
     page = Page(drawn / "report.html")
     assert (drawn / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert page.tags.count("svg") == 1
+    assert page.tags.count("svg") == 1 + 4, "the drawing, and one for each panel"
     assert not {"link", "img", "iframe"} & set(page.tags)
     assert all(link.startswith("#") for link in page.links)
     text = (drawn / "report.html").read_text()
@@ -177,7 +184,7 @@ def test_user_text_is_escaped(tmp_path: Path) -> None:
     assert points(tmp_path / "report.html")["runs"][0]["name"] == run.name
     # `<!--<script>` would hide the end of the element
     assert "a\\u003cb>&$x$" in (tmp_path / "report.html").read_text()
-    assert page.text.count(HOSTILE) == 6  # reason, learning rate and seed, both again as differences, sample
+    assert page.text.count(HOSTILE) == 8  # reason, learning rate and seed, again as differences and settings, sample
     assert page.tables[0][""] == ["a<b>&$x$ $\\foo$", "other"]
 
 
@@ -185,7 +192,7 @@ def test_several_runs_and_what_differs(tmp_path: Path) -> None:
     changes = {"a": (1, 1e-3), "b": (1, 3e-4), "c": (2, 1e-3)}
     runs = [make_run(tmp_path / name / "run", metrics(20), "", *change) for name, change in changes.items()]
     page = Page(write_report([*runs, runs[0]], tmp_path))
-    summary, differences, _ = page.tables
+    summary, differences, *_ = page.tables
     assert summary[""] == ["a/run", "b/run", "c/run"]
     assert differences == {"": summary[""], "seed": ["1", "1", "2"], "optim.lr": ["0.001", "0.0003", "0.001"]}
     assert all(f"{name}, 256/s, MFU 25.0%" in page.text for name in summary[""])
@@ -209,7 +216,10 @@ def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
     rows[30] |= {"loss": bad, "val_loss": bad}
     run = make_run(tmp_path / "run", [row | {"mfu": None} for row in rows])
     page = Page(write_report([run], run))
-    assert page.tables[0].items() >= {"last train loss": ["not finite at step 300"], "MFU (median)": ["–"]}.items()
+    assert (
+        page.tables[0].items()
+        >= {"last train loss (loss_mean)": ["not finite at step 300"], "MFU (median)": ["–"]}.items()
+    )
     assert page.tables[0]["best validation loss"][0].startswith("2.0000 at step 200")
     assert "not a finite number" in page.text  # crosses in the figure, with their key
     assert "MFU " not in page.text.replace("MFU (median)", "")
@@ -222,7 +232,7 @@ def test_numbers_that_are_not_finite(tmp_path: Path, bad: float | None) -> None:
 ])  # fmt: skip
 def test_rows_that_hold_little(tmp_path: Path, rows: list[dict], loss: str, not_logged: bool) -> None:
     page = Page(write_report([make_run(tmp_path / "run", rows)], tmp_path))
-    assert page.tables[0]["last train loss"] == [loss]
+    assert page.tables[0]["last train loss (loss_mean)"] == [loss]
     assert ("not logged" in page.text) == not_logged
 
 
@@ -267,6 +277,10 @@ def test_mistakes_name_folder_and_cure(tmp_path: Path, capsys: pytest.CaptureFix
     assert not (tmp_path / "report.html").exists()
     assert report(ReportConfig(runs=(str(run),))) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    own = (run / "report.html").read_bytes()
+    assert report(ReportConfig(runs=(str(run), str(make_run(tmp_path / "other", metrics(3)))))) == 0
+    assert capsys.readouterr().out == f"{run / 'comparison.html'}\n"
+    assert (run / "report.html").read_bytes() == own
 
 
 def test_a_small_job_counts_samples(tmp_path: Path) -> None:
@@ -391,7 +405,7 @@ def test_samples_step_by_step(tmp_path: Path) -> None:
     steps = [int(step.replace(",", "")) for step in re.findall(r"<summary>step ([\d,]+)</summary>", text)]
     assert len(steps) == 12
     assert (steps[0], steps[-1]) == (49_900, 0)
-    assert re.findall(r"<details( open)?>", text) == [" open", *[""] * 11]
+    assert re.findall(r"<details( open)?>", text) == [" open", *[""] * 12], "of each step, and the configuration"
     assert "<b>&quot;&lt;i&gt;&quot;</b><pre>&lt;i&gt;49900 " in text
     assert "<b>&quot;two\\n&quot;</b>" in text
     assert file.stat().st_size < 400_000

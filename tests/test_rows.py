@@ -3,7 +3,9 @@
 import json
 import math
 
-from gpt2_ddp.checkpoint.run_files import Line, finite, read_lines, sound_lines, until, valid_rows
+import pytest
+
+from gpt2_ddp.checkpoint.run_files import finite, kept_lines, read_lines, valid_rows
 
 ROWS = [
     {"step": 1},
@@ -31,7 +33,7 @@ def test_numbers_that_json_has_not_become_null():
 
 def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):
     file = tmp_path / "rows.jsonl"
-    assert read_lines(file) == []
+    assert [*read_lines(file)] == []
     file.write_text('{"step": 1}\nx\n{"st')
     assert [(line.number, line.row, line.torn) for line in read_lines(file)] == [
         (1, {"step": 1}, False),
@@ -40,21 +42,20 @@ def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):
     ]
 
 
-def test_rows_before_the_last_rollback_are_kept_whatever_their_step():
-    lines = [Line(number, json.dumps(row), row, torn=False) for number, row in enumerate(ROWS, 1)]
-    for step, rollbacks, kept in (
-        (1, 0, [1]),
-        (3, 0, [1, 2, 3, 4, 6, 8]),
-        (2, 1, [1, 2, 3, 4, 5, 6]),
-        (3, 2, [1, 2, 3, 4, 5, 6, 7, 8]),
-        (3, 9, [1, 2, 3, 4, 5, 6, 7, 8]),
-    ):
-        assert [line.number for line in until(lines, step, rollbacks)] == kept, (step, rollbacks)
+@pytest.mark.parametrize(("step", "rollbacks", "kept"), [
+    (1, 0, [1]), (3, 0, [1, 2, 3, 4, 6, 8]), (2, 1, [1, 2, 3, 4, 5, 6]), (3, 2, [1, 2, 3, 4, 5, 6, 7, 8]),
+    (3, 9, [1, 2, 3, 4, 5, 6, 7, 8]),
+])  # fmt: skip
+def test_rows_before_the_last_rollback_are_kept_whatever_their_step(tmp_path, step, rollbacks, kept):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in [*ROWS, {"step": "x"}]))
+    lines = kept_lines(file, lambda line: False, step, rollbacks, "is damaged")
+    assert [line.number for line in lines] == kept
 
 
 def test_a_damaged_file_stays_in_its_place_until_it_is_replaced(tmp_path, capsys):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"step": 1}\nx\n{"step": 2}\n')
-    assert [line.number for line in sound_lines(file)] == [1, 3]
+    assert [line.number for line in kept_lines(file, lambda line: line.number == 3, 2, 0, "")] == [1, 3]
     assert file.read_text() == (tmp_path / "rows.jsonl.damaged").read_text() == '{"step": 1}\nx\n{"step": 2}\n'
-    assert "line 2 is not a row with a step" in capsys.readouterr().err
+    assert "line 2 is not a row with a step; a copy is in rows.jsonl.damaged" in capsys.readouterr().err

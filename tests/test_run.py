@@ -180,20 +180,21 @@ def test_missing_fields_take_their_defaults_and_unknown_ones_are_ignored(tmp_pat
 
 def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin", ".safetensors")) -> list[str]:
     """What each training prints, or its refusal, while nothing is hashed but small files, and no model is built."""
-    import gpt2_ddp.files
-    from gpt2_ddp.checkpoint import checkpoint
-    from gpt2_ddp.data import shards as hashes
-    from gpt2_ddp.tasks import jobs, pretraining
+    import hashlib
 
-    def small(path: Path) -> str:
-        assert path.suffix not in large, f"{path} is hashed"
-        return gpt2_ddp.files.sha256_file(path)
+    from gpt2_ddp.tasks import pretraining, supervised
+
+    file_digest = hashlib.file_digest
+
+    def small(file: Any, algorithm: Any) -> Any:
+        assert Path(file.name).suffix not in large, f"{file.name} is hashed"
+        return file_digest(file, algorithm)
 
     def build(*args: object) -> None:
         raise AssertionError("a model is built")
 
-    hashes.sha256_file = checkpoint.sha256_file = small
-    pretraining.GPT = jobs.make_job = build
+    hashlib.file_digest = small
+    pretraining.GPT = supervised.build_job_optimizer = build
     found = in_turn(*[(said, train, config) for config in configs])
     return [one if isinstance(one, str) else one[1] for one in found]
 
@@ -206,12 +207,17 @@ REFUSED = [
 ]
 
 
+def other_data(corpus: Path, folder: Path) -> Path:
+    other = Path(shutil.copytree(corpus, folder / "other"))
+    manifest = read_manifest(other)
+    write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"]}))
+    return other
+
+
 def test_another_training_is_refused(corpus, tmp_path, halfway):
     """Other settings, other data, another kind of run; nothing is written."""
     shutil.copytree(halfway, tmp_path / "runs")
-    other = Path(shutil.copytree(corpus, tmp_path / "other"))
-    manifest = read_manifest(other)
-    write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"]}))
+    other = other_data(corpus, tmp_path)
     configs: list[RunConfig] = [training_config(corpus, tmp_path / "runs", changes) for changes, _ in REFUSED]
     configs += [training_config(other, tmp_path / "runs"), job_config("regression", tmp_path / "runs")]
     expected = [message for _, message in REFUSED]
@@ -229,7 +235,7 @@ def test_another_training_is_refused(corpus, tmp_path, halfway):
 def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
     refused = {
         "train.init_from = nowhere": {"train.init_from": "nowhere"},
-        "data = nowhere: is not a folder": {"data.path": "nowhere"},
+        "data = nowhere: no such folder": {"data.path": "nowhere"},
         "processes = 2: more than the 1 windows": {"train.global_batch_tokens": 32, "eval.every": 1},
     }
     configs = [training_config(corpus, tmp_path / "runs", changes) for changes in refused.values()]
@@ -238,18 +244,20 @@ def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_complete_run_says_so_at_once(tmp_path, trained, trained_job):
-    """Without hashing the corpus, building, or writing anything; only the newest checkpoint is looked at."""
+def test_a_complete_run_says_so_at_once(corpus, tmp_path, trained, trained_job):
+    """Without hashing the corpus, building, or writing anything; of its data, only small files are compared."""
     shutil.copytree(trained, tmp_path / "gpt2/run")
     shutil.copytree(trained_job, tmp_path / "job/run")
     changes = {"optim.decay_steps": 10}
     configs = [
         training_config(trained.parent / "data", tmp_path / "gpt2", changes),
         job_config("regression", tmp_path / "job", {"train.epochs": 2}),
+        training_config(other_data(corpus, tmp_path), tmp_path / "gpt2", changes),
     ]
     before = files(tmp_path)
     (found,) = run_ranks(without_long_work, 1, configs, (".bin",))
-    assert [text.startswith("run is complete at step") for text in found] == [True, True], found
+    assert [text.startswith("run is complete at step") for text in found] == [True, True, False], found
+    assert "differ from those that the run was started with" in found[2]
     assert files(tmp_path) == before
 
 

@@ -17,7 +17,7 @@ from gpt2_ddp.data.mixture import MixedOrder, Phase
 from gpt2_ddp.data.order import FIRST_DIGEST, Order
 from gpt2_ddp.distributed import watchdog as watching
 from gpt2_ddp.distributed.process import this_process
-from gpt2_ddp.distributed.watchdog import Heartbeat, Watchdog
+from gpt2_ddp.distributed.watchdog import Heartbeat, Observed, Watchdog, judge
 
 WORLD, WINDOWS, STEP, BATCH = 1024, 10**12 // 1024, 4096, 4
 LATE = 10**6
@@ -136,3 +136,22 @@ def test_signs_of_life_are_two_requests_a_turn(number, most, monkeypatch):
     assert all(seen.turn == 10**6 for seen in watch._beats.values())
     assert len(watch._beats) == (WORLD - 1 if number == 0 else 1)
     assert watch._judge() is None
+
+
+class Counted(int):
+    """A number that counts its comparisons."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+
+def test_a_verdict_is_linear_in_the_ranks():
+    beats = (Heartbeat(this_process(), step=Counted(rank > 0), idle=999.0) for rank in range(WORLD))
+    verdict = judge({rank: Observed(beat, 0.3) for rank, beat in enumerate(beats)}, 120)
+    assert verdict is not None
+    assert verdict.living == [0]
+    assert Counted.compared < 5 * WORLD

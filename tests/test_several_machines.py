@@ -231,12 +231,12 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
     assert machines[1].errors[0].startswith("error: MASTER_ADDR = 10.0.0.1:29500: rank 1 on node-b got no answer from")
 
 
-def test_a_slow_cable_is_told_by_the_check(machines):
-    """200 Mbit/s behind an interface that says 10 Gbit/s: a ring of two sends each byte once, 0.025 GB a second."""
+def test_a_slow_cable_shows_in_the_check(machines):
+    """200 Mbit/s: a ring of two sends each byte once, 0.025 GB a second, of which the protocol takes a part."""
     shape = f"dev {WIRE} root tbf rate 200mbit burst 64kb latency 50ms"
     for machine in machines:
         machine.exec(f"tc qdisc add {shape}")
-    flags = "--device cpu --sizes 4096 8388608 --repeats 3 --training configs/gpt2_30m.yaml --step_seconds 30"
+    flags = "--device cpu --sizes 4096 8388608 --repeats 3"
     for rank, machine in enumerate(machines):
         way = f"torchrun --nnodes 2 --nproc_per_node 1 --node_rank {rank} --master_addr 10.0.0.1 --master_port 29500"
         machine.start(f"{way} scripts/check_cluster.py {flags}")
@@ -245,10 +245,8 @@ def test_a_slow_cable_is_told_by_the_check(machines):
     finally:
         for machine in machines:
             machine.exec(f"tc qdisc del {shape}")
-    (times,) = re.findall(r"the network is (\d+) times slower than its interface", machines[0].said)
-    assert 50 <= int(times) <= 100  # 10,000 / 200, and what the protocol takes
-    ((size, seconds),) = re.findall(r"yaml: (\d+) MB of gradients take ([\d.]+) s of each step", machines[0].said)
-    assert 0.9 <= float(seconds) * 25 / int(size) <= 2
+    (bus,) = re.findall(r"^8,388,608 B .* ([\d.]+) +right", machines[0].said, re.MULTILINE)
+    assert 0.012 <= float(bus) <= 0.026
 
 
 def cut(machines: tuple[Machine, Machine], run: str, seconds: float) -> None:

@@ -1,17 +1,25 @@
 """The shard format and its stream: against a plain array, and against files that are broken in every way."""
 
+import gc
 import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from runs import training_config
 
+from gpt2_ddp.data import shards
 from gpt2_ddp.data.manifest import HEADER_BYTES, Manifest, read_manifest
-from gpt2_ddp.data.shards import OPEN_FILES, TokenStream, verify_shards
+from gpt2_ddp.data.shards import TokenStream, verify_shards
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
+from gpt2_ddp.tasks.pretraining import Pretraining, little_text_notes
+
+GOLDEN = Path(__file__).parent / "golden"
 
 
 def write(folder: Path, tokens: np.ndarray, shard_tokens: int = 1000, vocab_size: int = 50_257, **changes) -> Manifest:
@@ -67,16 +75,49 @@ def test_stream_rejects_rows_outside(tmp_path):
             stream.read(np.array([0, start]), length)
 
 
-def test_stream_holds_few_files_and_can_be_pickled(tmp_path):
-    tokens = random_tokens(5 * OPEN_FILES)
-    stream = TokenStream(tmp_path, write(tmp_path, tokens, shard_tokens=2), "train")
+def test_streams_hold_a_share_of_the_files_and_can_be_pickled(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "file_limit", lambda: 256)
+    gc.collect()  # streams of other tests
+    tokens = random_tokens(320)
+    manifest = write(tmp_path, tokens, shard_tokens=2)
+    stream, other = (TokenStream(tmp_path, manifest, "train") for _ in range(2))
     before = len(os.listdir("/proc/self/fd"))
     np.testing.assert_array_equal(stream.read(np.array([0]), len(tokens))[0], tokens)
-    assert len(os.listdir("/proc/self/fd")) - before == OPEN_FILES
+    assert len(os.listdir("/proc/self/fd")) - before == 64
+    for reader in (other, stream):
+        np.testing.assert_array_equal(reader.read(np.array([0]), len(tokens))[0], tokens)
+    assert len(os.listdir("/proc/self/fd")) - before == 64
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(stream)).read(np.array([3]), 9)[0], tokens[3:12])
     stream.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) - before == 32
     np.testing.assert_array_equal(stream.read(np.array([3]), 9)[0], tokens[3:12])
+
+
+def open_data(local_main: bool, **changes: Any) -> None:
+    place: Any = SimpleNamespace(
+        num_processes=1, process_index=0, is_main_process=True, is_local_main_process=local_main, device="cpu"
+    )
+    Pretraining(training_config(GOLDEN / "corpus", Path("/nowhere"), changes), place, None).open_data()
+
+
+def test_one_process_of_a_machine_reads_the_headers(monkeypatch):
+    read: list[Path] = []
+    real = shards.read_header
+    monkeypatch.setattr(shards, "read_header", lambda path, dtype: (read.append(path), real(path, dtype))[1])
+    for local_main, opened in ((True, 3), (False, 0)):
+        read.clear()
+        open_data(local_main)
+        assert len(read) == opened
+
+
+def test_too_little_text_has_a_note_before_the_training(capsys):
+    for steps, passes in ((1250, 0), (1300, 42)):  # 375 windows, 12 a step
+        open_data(True, **{"train.steps": steps})
+        found = capsys.readouterr().err
+        assert (f"note: the steps repeat the training tokens {passes} times" in found) == bool(passes)
+    assert "use more text, or --train.epochs" in found
+    assert [*little_text_notes(1, 1000), *little_text_notes(1, None)] == []
+    assert "the validation split has 64 tokens" in next(little_text_notes(1, 64))
 
 
 def set_header(path: Path, index: int, value: int) -> None:
@@ -187,7 +228,7 @@ def test_broken_manifests(tmp_path, change, message):
 
 
 def test_folders_without_manifest(tmp_path):
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="no such folder"):
         read_manifest(tmp_path / "absent")
     with pytest.raises(UserError, match=r"has no manifest\.json"):
         read_manifest(tmp_path)

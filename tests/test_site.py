@@ -78,6 +78,14 @@ def test_a_long_sentence_is_found():
     assert max(map(len, map(str.split, sentences("Word " * 31 + "\n" + "word " * 4 + ".")))) == 36
 
 
+def test_search_works_from_a_file_and_loads_nothing_from_the_network():
+    """The offline plugin adds a script of the network, unless one of that name is given."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    assert re.search(r"^  - offline", text, re.MULTILINE)
+    (script,) = re.findall(r"polyfills: \[(iframe-worker\.js)\]", text)
+    assert (ROOT / "docs" / script).is_file()
+
+
 def test_readme_is_short():
     for name, lines in (("README.md", 150), ("README.zh-CN.md", 160)):  # Chinese has a section more
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines

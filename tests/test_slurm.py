@@ -9,10 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from commands import ROOT
 from runs import rows, same, training_config, weights
 from slurm_here import SBATCH, TRAINER, WHY_NOT, Slurm, slurm_in
 
 from gpt2_ddp.config.cli import dump
+from gpt2_ddp.distributed.environment import STOPPED
 
 pytestmark = pytest.mark.cluster
 STEPS = 120
@@ -34,6 +36,9 @@ def alone(slurm: Slurm, corpus, tmp_path_factory) -> Path:
     (folder / "config.yaml").write_text(dump(training_config(corpus, Path("runs"), changes)))
     (folder / "scripts").mkdir()
     (folder / "scripts/train_gpt2.py").write_text(TRAINER)
+    for name in ("cloud", "slurm", "configs"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "scripts/check_cluster.py").symlink_to(ROOT / "scripts/check_cluster.py")
     hurry(folder)
     assert slurm.ended(slurm.sbatch(folder)) == "COMPLETED", said(folder)
     return folder
@@ -47,8 +52,8 @@ def reference(alone) -> Path:
 @pytest.fixture
 def project(slurm: Slurm, alone, tmp_path) -> Iterator[Path]:
     """A folder to submit jobs from, whose steps are slow until `hurry`."""
-    (tmp_path / "config.yaml").symlink_to(alone / "config.yaml")
-    (tmp_path / "scripts").symlink_to(alone / "scripts")
+    for name in ("config.yaml", "scripts", "cloud", "slurm", "configs"):
+        (tmp_path / name).symlink_to(alone / name)
     (tmp_path / "pace").write_text("0.3")
     yield tmp_path
     slurm("scancel", "--user", "root")
@@ -145,6 +150,41 @@ def test_a_lost_node(slurm: Slurm, project, reference):
     assert equal(run, reference)
 
 
+def test_the_check_of_the_nodes_and_a_command_of_one_task(slurm: Slurm, project, monkeypatch):
+    """Without a launcher: srun's tasks are the ranks."""
+    monkeypatch.setitem(slurm.env, "MASTER_ADDR", "127.0.0.1")  # the nodes' names lead nowhere here
+    check = ("python", "scripts/check_cluster.py", "--sizes", "8", "--repeats", "1")
+    said = slurm("srun", "--nodes", "2", "--ntasks-per-node", "1", "slurm/run.sh", *check, cwd=project)
+    assert "2 processes, gloo" in said
+    alone = slurm("srun", "--ntasks", "1", "slurm/run.sh", "bash", "-c", "echo ${RANK:-none}", cwd=project)
+    assert alone == "none"
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_a_run_folder_elsewhere(slurm: Slurm, project, reference, nodes):
+    run = project / "scratch/mine"
+    training = ("--output_dir", "scratch", "--run_name", "mine")
+    job = slurm.sbatch(project, "--nodes", nodes, training=training)
+    slurm.wait("a step", lambda: run.exists() and trains(run))
+    slurm("scancel", "--signal=TERM", job)
+    slurm.restarted(job)
+    assert (status(run)["state"], "-> step-" in said(project)) == ("stopped", True), said(project)
+    hurry(project)
+    assert slurm.ended(job) == "COMPLETED", said(project)
+    assert slurm.job(job)["Restarts"] == "1"
+    assert [step[:2] for step in steps_of(run)] == [step[:2] for step in steps_of(reference)]
+    assert equal(run, reference) or nodes == "1"
+
+
+@pytest.mark.parametrize("wrong", [("--optim.lr", "nowhere"), ("--data.path", "nowhere")])
+def test_a_user_error(slurm: Slurm, project, wrong):
+    """Before the ranks are started, or by them."""
+    job = slurm.sbatch(project, training=wrong)
+    assert slurm.ended(job) == "FAILED", said(project)
+    assert slurm.job(job)["ExitCode"] == "2:0", said(project)
+    assert re.search(r"error: .* = nowhere", said(project))
+
+
 def test_a_drained_node(slurm: Slurm, project, reference):
     """A requeued job of two nodes goes on with the one that is left."""
     run = project / "runs/run"
@@ -174,15 +214,27 @@ def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project
     assert slurm.ended(job) == "CANCELLED"
     slurm.wait("a stop", lambda: status(run)["state"] == "stopped")
     assert slurm.job(job)["Restarts"] == "0"
-    again = slurm.sbatch(project)
-    slurm.wait("a step of srun", lambda: slurm("squeue", "-h", "--steps", f"{again}.0"))
-    slurm("scancel", "--batch", "--signal=USR1", again)
-    assert slurm.ended(again) == "FAILED", said(project)
-    assert "the job was stopped before its first checkpoint" in said(project)
-    assert slurm.job(again)["Restarts"] == "0"
     hurry(project)
-    assert slurm.ended(slurm.sbatch(project)) == "COMPLETED"
+    assert slurm.ended(slurm.sbatch(project)) == "COMPLETED", said(project)
     assert equal(run, reference)
+
+
+def test_a_stop_before_training_begins(slurm: Slurm, project):
+    """With and without a run of before; what waits for the run's end is not started."""
+    run = project / "runs/run"
+    for _ in range(2):
+        job = slurm.sbatch(project)
+        after = slurm("sbatch", "--parsable", f"--dependency=afterok:{job}", "--wrap", "true", cwd=project)
+        slurm.wait("a step of srun", lambda number=job: slurm("squeue", "-h", "--steps", f"{number}.0"))
+        slurm("scancel", "--batch", "--signal=USR1", job)
+        assert slurm.ended(job) == "FAILED", said(project)
+        assert slurm.job(job)["ExitCode"] == f"{STOPPED}:0", said(project)
+        assert "the job was stopped before its first checkpoint" in said(project)
+        assert slurm.job(job)["Restarts"] == "0"
+        slurm.wait("refused", lambda number=after: slurm.job(number)["Reason"] == "DependencyNeverSatisfied")
+        if not run.exists():
+            run.mkdir(parents=True)
+            (run / "status.json").write_text('{"state": "completed", "step": 120, "reason": ""}\n')
 
 
 def test_a_failed_run_is_not_requeued(slurm: Slurm, project):

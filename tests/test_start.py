@@ -28,9 +28,17 @@ HEAVY = (
 )
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
 UNUSED = (
-    *("checkpoint.trackers", "config.jobs", "config.tools", "data.mixture", "distributed.workers", "preparation"),
+    *(
+        "checkpoint.trackers",
+        "config.jobs",
+        "config.mistakes",
+        "config.tools",
+        "data.mixture",
+        "distributed.workers",
+        "preparation",
+    ),
     *("model.chunked_loss", "model.documents", "model.memory", "model.muon", "reports", "scoring"),
-    *("tasks.initial_weights", "tasks.micro_batch", "training.branch", "training.peaks", "training.replica_check"),
+    *("tasks.initial_weights", "training.branch", "training.peaks", "training.replica_check"),
 )
 """Modules and folders of this package that a training on prepared data loads only where they are switched on."""
 

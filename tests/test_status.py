@@ -115,7 +115,8 @@ def test_a_locked_folder_and_damaged_files(tmp_path):
         assert health(folder).state == "unknown"
 
 
-def test_a_line_for_each_run(tmp_path, capsys):
+def test_a_line_for_each_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     runs = [str(running(tmp_path / "one")), str(write(tmp_path / "another", state="completed", step=1200, reason=""))]
     assert show_status(load(StatusConfig, runs)) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -127,6 +128,11 @@ def test_a_line_for_each_run(tmp_path, capsys):
     assert [line.split()[1:3] for line in lines] == [["no", "run"], ["completed", "step"]]
     with pytest.raises(UserError, match=r"has no status.json; name a run folder, like .*/another, .*/one"):
         show_status(load(StatusConfig, [str(tmp_path)]))
+    with pytest.raises(UserError, match=r"runs = runs: no such folder; name a run folder"):
+        show_status(load(StatusConfig, []))
+    (tmp_path / "runs").symlink_to(tmp_path)
+    show_status(load(StatusConfig, []))
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["runs/another", "runs/one"]
 
 
 def test_a_report_does_not_take_a_dead_run_for_a_running_one(tmp_path):

@@ -12,13 +12,11 @@ from runs import state_of, train, training_config, weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
-from gpt2_ddp.data.feed import micro_batches
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model import compiled as compiling
 from gpt2_ddp.model.compiled import WORTH_IT, check_compiler, missing_compiler, resolve_compile
 from gpt2_ddp.model.gpt import GPT
-from gpt2_ddp.model.memory import pick_micro_batch
-from gpt2_ddp.tasks import micro_batch as trying
+from gpt2_ddp.model.memory import micro_batches, pick_micro_batch, tried_micro_batch
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -161,7 +159,7 @@ def test_a_micro_batch_is_tried(monkeypatch):
     monkeypatch.setattr(model, "forward", limited)
     from accelerate import Accelerator
 
-    assert (trying.tried_micro_batch(model, Accelerator(cpu=True), 12, 6), tried) == (3, [6, 4, 3])
+    assert (tried_micro_batch(model, Accelerator(cpu=True), 12, 6), tried) == (3, [6, 4, 3])
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -98,15 +98,21 @@ def test_a_stop_in_a_jobs_evaluation_is_heard(tmp_path, trained_job):
     assert same(weights(tmp_path / "run"), weights(trained_job))
 
 
-def test_the_deadline_counts_in_what_a_save_takes(monkeypatch):
+def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 100))
     stop = StopRequest(build_accelerator("cpu"), time.monotonic(), max_minutes=1)
     try:
-        assert not stop.check()
-        stop.record_duration("step", 5)
+        stop.record_duration("step", 600)  # compiles
+        assert stop.reserve == 0
+        for seconds in (3, 5, 600, 5):
+            stop.record_duration("step", seconds)
+        stop.record_duration("save", 2)  # of the weights alone
         stop.record_duration("save", 30)
+        assert stop.reserve == 55
+        for seconds in (1, 15):
+            stop.record_duration("write", seconds)
         assert not stop.check()  # 55 of the 60 seconds
-        stop.record_duration("save", 34)
+        stop.record_duration("write", 17)
         assert stop.check()
         assert stop.reason == "train.max_minutes = 1"
     finally:
@@ -115,7 +121,8 @@ def test_the_deadline_counts_in_what_a_save_takes(monkeypatch):
     stop = StopRequest(build_accelerator("cpu"), time.monotonic())
     try:
         stop.poll()
-        stop.record_duration("step", 5)
+        for _ in range(2):
+            stop.record_duration("step", 5)
         with pytest.raises(Interrupted):
             stop.poll()
         assert stop.reason == "the Slurm job's time limit"

@@ -248,7 +248,7 @@ def test_killed_and_restarted_is_bitwise_equal(tmp_path, cifar, kind):
 
 def assert_same_rows(tmp_path) -> None:
     for one, other in zip(rows(tmp_path / "whole/run"), rows(tmp_path / "parts/run"), strict=True):
-        for timing in ("samples_per_second", "data_share"):
+        for timing in ("samples_per_second", "data_share", "memory"):
             one.pop(timing, None), other.pop(timing, None)
         assert one.pop("train_loss", 0) == pytest.approx(other.pop("train_loss", 0), rel=1e-9)
         assert one == other

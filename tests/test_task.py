@@ -53,7 +53,7 @@ class Letters:
     def __init__(self, config: LettersConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config, self.accelerator, self.best = config, accelerator, math.inf
 
-    def load(self, watch: Any) -> None:
+    def load(self, watch: Any, is_complete: bool = False) -> None:
         torch.manual_seed(self.config.seed)
         self.model = nn.Sequential(nn.Embedding(128, 16), nn.Dropout(0.1), nn.Linear(16, 128))
         pairs, shares = Pairs(), contiguous(self.accelerator.num_processes, 8)

@@ -53,6 +53,7 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
     configs = [
         base | {"tasks": ["cloze", str(items)]},
         base | {"tasks": str(items), "task_items": 3, "output": str(tmp_path / "other")},
+        base | {"tasks": "cloze", "split": "train"},
         base | {"tasks": ["cloze", str(broken)]},
         base | {"tasks": str(longer)},
         base | {"tasks": "cloze", "split": "test"},
@@ -64,11 +65,17 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
     results = found_by_two + run_ranks(evaluate, 1, configs[1:])[0]
     found = run / "evaluations/step-00000010"
     out, notes = results[0]
-    told = {name: json.loads((found / f"{name}.json").read_text()) for name in ("cloze", "my_items")}
+    files = {"cloze": f"cloze-{CORPUS.name}", "my_items": "my_items"}  # other data than the run's own
+    told = {name: json.loads((found / f"{file}.json").read_text()) for name, file in files.items()}
+    train = json.loads((found / f"cloze-train-{CORPUS.name}.json").read_text())
+    assert [(one["split"], one["data"], one["task_items"]) for one in (told["cloze"], train)] == [
+        (split, [str(CORPUS)], None) for split in ("val", "train")
+    ]
+    assert train["items_sha256"] != told["cloze"]["items_sha256"]
     lines = {line.split()[0]: line.split() for line in out.splitlines()[1:]}
     for name, summary in told.items():
-        kept = read_items(found / f"{name}.jsonl")
-        scores = [json.loads(line) for line in (found / f"{name}.jsonl").read_text().splitlines()]
+        kept = read_items(found / f"{files[name]}.jsonl")
+        scores = [json.loads(line) for line in (found / f"{files[name]}.jsonl").read_text().splitlines()]
         assert len(kept) == summary["items"] == int(lines[name][1])
         assert all(len(row["log_likelihoods"]) == len(row["choices"]) for row in scores)
         right = [row["pick"] == row["label"] for row in scores]
@@ -77,12 +84,12 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         assert (lines[name][-1], summary["step"]) == (f"{summary['chance']:.4f}", 10)
     assert [told[name]["chance"] for name in told] == [0.25, pytest.approx(1 / 3)]
     assert re.search(r"my_items: \d+ of 21 texts are longer than the model's 16 tokens", notes)
-    assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["my_items.json", "my_items.jsonl"]
-    assert [item.context for item in read_items(tmp_path / "other/my_items.jsonl")] == [
+    assert sorted(file.name for file in (tmp_path / "other").iterdir()) == ["my_items-3.json", "my_items-3.jsonl"]
+    assert [item.context for item in read_items(tmp_path / "other/my_items-3.jsonl")] == [
         item.context for item in (read_items(items)[place] for place in (0, 2, 4))
     ]
     assert not (found / "broken.json").exists()
-    refusals = [notes for _, notes in results[2:]]
+    refusals = [notes for _, notes in results[3:]]
     expected = (
         "broken.jsonl, line 8: its label is 3, but its 3 choices are 0 to 2",
         *("tokens, which do not fit model.block_size 16", "split = test: is not in"),
@@ -101,13 +108,13 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     """The last row's scores are those that evaluate.py gives the last checkpoint; a file that changed is told of."""
     items = tmp_path / "items.jsonl"
     write(items, [{"context": f"def {word}", "choices": ["(self):", "import"], "label": 0} for word in "abcde"])
-    tasks = {"eval.tasks": ["cloze", str(items)], "eval.task_items": 9}
+    tasks = {"eval.tasks": ["cloze", str(items)], "eval.task_items": 9, "train.micro_batch_size": 5}
     run, told = tmp_path / "run", tmp_path / "run/evaluations/step-00000010"
     own = {"checkpoint": str(run), "tasks": ["cloze", str(items)], "task_items": 9, "batch_size": 5}
     configs = [training_config(corpus, tmp_path, tasks | {"train.steps": steps}) for steps in (10, 11, 12)]
     calls = [
         (said, train, configs[0]),
-        (evaluate, [SETTINGS | own | {"data": str(corpus)}]),
+        (evaluate, [SETTINGS | own | {"data": None}]),
         (items.write_text, items.read_text().replace("def a", "class a")),
         (said, train, configs[1]),
         (items.write_text, "{"),
@@ -115,13 +122,14 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
         (verify_again, run),
     ]
     ((_, _, notes), _, _, (_, _, others), _, refused, (code, verdict)) = run_ranks(in_turn, 1, *calls)[0]
+    assert "note: micro-batches have 4 windows, not 5 (train.micro_batch_size): they share the 12 windows" in notes
     assert "note: cloze is scored on 9 items; guessing gets 25.0% right" in notes
     scored = {row["step"]: row for row in rows(run) if "val_loss" in row}
     names = {"cloze_acc", "cloze_acc_norm", "items_acc", "items_acc_norm"}
     assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names, 11: names}
     state = json.loads((run / "checkpoints/step-00000010/state.json").read_text())
     for name in ("cloze", "items"):
-        own = json.loads((told / f"{name}.json").read_text())
+        own = json.loads((told / f"{name}-9.json").read_text())
         assert [scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")] == [own["acc"], own["acc_norm"]]
         assert state["tasks"][name] == own["items_sha256"]
     assert "note: the items of items have changed" in others

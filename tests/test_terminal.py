@@ -1,8 +1,11 @@
 """Lines of the terminal: short, and without what a row does not have."""
 
 import pytest
+from runs import job_config
+from tqdm import tqdm
 
-from gpt2_ddp.checkpoint.metrics import LongStage, describe, duration, time_left
+from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, bar_format, describe, duration, time_left
+from gpt2_ddp.checkpoint.run_folder import RunFolder
 
 ROW = {
     "step": 350,
@@ -21,13 +24,46 @@ ROW = {
 
 
 def test_a_row_fits_into_a_line():
-    assert describe(ROW) == "loss_mean 3.2011  lr 0.000543  norm 0.234  mfu 41.2%  412,346 tokens/s"
+    assert "  ".join(describe(ROW)) == "loss_mean 3.2011  lr 0.000543  norm 0.234  mfu 41.2%  412,346 tokens/s"
     scores = {"val_loss": 3.1, "val_tokens": 4096, "val_bits_per_byte": 1.23456}
-    assert describe({"step": 0} | scores) == "val_loss 3.1000  bits/byte 1.2346"
+    assert "  ".join(describe({"step": 0} | scores)) == "val_loss 3.1000  bits/byte 1.2346"
     scores |= {"cloze_acc": 0.3125, "cloze_acc_norm": 0.5, "lambada_perplexity": 9.0, "swag_acc": None}
-    assert describe({"step": 0} | scores) == "val_loss 3.1000  bits/byte 1.2346  cloze_acc 31.2%"
-    assert describe({"step": 3, "loss_mean": None, "grad_norm": None, "mfu": None, "letters_per_second": 7}) == (
+    assert "  ".join(describe({"step": 0} | scores)) == "val_loss 3.1000  bits/byte 1.2346  cloze_acc 31.2%"
+    assert describe({"step": 3, "loss_mean": None, "grad_norm": None, "mfu": None, "letters_per_second": 7}) == [
         "7 letters/s"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (40, "350/700  00:10 left  loss_mean 3.2011"),
+        (80, "350/700  00:10 left  loss_mean 3.2011  412,346 tokens/s  mfu 41.2%"),
+        (
+            120,
+            f"350/700  00:10 left  loss_mean 3.2011  412,346 tokens/s  mfu 41.2%  norm 0.234  lr 0.000543  {'█' * 7}",
+        ),
+    ],
+)
+def test_the_bar_shows_whole_figures_first_and_the_bar_in_the_room_left(columns, text):
+    kind = {"n": 350, "total": 700, "elapsed": 10.0, "ncols": columns, "initial": 0}
+    shown = tqdm.format_meter(**kind, bar_format=bar_format(ROW, 700, columns))
+    assert shown.startswith(text)
+    assert len(shown) <= columns
+    assert "█" not in shown or columns == 120
+
+
+def test_rows_go_to_standard_output_and_warnings_to_stderr(tmp_path, capsys):
+    folder = RunFolder(job_config("regression", tmp_path))
+    metrics = Metrics(folder, 0, 1000)
+    metrics.log(ROW)
+    metrics.print("warning: late")
+    metrics.close()
+    folder.release()
+    found = capsys.readouterr()
+    assert (found.out, found.err) == (
+        f"step    350/1000  {'  '.join(describe(ROW))}  {duration(time_left(ROW, 1000))} left\n",
+        "warning: late\n",
     )
 
 

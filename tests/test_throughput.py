@@ -4,6 +4,7 @@ import re
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from ranks import run_ranks
@@ -30,6 +31,13 @@ def fake_task(flops_per_unit: int = 100) -> SimpleNamespace:
     return SimpleNamespace(unit="tokens", flops_per_unit=flops_per_unit, feed=SimpleNamespace(waited=3.0))
 
 
+def read(throughput: Throughput) -> dict[str, float | None]:
+    """A reading without the memory, of which a process has some megabytes."""
+    found = throughput.read()
+    assert 2**20 < found.pop("memory") < psutil.virtual_memory().total
+    return found
+
+
 def test_throughput_counts_training_alone(monkeypatch):
     clock, task = Clock(monkeypatch), fake_task()
     throughput = Throughput(task, CPU)
@@ -44,13 +52,13 @@ def test_throughput_counts_training_alone(monkeypatch):
     throughput.add(600)
     clock.now += 1
     throughput.add(400)
-    assert throughput.read() == {"tokens_per_second": 500.0, "mfu": None, "data_share": 0.125}
+    assert read(throughput) == {"tokens_per_second": 500.0, "mfu": None, "data_share": 0.125}
     clock.now += 4  # a reading begins where the last one ended
     throughput.add(10)
-    assert throughput.read() == {"tokens_per_second": 2.5, "mfu": None, "data_share": 0.0}
+    assert read(throughput) == {"tokens_per_second": 2.5, "mfu": None, "data_share": 0.0}
     task.flops_per_unit = 0
     clock.now += 1
-    assert throughput.read() == {"tokens_per_second": 0.0, "data_share": 0.0}, "of a job without FLOPs"
+    assert read(throughput) == {"tokens_per_second": 0.0, "data_share": 0.0}, "of a job without FLOPs"
 
 
 def test_mfu_is_flops_by_hand(monkeypatch):

@@ -73,7 +73,7 @@ def test_trained_bpe_equals_hf(trained, library):
 
 
 def test_training_is_repeatable(trained, library, tmp_path):
-    train_bpe(iter(library), 2000, tmp_path / "tokenizer.json")
+    train_bpe(library, 2000, tmp_path / "tokenizer.json")
     assert (tmp_path / "tokenizer.json").read_bytes() == trained.read_bytes()
     assert load_tokenizer(str(tmp_path)).sha256 == load_tokenizer(str(trained)).sha256  # by its folder
     train_bpe(["too little text"], 2000, tmp_path / "tokenizer.json")

@@ -1,16 +1,20 @@
 """Metrics; the run folder's lock and status."""
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from disk import refuse
 from ranks import run_ranks, start_ranks
 from runs import rows, train, training_config
 
+from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, METRICS, SAMPLES, next_chain, split_chain
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.training import TrainingConfig
@@ -23,12 +27,14 @@ def test_pending_work_of_a_checkpoint_is_not_there_twice(corpus, tmp_path, row_p
     """Its row and sample may have been written since, and then a kill came before the checkpoint was saved anew."""
     run, chains = RunFolder(training_config(corpus, tmp_path)), {}
     for step in (3, 4):
+        chains[step - 1] = run.chain
         run.append(METRICS, {"step": step})
-        run.append(SAMPLES, {"step": step})
+        chains[step - 0.5] = run.chain
+        run.append_sample({"step": step}, {"event": "sample", "step": step})
         chains[step] = run.chain
-    run.cut_rows(4, 0, chains[3 if row_pending else 4], sample_pending)
+    run.cut_rows(4, 0, chains[3 if row_pending else 3.5 if sample_pending else 4])
     left = {name: [row["step"] for row in rows(run.path, name)] for name in (METRICS, SAMPLES)}
-    assert left == {METRICS: [3] if row_pending else [3, 4], SAMPLES: [3] if sample_pending else [3, 4]}
+    assert left == {METRICS: [3] if row_pending else [3, 4], SAMPLES: [3] if row_pending or sample_pending else [3, 4]}
 
 
 @pytest.mark.parametrize("row_pending", [False, True])
@@ -36,7 +42,7 @@ def test_a_pending_row_is_not_there_twice_where_the_chain_is_damaged(corpus, tmp
     run = RunFolder(training_config(corpus, tmp_path))
     for step in (3, 4):
         run.append(METRICS, {"step": step})
-    run.cut_rows(4, 0, "f" * 64, sample_pending=not row_pending, row_pending=row_pending)
+    run.cut_rows(4 - row_pending, 0, "f" * 64)
     assert [row["step"] for row in rows(run.path, METRICS)] == ([3] if row_pending else [3, 4])
 
 
@@ -57,7 +63,7 @@ def test_rows_do_not_follow_a_planted_link(corpus, tmp_path):
     (tmp_path / "diary").write_text("mine")
     for name, target in ((METRICS, "diary"), (SAMPLES, "nothing")):
         (run.path / name).symlink_to(tmp_path / target)
-    run.record_start({"step": 0}, 0, None, False, False)
+    run.record_start({"step": 0}, 0, None)
     run.append_sample({"step": 0}, {"event": "sample", "step": 0})
     assert len((run.path / METRICS).read_text().splitlines()) == 2
     assert (tmp_path / "diary").read_text() == "mine"
@@ -79,20 +85,21 @@ def test_rows_are_cut_behind_the_one_that_a_checkpoint_names(corpus, tmp_path, c
     assert capsys.readouterr().err == ""
     run.cut_rows(1, 0, chains[5])
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 1, 1]
-    assert "the last row before the checkpoint of step 1 is missing or changed" in capsys.readouterr().err
+    assert (
+        "the last row before the checkpoint is missing or changed; rows up to step 1 are kept"
+        in capsys.readouterr().err
+    )
 
 
 def test_files_are_cut_back_and_a_torn_line_is_no_damage(corpus, tmp_path, capsys):
     run = RunFolder(training_config(corpus, tmp_path))
-    for name in (METRICS, SAMPLES):
-        run.append(name, {"step": 1})
-    chain = run.chain
+    run.append_sample({"step": 1}, {"step": 1})
+    chain, sound = run.chain, {name: (run.path / name).read_bytes() for name in (METRICS, SAMPLES)}
     for name in (METRICS, SAMPLES):
         run.append(name, {"step": 2})
         (run.path / name).write_bytes((run.path / name).read_bytes() + b'{"step": 1, "\xc3')
     run.cut_rows(1, 0, chain)
-    kept = [split_chain((run.path / name).read_text().rstrip("\n"))[0] for name in (METRICS, SAMPLES)]
-    assert kept == ['{"step": 1}'] * 2
+    assert {name: (run.path / name).read_bytes() for name in (METRICS, SAMPLES)} == sound
     assert not list(run.path.glob("*.damaged*"))
     assert capsys.readouterr().err == ""
 
@@ -116,8 +123,7 @@ def test_files_are_cut_back_and_a_torn_line_is_no_damage(corpus, tmp_path, capsy
 def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(corpus, tmp_path, capsys, name, line):
     run, chains = RunFolder(training_config(corpus, tmp_path)), []
     for row in ({"step": 1}, {"event": "x", "step": 3}, {"step": 4}):
-        run.append(METRICS, row)
-        run.append(SAMPLES, row)
+        run.append_sample(row, row)
         chains.append(run.chain)
     first, event, last = (run.path / name).read_bytes().splitlines(keepends=True)
     damaged = first + line + b"\n\n" + event + last
@@ -155,6 +161,94 @@ def test_the_lock_is_gone_with_its_process(corpus, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     RunFolder(config)
+
+
+LOSSES = {
+    "lock removed": lambda run: (run / ".lock").unlink(),
+    "lock taken": lambda run: ((run / ".lock").unlink(), RunFolder(training_config(run, run.parent))),
+    "folder removed": shutil.rmtree,
+    "folder renamed": lambda run: run.rename(run.with_name("other")),
+    "folder replaced": lambda run: (shutil.rmtree(run), RunFolder(training_config(run, run.parent))),
+    "folder a file": lambda run: (shutil.rmtree(run), run.write_text("")),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_trainer_that_lost_its_folder_writes_nothing_more(corpus, tmp_path, loss):
+    """Neither rows, status and checkpoints, nor a new folder; it removes nothing of another trainer's."""
+    run = RunFolder(training_config(corpus, tmp_path))
+    run.write_status("running", 0)
+    run.write_heartbeat({"step": 1})
+    other = LOSSES[loss](run.path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    snapshot = Snapshot({"step": 2}, "", {}, {})
+    run.append(METRICS, {"step": 2})
+    for write in (
+        lambda: run.write_status("failed", 2),
+        lambda: run.checkpoints.save(snapshot),
+        lambda: run.checkpoints.prune(),
+        lambda: run.checkpoints.recover(),
+    ):
+        with pytest.raises(UserError, match=rf"run folder = {run.path}: the folder or its .lock was removed"):
+            write()
+    assert not run.write_heartbeat({"step": 2})
+    run.release()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, other
+
+
+def test_a_disk_that_does_not_answer_is_no_loss(corpus, tmp_path, monkeypatch):
+    run = RunFolder(training_config(corpus, tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", lambda path: refuse(errno.EIO))
+        run.append(METRICS, {"step": 1})
+    assert run.write_heartbeat({})
+    assert [row["step"] for row in rows(run.path)] == [1]
+
+
+def lose_the_folder(config: TrainingConfig, loss: str) -> str:
+    """Trains steps without rows until the folder is lost in step 3; the user error."""
+    from gpt2_ddp.distributed import watchdog
+    from gpt2_ddp.training import loop
+
+    watchdog.REPORT_INTERVAL, train_step = 0.1, loop.train_step
+
+    def losing(run):
+        if run.step == 2 and run.folder:
+            LOSSES[loss](run.folder.path)
+        time.sleep(0.01)
+        return train_step(run)
+
+    loop.train_step = losing
+    try:
+        return train(config)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("loss", ["lock removed", "folder removed", "folder replaced"])
+def test_a_training_that_lost_its_folder_ends_on_all_ranks(corpus, tmp_path, loss, world):
+    """At the next heartbeat, long before its next row."""
+    changes = {"train.steps": 10**6, "eval.every": 10**6, "checkpoint.every": 10**6, "tracking.log_every": 10**6}
+    found = run_ranks(lose_the_folder, world, training_config(corpus, tmp_path, changes), loss)
+    assert len(set(found)) == 1
+    assert found[0].startswith(f"run folder = {tmp_path}/run: the folder or its .lock was removed")
+    assert not (tmp_path / "run/metrics.jsonl").exists() or loss == "lock removed"
+
+
+def test_a_full_disk_has_room_for_a_status(corpus, tmp_path, monkeypatch):
+    """It is written over the old one, which need not be as long."""
+    run, opening = RunFolder(training_config(corpus, tmp_path)), Path.open
+    run.write_status("running", 1)
+
+    def full(path: Path, *args, **kwargs):
+        return refuse() if path.name == ".status.json.tmp" else opening(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", full)
+    for state, reason in (("failed", "disk " * 100), ("stopped", "")):
+        run.write_status(state, 2, reason)
+        assert json.loads((run.path / "status.json").read_text()) == {"state": state, "step": 2, "reason": reason}
 
 
 def _hold_the_lock(config: TrainingConfig) -> None:

@@ -1,14 +1,17 @@
 """A run that was really trained is intact; each way of tampering with it is found, named, and exits with 1."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from commands import expect_error
 from golden_runs import CORPUS, GOLDEN
 from ranks import in_turn, run_ranks
@@ -17,27 +20,22 @@ from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
-from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, read_lines
+from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.export.export import default_output, export
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
-from gpt2_ddp.reports.verify import Recorded, check_end, read_checkpoints, verify_run
+from gpt2_ddp.reports.verify import Recorded, _read_samples, check_end, read_checkpoints, verify_run
 from gpt2_ddp.reports.verify_checkpoints import check_kept, compare_state
-from gpt2_ddp.reports.verify_rows import (
-    OrderReplay,
-    Records,
-    Schedule,
-    check_values,
-    in_parts,
-    read_metrics,
-    replay_order,
-)
+from gpt2_ddp.reports.verify_rows import Log, OrderReplay, Records, Schedule, Values, in_parts, replay_order
 from gpt2_ddp.tasks.supervised import contiguous
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model
 
 
 @pytest.fixture
@@ -105,15 +103,15 @@ def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys, is_known: boo
             place: found for place, found in checkpoints.items() if is_known or "step-00000005" not in place
         }, defects
 
-    def then_removed(file: Path) -> tuple[Records, list[str]]:
-        found = read_metrics(file)
+    def then_removed(file: Path, *options: Any) -> Log:
+        found = Log(file, *options)
         if (run / "checkpoints/step-00000005").exists():
             shutil.rmtree(run / "checkpoints/step-00000005")
             edit_rows(run, lambda rows: rows.append({"step": 10, "event": "room", "kept": [10]}))
         return found
 
     monkeypatch.setattr("gpt2_ddp.reports.verify.read_checkpoints", as_before)
-    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", then_removed)
+    monkeypatch.setattr("gpt2_ddp.reports.verify.Log", then_removed)
     assert verified(run, capsys)[:2] == (0, [])
 
 
@@ -206,12 +204,27 @@ def in_tensors(name: str, edit: Callable[[dict[str, torch.Tensor]], object]) -> 
     return write
 
 
-def layers_everywhere(run: Path) -> None:
-    for file in (run / "config.yaml", run / STEP / CONFIG, run / "checkpoints/step-00000005" / CONFIG):
-        change(file, "n_layer: 2", "n_layer: 3")
-        if file.parent != run:
-            reseal(file)
-    edit_rows(run, lambda rows: [row["config"]["model"].update(n_layer=3) for row in rows if "config" in row])
+def layers_everywhere(number: int) -> Callable[[Path], None]:
+    def write(run: Path) -> None:
+        for file in (run / "config.yaml", run / STEP / CONFIG, run / "checkpoints/step-00000005" / CONFIG):
+            change(file, "n_layer: 2", f"n_layer: {number}")
+            if file.parent != run:
+                reseal(file)
+        edit_rows(run, lambda rows: [row["config"]["model"].update(n_layer=number) for row in rows if "config" in row])
+
+    return write
+
+
+def forgotten(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints/step-00000005")
+    edit_rows(run, lambda rows: [row["kept"].remove(5) for row in rows[-2:]])
+
+
+def far_end(rows: list[dict]) -> None:
+    rows[-1]["step"] = 10**12
+    for row in rows:
+        if "steps" in row:
+            row["steps"] = row["config"]["train"]["steps"] = 10**12
 
 
 def in_config(old: str, new: str) -> Callable[[Path], None]:
@@ -259,7 +272,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
     "n_layer": (in_config("n_layer: 2", "n_layer: 3"),
      "config.yaml: model.n_layer = 3: the run was started with 2",
      f"{STEP}/model.safetensors: h.2.attn.c_attn.bias is none, by the model section F32 [96]"),
-    "n_layer everywhere": (layers_everywhere,
+    "n_layer everywhere": (layers_everywhere(3),
      "checkpoints/step-00000005/model.safetensors: h.2.", f"{STEP}: its manifest's SHA-256 differs"),
     "lr": (in_config("lr: 0.003\n", "lr: 0.004\n"), "config.yaml: optim.lr = 0.004: the run was started with 0.003"),
     "seed": (in_config("seed: 1337", "seed: 1338"), "config.yaml: seed = 1338", "metrics.jsonl, line 4: order_digest"),
@@ -313,6 +326,17 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
      f"{STEP}/optimizer.safetensors: h.0.ln_1.weight has the optimizer state"),
     "no optimizer state, resealed": (in_tensors(OPTIMIZER, lambda tensors: tensors.clear()),
      f"{STEP}/optimizer.safetensors: has no tensors"),
+    "negative squares of Adam, resealed": (
+     in_tensors(OPTIMIZER, lambda tensors: tensors["exp_avg_sq.h.0.ln_1.weight"].neg_()),
+     f"{STEP}/optimizer.safetensors: exp_avg_sq.h.0.ln_1.weight has negative squares"),
+    "another number of Adam's steps, resealed": (
+     in_tensors(OPTIMIZER, lambda tensors: tensors["step.h.0.ln_1.weight"].fill_(3)),
+     f"{STEP}/optimizer.safetensors: step.h.0.ln_1.weight is 3.0, after 10 steps"),
+    "a checkpoint removed, and its step from the rows after the newest one, chained": (forgotten,
+     "metrics.jsonl, line 15: kept lacks a checkpoint of keep_last, step 5"),
+    "a billion layers": (layers_everywhere(10**9),
+     "checkpoints/step-00000005/model.safetensors: has too few numbers for n_layer = 1000000000"),
+    "an end that no loop reaches": (in_rows(far_end), "metrics.jsonl, line 16: the rows after step 10 are missing"),
     "weights of another type, resealed": (
      in_tensors(MODEL, lambda tensors: tensors.update({"wpe.weight": tensors["wpe.weight"].to(torch.float64)})),
      f"{STEP}/model.safetensors: wpe.weight is F64 [32, 32], by the model section F32 [32, 32]"),
@@ -370,6 +394,64 @@ def test_each_tampering_is_found_and_named(run: Path, capsys: pytest.CaptureFixt
     expect_defect(run, capsys, *defects)
 
 
+FAKE = "\x1b[2K\rx\nok      everything"
+
+
+@pytest.mark.parametrize("tamper", [
+    in_rows(lambda rows: at(rows, 7).update({FAKE: 1})), in_rows(lambda rows: rows[-1].update(event=FAKE)),
+    in_rows(lambda rows: at(rows, 7).update(order_digest=FAKE)), in_rows(lambda rows: rows[-2].update(kept=[5, FAKE])),
+    lambda run: (run / "status.json").write_text(json.dumps({"state": FAKE, "step": 1})),
+    in_tensors(MODEL, lambda tensors: tensors.update({FAKE: torch.zeros(1)})),
+    in_checkpoint((STATE, '"run_id": "', f'"run_id": {json.dumps(FAKE)[:-1]}')),
+    lambda run: change(run / "config.yaml", "  lr: 0.003", f"  {json.dumps(FAKE)}: 1\n  lr: 0.003"),
+])  # fmt: skip
+def test_text_of_a_forger_stays_on_the_line_of_its_defect(run: Path, capsys, tamper) -> None:
+    tamper(run)
+    code, defects, others = verified(run, capsys)
+    assert (code, bool(defects)) == (1, True)
+    assert not [line for line in others if "everything" in line]
+    assert "\x1b" not in "".join(defects)
+
+
+def test_the_tokenizer_of_the_data_is_compared(run: Path, trained: Path, tmp_path: Path, capsys) -> None:
+    data = Path(shutil.copytree(trained.parent / "data", tmp_path / "data"))
+    change(data / "tokenizer.json", "{", "{ ")
+    code, defects, _ = verified(run, capsys, data=str(data))
+    assert (code, defects) == (1, ["tokenizer.json: its SHA-256 differs from tokenizer_sha256 in manifest.json"])
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("model.n_layer", 10**9, "too few numbers for n_layer"), ("model.n_embd", 2**40, "too few numbers for n_embd"),
+    ("model.n_inner", 2**62, "has too few numbers for n_inner"), ("model.block_size", 2**40, "for block_size"),
+    ("model.n_layer", 3, "h.2.attn.c_attn.bias is none"), ("train.global_batch_tokens", 2**60, None),
+    ("model.n_head", [1], "model.n_head = "), ("data", {"path": 5}, "data.path = 5"),
+])  # fmt: skip
+def test_a_checkpoint_of_a_stranger(
+    run: Path, tmp_path: Path, monkeypatch, name: str, value: Any, says: str | None
+) -> None:
+    """Its configuration may claim any size. Each reader gives one line before it builds anything."""
+    monkeypatch.chdir(tmp_path)
+    for file in (run / STEP / CONFIG, run / CONFIG):
+        config = yaml.safe_load(file.read_text())
+        section, _, key = name.rpartition(".")
+        fields = config[section] if section else config
+        fields.pop(key) if value is ... else fields.update({key: value})
+        if name == "model.block_size":
+            config["train"]["global_batch_tokens"] = value
+        file.write_text(yaml.safe_dump(config))
+    reseal(run / STEP / CONFIG)
+    checkpoint = find_gpt(run, "checkpoint")
+    if says:
+        for read in (load_model, lambda checkpoint: export(checkpoint, default_output(checkpoint))):
+            expect_error(re.escape(says), read, checkpoint)
+    else:
+        load_model(checkpoint)
+        assert default_output(checkpoint).parent == Path("exports")
+    with suppress(UserError):
+        assert verify_run(VerifyConfig(run=str(run))) == 1
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "run") in ([], ["exports"])
+
+
 def test_shards_that_are_others(run: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Overwritten, or missing; or another data set of the same length in their place, with a manifest of its own."""
     data = Path(shutil.copytree(trained.parent / "data", tmp_path / "data"))
@@ -399,10 +481,11 @@ def order_defects(corpus: Path, records: dict[str, dict]) -> list[str]:
     config = training_config(corpus, corpus, {"train.global_batch_tokens": 24 * 32})
     rows = {place: record for place, record in records.items() if place.startswith("line")}
     states = {place: record for place, record in records.items() if place not in rows}
-    history = replay_order(config, [read_manifest(corpus)], rows, states)
+    events = {place: row for place, row in rows.items() if "event" in row}
+    history = replay_order(config, [read_manifest(corpus)], events, states)
     assert history is not None
-    placed, defects = in_parts(rows, states)
-    return defects + [f"{place}: {defect}" for place, record in placed for defect in history.check(record)]
+    placed = in_parts(rows.items(), states)
+    return [f"{place}: {defect}" for place, record in placed for defect in history.check(record)]
 
 
 def went_back(corpus: Path, steps: tuple[int, ...], anew: bool = False) -> tuple[dict[str, dict], dict[int, dict]]:
@@ -446,7 +529,6 @@ def test_a_run_that_went_back_is_replayed(corpus: Path) -> None:
         ("line 10", {"event": "branch", "step": 6, "position": 240, "passed": [[96, 144], [144, 96]]}),
         ("line 10", {"event": "branch", "step": 3, "position": 72}),  # what follows is measured from there
         ("state of step 8", {"passed": [[72, 241]]}),
-        ("state of step 8", {"rollbacks": 3}),
         ("state of step 8", {"rollbacks": 1}),
         ("line 9", {"tokens": 6 * 24 * 32 + 1}),
     ):
@@ -473,62 +555,110 @@ def test_a_run_may_go_back_to_the_same_checkpoint_twice(corpus: Path, anew: bool
         assert order_defects(corpus, records | {second: records[second] | {"passed": passed}})
 
 
-def end_defects(run: Path, rows: Records) -> list[str]:
-    found = Recorded(run, {}, job_config("regression", run), rows, {}, None, read_lines(run / SAMPLES), [], [])
-    return [defect for _, defects in check_end(found) for defect in defects or ()]
+def end_defects(run: Path, *more: dict) -> list[str]:
+    """What is wrong with the end of a run, whose rows `more` follow."""
+    with (run / METRICS).open("a") as stream:
+        stream.write("".join(json.dumps(row) + "\n" for row in more))
+    found = Recorded(run, {}, job_config("regression", run), Log(run / METRICS), {}, None, _read_samples(run), [])
+    return [defect for _, defects in check_end(found) for defect in defects or () if defect[:6] != "status"]
 
 
 def test_samples_are_in_the_chain(tmp_path: Path) -> None:
     """Also after a rollback, and after a resumed run has dropped some. A killed process may lack the newest ones."""
     run = RunFolder(job_config("regression", tmp_path))
-    file = run.path / SAMPLES
-    file.write_text('{"step": 1}\n')  # of an earlier release
-    assert end_defects(run.path, {"line 1": {"event": "start", "step": 1}}) == []
-    run.cut_rows(1, 0, run.chain, start={"event": "start", "step": 1})
+    file, rows = run.path / SAMPLES, run.path / METRICS
+    run.record_start({"step": 1}, 0, None)
     metrics = Metrics(run, 1, 9)
+    metrics.show_samples(1, [Sample("", "x")])
     metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
     metrics.go_back({"event": "rollback", "step": 1})
     metrics.show_samples(3, [Sample("", "d")])
-    whole = file.read_text()
+    whole, recorded = file.read_text(), rows.read_text()
     lines = whole.splitlines(keepends=True)
-    ended = {"line 9": {"event": "end", "step": 3}}
 
-    def defects(text: str, end: dict) -> list[str]:
+    def defects(text: str, *more: dict) -> list[str]:
         file.write_text(text)
-        rows = read_metrics(run.path / METRICS)[0]
-        return [one for one in end_defects(run.path, rows | end) if not one.startswith("status")]
+        rows.write_text(recorded)
+        return end_defects(run.path, *more)
 
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 1, 3]
-    for end in ({}, ended):
-        assert defects(whole, end) == []
-        assert defects(whole + '{"step": 3, "prompt": "", "text": "invented"}\n', end)[0].startswith(
+    for end in ([], [{"event": "end", "step": 3}]):
+        assert defects(whole, *end) == []
+        assert defects(whole + '{"step": 3, "prompt": "", "text": "invented"}\n', *end)[0].startswith(
             "samples.jsonl, line 6: was changed or added"
         )
-        assert defects(whole.replace('"d"', '"e"'), end)[0].startswith("samples.jsonl, line 5: was changed or added")
-        assert defects(whole.replace('"a"', '"e"'), end)[0].startswith("samples.jsonl, line 2: was changed or added")
-        assert defects("".join(lines[1:]), end)
-    assert defects("".join(lines[:-1]), {}) == []
-    assert defects("".join(lines[:-1]), ended) == ["samples.jsonl: lines are missing after line 4"]
-    file.write_text(whole)
-    rollback = json.loads((run.path / METRICS).read_text().splitlines()[-2])
+        assert defects(whole.replace('"d"', '"e"'), *end)[0].startswith("samples.jsonl, line 5: was changed or added")
+        assert defects(whole.replace('"a"', '"e"'), *end)[0].startswith("samples.jsonl, line 2: was changed or added")
+        assert defects("".join(lines[1:]), *end)
+    assert defects("".join(lines[:-1])) == []
+    assert defects("".join(lines[:-1]), *end) == ["samples.jsonl: lines are missing after line 4"]
+    assert defects(whole) == []
+    rollback = json.loads(recorded.splitlines()[-2])
     assert rollback["event"] == "rollback"
-    run.cut_rows(2, 1, rollback["chain"], start={"event": "start", "step": 2})
+    run.record_start({"step": 2}, 1, rollback["chain"])
     assert file.read_text() == "".join(lines[:-1])
-    assert defects(file.read_text(), ended) == []
+    assert end_defects(run.path, *end) == []
+
+
+@pytest.mark.parametrize("edit", [
+    lambda lines: lines[1:], lambda lines: lines[:1], lambda lines: [], lambda lines: [lines[1], lines[0]],
+    lambda lines: [lines[0].replace("a", "b"), lines[1]], lambda lines: [*lines[:1], '{"step": 1}\n', *lines[1:]], None,
+])  # fmt: skip
+def test_a_resumed_run_does_not_vouch_for_samples_that_someone_changed(tmp_path: Path, capsys, edit) -> None:
+    """It warns, keeps a copy, and the change is found afterwards, too. Samples after the checkpoint are dropped."""
+    run = RunFolder(job_config("regression", tmp_path))
+    run.record_start({"step": 0}, 0, None)
+    file, damaged = run.path / SAMPLES, run.path / "samples.jsonl.damaged"
+    for step in (1, 2):
+        run.append_sample({"step": step, "text": "a"}, {"event": "sample", "step": step})
+    chain, sound = run.chain, file.read_text()
+    run.append_sample({"step": 3}, {"event": "sample", "step": 3})
+    run.record_start({"step": 2}, 0, chain)
+    assert (file.read_text(), capsys.readouterr().err, end_defects(run.path)) == (sound, "", [])
+    altered = "".join(edit(sound.splitlines(keepends=True))) if edit else ""
+    file.write_text(altered) if edit else file.unlink()
+    run.record_start({"step": 2}, 0, chain)
+    assert "samples.jsonl: metrics.jsonl has another SHA-256 of it" in capsys.readouterr().err
+    assert not edit or damaged.read_text() == altered
+    for _ in range(2):
+        assert "samples_sha256 differs from the one before" in end_defects(run.path)[0]
+        run.record_start({"step": 2}, 0, run.chain)
+        assert capsys.readouterr().err == ""
+
+
+def test_a_sample_is_appended_without_reading_the_others(tmp_path: Path, monkeypatch) -> None:
+    run = RunFolder(job_config("regression", tmp_path))
+    run.record_start({"step": 0}, 0, None)
+    monkeypatch.setattr("builtins.open", None)
+    monkeypatch.setattr(Path, "read_bytes", None)
+    for step in range(3):
+        run.append_sample({"step": step}, {"event": "sample", "step": step})
+    monkeypatch.undo()
+    recorded = json.loads((run.path / METRICS).read_text().splitlines()[-1])["samples_sha256"]
+    assert recorded == sha256_file(run.path / SAMPLES)
 
 
 def test_a_sample_that_comes_while_the_run_is_verified(run: Path, monkeypatch, capsys) -> None:
     edit_rows(run, lambda rows: rows.pop(-1))
     (run / "status.json").write_text(RUNNING)
 
-    def then_sampled(file: Path) -> tuple[Records, list[str]]:
-        found = read_metrics(file)
+    def then_sampled(file: Path, *options: Any) -> Log:
+        found = Log(file, *options)
         with (run / SAMPLES).open("a") as stream:
             stream.write('{"step": 15, "prompt": "", "text": "x"}\n')
         return found
 
-    monkeypatch.setattr("gpt2_ddp.reports.verify.read_metrics", then_sampled)
+    monkeypatch.setattr("gpt2_ddp.reports.verify.Log", then_sampled)
     assert verified(run, capsys)[:2] == (0, [])
+
+
+def golden_rows(run: str) -> Records:
+    return dict(Log(GOLDEN / run / METRICS).items())
+
+
+def check_values(rows: Records) -> list[str]:
+    values = Values()
+    return [f"{place}: {defect}" for place, row in rows.items() for defect in values.check(row)]
 
 
 @pytest.mark.parametrize(("changes", "defect"), [
@@ -541,16 +671,16 @@ def test_a_sample_that_comes_while_the_run_is_verified(run: Path, monkeypatch, c
 ])  # fmt: skip
 def test_numbers_that_contradict_each_other(changes: dict, defect: str) -> None:
     """Whatever the chain says."""
-    rows = read_metrics(GOLDEN / "gpt2_run" / "metrics.jsonl")[0]
+    rows = golden_rows("gpt2_run")
     place, row = next((place, row) for place, row in rows.items() if row["step"] == 7)
     assert [*check_values(rows)] == []
     rows[place] = {name: value for name, value in (row | changes).items() if value is not ...}
-    assert next(check_values(rows)).startswith(f"{place}: {defect}")
+    assert check_values(rows)[0].startswith(f"{place}: {defect}")
 
 
 def test_numbers_that_no_step_changes() -> None:
     for run, field, value in (("gpt2_run", "val_bits_per_byte", 5.0), ("regression_run", "val_samples", 30)):
-        rows = read_metrics(GOLDEN / run / "metrics.jsonl")[0]
+        rows = golden_rows(run)
         assert [*check_values(rows)] == []
         place = [place for place, row in rows.items() if field in row][-1]
         rows[place] = rows[place] | {field: value}
@@ -560,11 +690,10 @@ def test_numbers_that_no_step_changes() -> None:
 
 
 def test_events_that_no_training_writes() -> None:
-    rows = read_metrics(GOLDEN / "gpt2_run" / "metrics.jsonl")[0]
+    rows = golden_rows("gpt2_run")
     end = {"event": "end", "step": 10}
     assert [*check_values(rows | {"more": end})] == ["more: follows the end of a session"]
     assert [*check_values(rows | {"more": {"event": "start", "step": 10}})] == []
-    assert [*check_values({"first": {"event": "hello", "step": 1}} | rows)] == ["first: has the unknown event hello"]
 
 
 def test_values_after_a_rollback_and_of_a_branch() -> None:
@@ -581,7 +710,17 @@ def test_values_after_a_rollback_and_of_a_branch() -> None:
 def test_kept_checkpoints_are_saved_ones() -> None:
     saved = {"event": "checkpoint", "step": 10, "sha256": "f"}
     start = {"event": "start", "step": 5, "checkpoint": {"step": 5, "sha256": "e"}, "kept": [5]}
+    first = start | {"step": 0, "checkpoint": {"step": 0, "sha256": "d"}, "kept": [0]}
+    first["config"] = {"checkpoint": {"keep_last": 2}}
+    five, nine, twelve = (
+        saved | {"step": step, "kept": kept} for step, kept in ((5, [0, 5]), (9, [5, 9]), (12, [9, 12]))
+    )
+    run = {"a": first, "b": five, "c": nine}
+    again = first | {"step": 9, "checkpoint": {"step": 9, "sha256": "f"}, "kept": [9]}
     for rows, defects in (
+        # step 12 was saved, 5 deleted, 12 undone by a rollback to 9; all that was cut as the run was resumed from 9
+        (run | {"d": again, "e": twelve}, []),
+        (run | {"d": twelve | {"kept": [12]}}, ["d: kept lacks a checkpoint of keep_last, step 9"]),
         ({"a": start, "b": saved | {"kept": [5, 10]}}, []),
         ({"a": start, "b": saved | {"kept": [5, 7, 10]}}, ["b: kept has step 7, which was not saved"]),
         ({"a": start | {"step": 7}}, []),
@@ -620,20 +759,18 @@ def test_the_anchor_of_a_run_is_kept_elsewhere(run: Path, tmp_path: Path, capsys
 
 def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
     """The run died after it had gone back, before it was there again."""
-    rows: dict[str, Any] = {"line 2": {"step": 12}, "line 3": {"event": "rollback", "step": 6, "from": 12}}
     lines = [{"step": 12, "prompt": "", "text": "x"}, {"event": "rollback", "step": 6}]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def is_right() -> bool:
-        return not any(defect.startswith("samples.jsonl,") for defect in end_defects(tmp_path, rows))
-
-    assert is_right()
-    rows["line 2"]["step"] = rows["line 3"]["from"] = 11
-    assert not is_right()
-    rows["line 1"] = {"step": 0, "event": "start", "steps": 20}  # killed behind the sample of a step without a row
-    assert is_right()
-    rows["line 4"] = {"step": 11, "event": "end"}
-    assert not is_right()
+    (tmp_path / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    back = {"event": "rollback", "step": 6, "samples_sha256": sha256_file(tmp_path / SAMPLES)}
+    begun = {"step": 0, "event": "start", "steps": 20}  # killed behind the sample of a step without a row
+    for rows, is_right in (
+        ([{"step": 12}, back], True),
+        ([{"step": 11}, back], False),
+        ([begun, {"step": 11}, back], True),
+        ([begun, {"step": 11}, back, {"step": 11, "event": "end"}], False),
+    ):
+        (tmp_path / METRICS).write_text("")
+        assert bool(end_defects(tmp_path, *rows)) != is_right
 
 
 def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.CaptureFixture) -> None:
@@ -690,11 +827,16 @@ def test_rows_before_a_later_start_are_missed_and_a_start_has_its_configuration(
 
 def test_a_field_of_another_type_makes_a_line_no_row(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    for row in ({"step": 1, "lr": "x"}, {"step": 1, "chain": 5}, {"step": True}, {"lr": 0.1}):
+    for row, problem in (
+        ({"step": 1, "lr": "x"}, "is no row: lr is x"),
+        ({"step": 1, "chain": 5}, "is no row: chain is 5"),
+        ({"step": 1, "event": "hello"}, "is no row: event is hello"),
+        ({"step": True}, "is not a row with a step"),
+        ({"lr": 0.1}, "is not a row with a step"),
+        ({"step": 1, "lr": None}, "has no chain"),
+    ):
         file.write_text(json.dumps(row) + "\n")
-        assert read_metrics(file)[1] == ["metrics.jsonl, line 1: is not a row with a step"]
-    file.write_text(json.dumps({"step": 1, "lr": None}) + "\n")
-    assert read_metrics(file)[1] == ["metrics.jsonl, line 1: has no chain"]
+        assert Log(file).defects == [f"metrics.jsonl, line 1: {problem}"]
 
 
 def test_a_state_without_its_row_contradicts_nothing():

@@ -312,6 +312,19 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
     assert verdicts[1].reason.endswith(": ValueError: x (at starting)"), "no step has begun"
 
 
+def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
+    """It had nothing to save: no verdict, and no failure. Rank 0 passes it on."""
+    time, sent = clock(), []
+    time.watch._beats = {1: Heartbeat(HOSTS[1], turn=5, stopped=True)}
+    time.watch._silent, time.watch._deliver = {1: (5, 1000.0)}, lambda: True
+    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.watch._ended.set()))
+    monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 0.01)
+    time.watch._watch()
+    assert sent == [(os.getpid(), signal.SIGTERM)]
+    assert time.watch._outgoing().stopped
+    assert time.watch._judge() is None
+
+
 def test_somebody_in_a_debugger_may_stand_still(clock):
     time = clock()
     time.watch.heartbeat("data", 3)

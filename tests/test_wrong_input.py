@@ -44,7 +44,7 @@ FLAGS = {
     "a file": (["--config", "{place}/more.yaml"], "did you mean model.n_head?"),
     "cuda without cuda": (["--train.device", "cuda"], "train.device = cuda", "not available"),
     "init_from nowhere": (["--train.init_from", "/no/place"], "train.init_from = /no/place", "no intact checkpoint"),
-    "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "is not a folder"),
+    "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "no such folder"),
     "missing recipe": (["--data.path", "/none", "--data.prepare", "no.yaml"], "data.prepare = no.yaml", "No such file"),
 }
 
@@ -182,7 +182,8 @@ def test_text_and_shards_in_the_place_of_something_else(place, monkeypatch):
     monkeypatch.chdir(place)
     (place / "texts").mkdir()
     (place / "texts/my book.txt").write_text("text")
-    for text, name in (("texts", "texts"), ("texts/my book.txt", "my book")):
+    (place / "data/raw").mkdir()
+    for text, name in (("texts", "texts"), ("texts/my book.txt", "my book"), ("data/raw", "raw-tokens")):
         command = f"prepare_data.py --source '{text}' --output data/{name}"
         expect_error(command, read_manifest, Path(text))
         expect_error(command, missing_data, training_config(Path(text), place, {"data.prepare": "data_stdlib.yaml"}))
@@ -196,4 +197,4 @@ def test_a_command_without_any_run_names_the_trainers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = "train_gpt2.py, train_classifier.py, train_regression.py and train_transformer.py make one"
     expect_error(f"runs = .*runs/stdlib: no such folder; name a run folder; {names}", report, ReportConfig())
-    expect_error(f"runs = runs/stdlib: no such folder; name a run folder; {names}", show_status, StatusConfig())
+    expect_error(f"runs = runs: no such folder; name a run folder; {names}", show_status, StatusConfig())

@@ -1,21 +1,24 @@
 """Checkpoints that verify themselves: folders `step-XXXXXXXX/`, written and read whole.
 
 A folder has model.safetensors (plain module names, fp32), optimizer.safetensors, state.json, config.yaml, a tokenizer
-file if there is one, and manifest.json: size and SHA-256 of every file, and its own SHA-256. Reading detects a flipped
-bit in any of them. No file is a pickle.
+file if there is one, and manifest.json: size and SHA-256 of every file, itself included. No file is a pickle.
 """
 
+import errno
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,14 +33,29 @@ from gpt2_ddp.checkpoint.run_files import is_data, state_defect
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import free_name, parse_json, read_small, sha256_file, write_atomically, write_hashed, writing
+from gpt2_ddp.files import (
+    free_name,
+    parse_json,
+    read_small,
+    regular,
+    sha256_file,
+    write_atomically,
+    write_hashed,
+    writing,
+)
 from gpt2_ddp.project import command_for
 
 FORMAT = 1
-"""Format of a checkpoint folder. Its readers give missing fields their defaults, and ignore unknown fields."""
+"""Format of a checkpoint folder."""
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATE, CONFIG, MANIFEST = "state.json", "config.yaml", "manifest.json"
 TRANSFORMERS = "config.json"  # a file of transformers' models that no checkpoint has
+FOLDER, RUN_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,})"), re.compile(r"\w[\w.-]*")
+
+PAUSES = (0.1, 1.0, 3.0)  # seconds after which a file is read again that the disk or the network failed to read
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)  # of the expected kind
+
+T = TypeVar("T")
 
 _ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8", "BOOL")
 DTYPES = {_TYPES[name]: name for name in _ORDER}  # names of dtypes in a safetensors file, in the order of its tensors
@@ -65,11 +83,6 @@ class Snapshot:
         if any(tensor.is_cuda for tensor in self.model.values()):
             torch.cuda.synchronize()  # once for all copies
         return replace(self, state=deepcopy(self.state), model=model, optimizer=optimizer)
-
-
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of the plain module; training changes them."""
-    return dict(model.state_dict())
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -100,8 +113,7 @@ def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) ->
 def load_optimizer_state(
     accelerator: Accelerator, state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer
 ) -> None:
-    """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there. The
-    network transfers it, as nodes need not share a disk."""
+    """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there."""
     parameters = dict(model.named_parameters())
 
     def check() -> list[tuple[str, torch.Size, torch.dtype]]:
@@ -110,8 +122,7 @@ def load_optimizer_state(
         return [(key, value.shape, value.dtype) for key, value in state.items()]
 
     layout = on_main(accelerator, check)
-    before = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in parameters.values()}
-    optimizer.state.clear()
+    before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters.values()}
     loaded: dict[str, Tensor] = {}
     for key, shape, dtype in layout:
         kind, name = key.split(".", 1)
@@ -125,9 +136,8 @@ def load_optimizer_state(
 
 
 def misfit(shapes: Mapping[str, Sequence[int]], model: nn.Module) -> str:
-    """Why tensors of these shapes are no optimizer state of the model; empty if they are. Each parameter has a state,
-    and two parameters have the same kinds of tensors or, in other groups, no common one. Before the first step, there
-    is none."""
+    """Why tensors of these shapes are no optimizer state of the model; empty if they are, or if there are none. Two
+    parameters have the same kinds of tensors or, in other groups, no common one."""
     parameters, kinds = {name: list(value.shape) for name, value in model.named_parameters()}, {}
     for key, shape in shapes.items():
         kind, _, name = key.partition(".")
@@ -192,17 +202,18 @@ class Checkpoint:
     @property
     def kind(self) -> str:
         """The kind of its run, like `gpt2`."""
-        return self.state.get("kind", "gpt2")
+        return self.state["kind"]
 
     def read(self) -> Snapshot:
         """The whole content, weights and optimizer state included."""
-        model, optimizer = load_file(self.path / MODEL), load_file(self.path / OPTIMIZER)
+        model, optimizer = (_read(self.path / name, load_file) for name in (MODEL, OPTIMIZER))
         return Snapshot(self.state, yaml.safe_dump(self.config), model, optimizer)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The folders `step-XXXXXXXX` in a checkpoints folder, oldest step first, corrupt ones included."""
-    return sorted(place for place in folder.glob("step-*") if place.is_dir() and place.name[5:].isdigit())
+    found = (place for place in folder.glob("step-*") if FOLDER.fullmatch(place.name) and place.is_dir())
+    return sorted(found, key=lambda place: int(place.name[5:]))
 
 
 def steps_of(checkpoints: list[Path]) -> list[int]:
@@ -215,16 +226,17 @@ def checkpoint_ref(checkpoint: Path) -> dict[str, Any]:
 
 
 def newest_intact(
-    folder: Path, weights: bool = True, put_aside: bool = False, quiet: bool = False
+    folder: Path, weights: bool = True, put_aside: bool = False, quiet: bool = False, until: float = math.inf
 ) -> Checkpoint | None:
-    """The newest intact checkpoint in a folder of checkpoints, or None; prints a warning for each corrupt one, unless
-    `quiet`. Hashes the large files too if `weights`. Renames corrupt ones to `*.corrupt` if `put_aside`."""
+    """The newest intact checkpoint up to step `until`, or None. Prints a warning for each corrupt one, unless `quiet`,
+    and renames it to `*.corrupt` if `put_aside`. Hashes the large files too if `weights`. Raises: UserError."""
     for place in reversed(list_checkpoints(folder)):
         try:
-            return verify(place, weights)
+            if int(place.name[5:]) <= until:
+                return verify(place, weights)
         except CorruptCheckpoint as damage:
             if not place.is_dir():  # its running trainer has written a newer one and deleted this
-                return newest_intact(folder, weights, put_aside, quiet)
+                return newest_intact(folder, weights, put_aside, quiet, until)
             moved = ""
             if put_aside:
                 with writing(place):
@@ -235,66 +247,98 @@ def newest_intact(
 
 
 def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
-    """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises
-    CorruptCheckpoint for the first file that is missing, truncated, changed or invalid; UserError for another format.
-    """
-    files = _read_manifest(checkpoint)
+    """Checks every file of a checkpoint against its manifest; without `weights`, only sizes of the large files. Raises:
+    CorruptCheckpoint for a damaged file; UserError for another format, and for a file that the disk fails to read."""
+    files, content = _parse_manifest(checkpoint, _read(checkpoint / MANIFEST, read_small, 2**20)), {}
     for name, (size, sha256) in files.items():
-        file = checkpoint / name
-        try:
-            if not file.is_file():
-                raise CorruptCheckpoint(file, "is missing")
-            if file.stat().st_size != size:
-                raise CorruptCheckpoint(file, f"has {file.stat().st_size} bytes instead of {size}")
-            if (weights or name not in (MODEL, OPTIMIZER)) and sha256_file(file) != sha256:
-                raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
-            if weights and name in (MODEL, OPTIMIZER):
-                with safe_open(file, "pt"):
-                    pass
-        except SafetensorError as error:
-            raise CorruptCheckpoint(file, f"is no safetensors file ({error})") from error
-        except OSError as error:
-            raise CorruptCheckpoint(file, f"cannot be read ({error.strerror})") from error
-    state, config = _read_fields(checkpoint / STATE, parse_json), _read_fields(checkpoint / CONFIG, parse_yaml)
+        is_hashed = weights or name not in (MODEL, OPTIMIZER)
+        content[name] = _read(checkpoint / name, _check_file, size, sha256 if is_hashed else "")
+    state = _parse_fields(checkpoint / STATE, content[STATE], parse_json)
+    config = _parse_fields(checkpoint / CONFIG, content[CONFIG], parse_yaml)
     if defect := state_defect(state, files[MODEL][0]):
         raise CorruptCheckpoint(checkpoint / STATE, defect)
+    if defect := _config_defect(config, state["kind"]):
+        raise CorruptCheckpoint(checkpoint / CONFIG, defect)
     return Checkpoint(checkpoint, state, config)
 
 
-def _read_manifest(checkpoint: Path) -> dict[str, tuple[int, str]]:
+def _read(file: Path, read: Callable[..., T], *more: Any) -> T:
+    """`read(file, *more)`. Raises: CorruptCheckpoint for no file; UserError for an error of the disk that persists."""
+    reason = ""
+    for pause in (*PAUSES, 0):
+        try:
+            return read(file, *more)
+        except OSError as error:
+            reason = "is missing" if error.errno == errno.ENOENT else f"cannot be read ({error.strerror})"
+            if error.errno in NO_FILE:
+                raise CorruptCheckpoint(file, reason) from error
+            time.sleep(pause)
+    raise UserError("checkpoint", file, f"{reason}; check that disk, then run the same command again")
+
+
+def _check_file(file: Path, size: int, sha256: str) -> bytes:
+    """Checks a file's size and, unless it is empty, its SHA-256. Returns the content of a file of fields."""
+    if (there := regular(file).stat().st_size) != size:
+        raise CorruptCheckpoint(file, f"has {there} bytes instead of {size}")
+    if not sha256:
+        return b""
+    with file.open("rb") as stream:
+        content = stream.read() if file.name in (STATE, CONFIG) else b""
+        found = hashlib.sha256(content) if content else hashlib.file_digest(stream, "sha256")
+    if found.hexdigest() != sha256:
+        raise CorruptCheckpoint(file, "its SHA-256 differs from the manifest's")
+    if file.name in (MODEL, OPTIMIZER):
+        try:
+            with safe_open(file, "pt"):  # reads the header
+                pass
+        except SafetensorError as error:
+            raise CorruptCheckpoint(file, f"is no safetensors file ({error})") from error
+    return content
+
+
+def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, str]]:
     """Bytes and SHA-256 of each file."""
     file = checkpoint / MANIFEST
     try:
-        manifest = json.loads(read_small(file, 2**20))
+        manifest = json.loads(content)
         files = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
         format, sealed = manifest.get("format"), manifest["sha256"] == seal(manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(file, f"cannot be read ({error})") from error
     if not sealed:
         raise CorruptCheckpoint(file, "its own SHA-256 differs")
     if format != FORMAT:
         hint = f"has format {format}, this release reads format {FORMAT}; use the release that wrote it"
         raise UserError("checkpoint", checkpoint, hint)
-    for name in (MODEL, OPTIMIZER, STATE, CONFIG):
-        if name not in files:
-            raise CorruptCheckpoint(file, f"does not list {name}")
+    if missing := {MODEL, OPTIMIZER, STATE, CONFIG} - {*files}:
+        raise CorruptCheckpoint(file, f"does not list {min(missing)}")
+    if outside := [name for name in files if os.path.basename(name) != name]:
+        raise CorruptCheckpoint(file, f"lists {truncate(outside[0], 40)}, outside of the folder")
     return files
 
 
-def _read_fields(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _parse_fields(file: Path, content: bytes, parse: Callable[[str], Any]) -> dict[str, Any]:
     try:
-        fields = parse(file.read_text(encoding="utf-8")) or {}
-    except (OSError, ValueError) as error:
+        fields = parse(content.decode()) or {}
+    except ValueError as error:
         raise CorruptCheckpoint(file, f"cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
         raise CorruptCheckpoint(file, "contains no fields")
     return fields
 
 
+def _config_defect(config: dict[str, Any], kind: str) -> str:
+    """What readers of a checkpoint's configuration cannot use: an absent section, or a run name that is a path."""
+    for section in ("optim", "train", *["data", "model"] * (kind == "gpt2")):
+        if not isinstance(config.get(section), dict):
+            return f"has no section {section}"
+    name = config.get("run_name")
+    return "" if isinstance(name, str) and RUN_NAME.fullmatch(name) else f"has run_name = {truncate(name, 40)}"
+
+
 def find_checkpoint(path: Path, field: str = "checkpoint", weights: bool = True, kind: str = "") -> Checkpoint:
     """The checkpoint `path`, or the newest intact one of the run folder `path`, of a run of this `kind` (empty: any).
-    Hashes the large files too if `weights`. Raises UserError, for the user's `field` with this path: no checkpoint, a
-    corrupt one, or another kind."""
+    Hashes the large files too if `weights`. Raises: UserError for the user's `field`, which names this path."""
     if os.path.isfile(path / TRANSFORMERS) and not os.path.isfile(path / MANIFEST):
         raise UserError(field, path, "is a transformers model; name a run that starts from it (train.init_from)")
     if is_data(path):
@@ -325,7 +369,7 @@ def write(snapshot: Snapshot, folder: Path) -> None:
     }
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir()
     files = {}
     for name in sorted(contents):
         with writing(folder / name):
@@ -336,16 +380,13 @@ def write(snapshot: Snapshot, folder: Path) -> None:
 
 
 def as_safetensors(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, equal to the library's. Tensors on the host are not copied; those on a
-    device are copied one at a time."""
-    places = list(DTYPES)
+    """The bytes of a safetensors file, equal to the library's. Copies one tensor at a time, from a device only."""
+    places, end = list(DTYPES), 0
     names = sorted(tensors, key=lambda name: (places.index(tensors[name].dtype), name))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for name in names:
-        tensor, begin = tensors[name], end
-        end += tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for tensor, name in ((tensors[name], name) for name in names):
+        place, end = [end, end + tensor.nbytes], end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text

@@ -1,7 +1,4 @@
-"""The checkpoints of a run: saves them, in the background or not, and deletes old ones.
-
-A save writes to a hidden folder, calls fsync and renames the folder. So each checkpoint is complete or absent.
-"""
+"""The checkpoints of a run: saves them, in the background or not, and deletes old ones. Each is complete or absent."""
 
 import math
 import shutil
@@ -13,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import (
@@ -27,7 +23,8 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
     write,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS
+from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
+from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import fsync_file, fsync_folder, writing
@@ -36,9 +33,8 @@ SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in tim
 
 
 def should_save_async(wish: bool | str, size: int, spare_core: bool) -> bool:
-    """Whether a checkpoint is saved in the background, by `checkpoint.background`; auto needs a spare core, and
-    memory for a copy of `size` bytes."""
-    return wish if isinstance(wish, bool) else spare_core and psutil.virtual_memory().available > 1.25 * size
+    """Whether a checkpoint is saved in the background; auto needs a spare core, and memory for `size` more bytes."""
+    return wish if isinstance(wish, bool) else spare_core and free_memory() > 1.25 * size
 
 
 class Background:
@@ -82,7 +78,6 @@ class Background:
         """Waits until nothing is written any more."""
         if self._thread:
             self._thread.join()
-            self._thread = None
 
     def wait(self) -> None:
         """Waits until the task has ended, and raises its error, once."""
@@ -93,8 +88,8 @@ class Background:
 
 
 class Checkpointer:
-    """The checkpoints of one run in RUN/checkpoints, on the main process. `lock`: the run is locked, so damaged folders
-    may be repaired. `record`: called with each event row, of a saved checkpoint or of deletions on a full disk."""
+    """The checkpoints of one run in RUN/checkpoints, on the main process. `check_lock`: raises UserError if the process
+    has lost the run's lock; None: there is none, so nothing is repaired. `record`: called with each event row."""
 
     first_step = 0  # the step before the run's first; its checkpoint is only for rollbacks
     wish: bool | str = False  # `checkpoint.background`
@@ -105,31 +100,35 @@ class Checkpointer:
         self,
         folder: Path,
         keep_last: int = 3,
-        lock: bool = True,
+        check_lock: Callable[[], object] | None = lambda: None,
         record: Callable[[dict[str, Any]], None] = lambda event: None,
     ):
-        self.folder, self.keep_last, self._lock, self._record = folder, keep_last, lock, record
+        self.folder, self.keep_last, self._record = folder, keep_last, record
+        self._check_lock, self._is_locked = check_lock or (lambda: None), check_lock is not None
         self.background = Background()
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
-        self._verified: dict[Path, dict[str, Any]] = {}  # states of verified checkpoints
+        self._states: dict[Path, dict[str, Any] | None] = {}  # of checkpoints written or read; None for damaged ones
+        self._hashed: set[Path] = set()  # those whose large files were hashed, too
 
     def save(self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False) -> None:
         """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes (`prune`); on a full disk, before.
-        In the background, of a copy, if `wish` and `should_save_async` allow it, and not `wait`. Raises UserError if
-        writing failed: no partial checkpoint is left, and the kept checkpoints are unchanged."""
+        In the background, of a copy, if `should_save_async` and not `wait`. Raises: UserError if writing failed; then
+        no partial checkpoint is left, and the kept checkpoints are unchanged."""
         self.background.wait()
-        allocated = 0 if self._memory else snapshot.bytes
-        if wait or not should_save_async(self.wish, allocated, self.spare_core):
+        more = snapshot.bytes - sum(tensor.nbytes for tensor in self._memory.values())
+        if wait or not should_save_async(self.wish, more, self.spare_core):
             self._write(snapshot, last_good)
         else:
             copy = snapshot.copied(self._memory)
             self.background.start(lambda: self._write(copy, last_good), self.patience + snapshot.bytes / SLOW_DISK)
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
-        place, rows = self.place(snapshot.state["step"]), self.folder.parent / METRICS
-        if rows.is_file():  # the checkpoint has the chain of the last row
-            with writing(rows):
-                fsync_file(rows)
+        self._check_lock()
+        place = self.place(snapshot.state["step"])
+        for rows in (self.folder.parent / SAMPLES, self.folder.parent / METRICS):
+            if rows.is_file():  # the checkpoint has the chain of the last row, and a row the hash of all samples
+                with writing(rows):
+                    fsync_file(rows)
         temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
         if _free_bytes(self.folder) < snapshot.bytes:
             keep = self._to_keep(last_good, snapshot.state)
@@ -148,14 +147,14 @@ class Checkpointer:
             with suppress(UserError):  # the next start deletes any rest
                 self.recover()
             raise
-        self._verified[place] = snapshot.state
+        self._note(place, snapshot.state)
         keep = self._to_keep(last_good)
         self._record({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
         self._delete_except(keep)
 
     def recover(self) -> None:
-        """Repairs the folder after a killed or failed save: completes a replacement, whose new folder is whole by then,
-        and deletes partial folders."""
+        """Repairs the folder after a killed or failed save: completes a replacement, and deletes partial folders."""
+        self._check_lock()
         with writing(self.folder):
             for replaced in self.folder.glob(".step-*.replaced"):
                 place = replaced.with_name(replaced.name[1 : -len(".replaced")])
@@ -171,43 +170,61 @@ class Checkpointer:
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames corrupt
-        ones to `*.corrupt`, with a warning on stderr that names file and reason. Raises UserError: checkpoints exist,
-        and none is intact."""
-        if self._lock:
+        ones to `*.corrupt`, with a warning. Raises: UserError if checkpoints exist, and none is intact."""
+        if self._is_locked:
             self.recover()
-        found = newest_intact(self.folder, put_aside=self._lock)
+        found = self.newest_until(math.inf)
         if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
             hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
             raise UserError("run folder", self.folder, hint)
-        if found:
-            self._verified[found.path] = found.state
         return found
+
+    def newest_until(self, step: float) -> Checkpoint | None:
+        """The same up to a step, without repairs; None if there is none."""
+        self._check_lock()
+        found = newest_intact(self.folder, put_aside=self._is_locked, until=step)
+        if found:
+            self._note(found.path, found.state)
+        return found
+
+    def _note(self, place: Path, state: dict[str, Any] | None, is_hashed: bool = True) -> None:
+        self._states[place] = state
+        if is_hashed:
+            self._hashed.add(place)
 
     def place(self, step: int) -> Path:
         """The folder of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
-
-    def newest_until(self, step: int) -> Path | None:
-        """The newest intact checkpoint of `step` or an earlier step; its hashes are checked once."""
-        return next((place for place, state in reversed(self._intact().items()) if state["step"] <= step), None)
 
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
         self._delete_except([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
 
     def prune(self, last_good: int | None = None) -> None:
-        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need. These
-        are the newest up to `last_good`, the last step known to be good, and all later ones. Deletes that of the run's
-        first step once a later one is good."""
+        """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
+        newest up to `last_good`, and all later ones. Deletes that of the first step once a later one is good."""
         self._delete_except(self._to_keep(last_good))
 
     def _to_keep(self, last_good: int | None = None, coming: dict[str, Any] | None = None) -> list[Path]:
-        """The checkpoints that `prune` keeps. `coming`: state of the checkpoint that a save is about to write, which
-        counts as kept; then the newest existing checkpoint is kept, too."""
+        """The checkpoints that `prune` keeps. `coming`: state of one that a save is about to write, which counts; then
+        the newest existing one is kept, too. All that count are hashed before one is deleted."""
         there, first = list_checkpoints(self.folder), self.place(self.first_step)
         if len(there) + (coming is not None) <= self.keep_last and first not in there:
             return there
-        intact = self._intact(warn=True)
+        for place in there:
+            if place not in self._states:
+                self._look(place, weights=False)
+        while True:
+            keep = self._choose(there, last_good, coming)
+            unhashed = [place for place in keep if self._states[place] and place not in self._hashed]
+            if len(keep) == len(there) or not unhashed:
+                return keep
+            for place in unhashed:
+                self._look(place, weights=True)
+
+    def _choose(self, there: list[Path], last_good: int | None, coming: dict[str, Any] | None) -> list[Path]:
+        """Those of the checkpoints `there` that `_to_keep` keeps, by their known states."""
+        first, intact = self.place(self.first_step), {place: state for place in there if (state := self._states[place])}
         counted = intact | ({self.place(coming["step"]): coming} if coming else {})
         best: dict[Any, tuple[float, Path]] = {}  # by the tokens scored: losses over other tokens do not compare
         for place, state in counted.items():
@@ -224,30 +241,26 @@ class Checkpointer:
         keep |= {place for _, place in best.values()}
         return [place for place in there if place in keep or place not in intact]
 
+    def _look(self, place: Path, weights: bool) -> None:
+        """Notes the state of a checkpoint that another process has written; warns if it is damaged or unreadable."""
+        try:
+            self._note(place, verify(place, weights).state, weights)
+        except (CorruptCheckpoint, UserError) as damage:
+            self._note(place, None)
+            print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
+
     def _delete_except(self, keep: list[Path]) -> None:
+        self._check_lock()
         for place in list_checkpoints(self.folder):
             if place not in keep:
                 hidden = place.with_name(f".{place.name}.removed")
                 with writing(place):
                     place.rename(hidden)  # after a crash, a partial folder must not look like a checkpoint
                     shutil.rmtree(hidden)
-                self._verified.pop(place, None)
-
-    def _intact(self, warn: bool = False) -> dict[Path, dict[str, Any]]:
-        """The states of the intact checkpoints, oldest step first; each is verified once."""
-        found: dict[Path, dict[str, Any]] = {}
-        for place in list_checkpoints(self.folder):
-            try:
-                found[place] = self._verified.get(place) or verify(place).state
-            except CorruptCheckpoint as damage:
-                if warn:
-                    print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
-        self._verified |= found
-        return found
 
 
 def _free_bytes(folder: Path) -> int:
     """Free bytes on the folder's disk. A quota may allow less; then writing fails halfway."""
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         return shutil.disk_usage(folder).free

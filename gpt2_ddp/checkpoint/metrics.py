@@ -1,10 +1,13 @@
 """Metrics: rows for metrics.jsonl, the trackers and the terminal."""
 
 import math
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
@@ -27,17 +30,27 @@ SHOWN = {
 }
 
 
-def describe(row: dict[str, Any]) -> str:
-    """A row's losses and speed as text; missing fields are left out."""
+def describe(row: dict[str, Any]) -> list[str]:
+    """A row's losses and speed as texts; missing fields are left out."""
     tasks = {name: f"{name} {{:.1%}}" for name in row if name.endswith("_acc")}
     parts = [layout.format(row[name]) for name, layout in (SHOWN | tasks).items() if row.get(name) is not None]
     unit, rate = _speed(row)
-    return "  ".join([*parts, f"{rate:,.0f} {unit}/s"] if unit else parts)
+    return [*parts, f"{rate:,.0f} {unit}/s"] if unit else parts
+
+
+def bar_format(row: dict[str, Any], steps: int, columns: int) -> str:
+    """tqdm's format of the bar in a terminal of this width, with the row's figures as far as they fit, loss first."""
+    left = columns - len(f"{steps}/{steps}  00:00:00 left")
+    text, parts = "{n_fmt}/{total_fmt}  {remaining} left", describe(row)
+    for part in parts[:1] + parts[:0:-1]:
+        if (left := left - len(part) - 2) < 0:
+            break
+        text += f"  {part}"
+    return text + "  {bar}" * (left > 10)
 
 
 def time_left(row: dict[str, Any], steps: int) -> float | None:
-    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed.
-    Assumes that a step has the run's average number of units."""
+    """Seconds to step `steps` at the row's speed, without evaluations and checkpoints; None if the row has no speed."""
     unit, rate = _speed(row)
     return (steps - row["step"]) * row[unit] / row["step"] / rate if rate else None
 
@@ -60,8 +73,7 @@ def _speed(row: dict[str, Any]) -> tuple[str, float]:
 
 
 class LongStage:
-    """Prints a line when a stage takes 5 s and three times longer than before, such as a compilation or a first
-    evaluation. The next line comes after twice the time."""
+    """Prints a line when a stage takes 5 s and three times longer than before. The next line takes twice the time."""
 
     def __init__(self) -> None:
         self._stage, self._begun, self._due = ("", 0), time.monotonic(), math.inf
@@ -89,15 +101,16 @@ class Sample(NamedTuple):
 
 
 class Metrics:
-    """Rows of a run: writes them to metrics.jsonl and the trackers, and prints them. Only the main process does. On a
-    terminal it shows a progress bar; in a log file it prints a line for each row."""
+    """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them: each, but to a
+    terminal only those with an evaluation. Stderr, if it is a terminal and there is no pipe (`| tee`), gets a bar."""
 
     def __init__(self, run: RunFolder | None, step: int, steps: int):
         self.run, self.steps = run, steps
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
-        hidden = run is None or not sys.stderr.isatty()
-        self._bar = tqdm(total=steps, initial=step, unit="step", dynamic_ncols=True, disable=hidden)
+        hidden = run is None or not sys.stderr.isatty() or Path("/dev/stdout").is_fifo()
+        self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, disable=hidden)
+        self._bar.bar_format = bar_format({}, steps, shutil.get_terminal_size().columns)
 
     def start_trackers(self, config: RunConfig, run_id: str) -> None:
         """Starts the trackers of `tracking.log_with` on the main process."""
@@ -114,19 +127,21 @@ class Metrics:
         self.run.append(METRICS, row)
         if self.trackers:
             self.trackers.log(row)
-        text, left = describe(row), time_left(row, self.steps)
-        if self._bar.disable or "val_loss" in row:
-            self.print(f"step {row['step']:>6}/{self.steps}  {text}{f'  {duration(left)} left' if left else ''}")
-        self._bar.set_postfix_str(text, refresh=False)
+        if self._bar.disable or "val_loss" in row or not os.isatty(1):
+            left = time_left(row, self.steps)
+            rest = [f"{duration(left)} left"] if left else []
+            self.print("  ".join([f"step {row['step']:>6}/{self.steps}", *describe(row), *rest]))
+        self._bar.bar_format = bar_format(row, self.steps, shutil.get_terminal_size().columns)
 
     def advance(self) -> None:
         self._bar.update()
 
     def print(self, text: str) -> None:
-        """Prints a line on the main process, above the progress bar."""
+        """Prints a line on the main process, above the progress bar: warnings to stderr, others to standard output."""
         if self.run is not None:
-            with suppress(OSError):  # a log file on a full disk must not end the run
-                tqdm.write(text, file=sys.stderr)
+            stream = sys.stderr if text.startswith("warning") else sys.stdout
+            with suppress(OSError), tqdm.external_write_mode(stream):  # a log file on a full disk must not end the run
+                print(text, file=stream, flush=True)
 
     def go_back(self, event: dict[str, Any]) -> None:
         """Records a rollback in the files and trackers."""

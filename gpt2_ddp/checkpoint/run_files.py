@@ -12,17 +12,20 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import free_name, fsync_file, parse_json, regular, writing
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
+HASH = "samples_sha256"
+NO_SAMPLES = hashlib.sha256().hexdigest()
 
 
 def is_locked(folder: Path) -> bool:
@@ -41,52 +44,49 @@ def is_data(folder: Path) -> bool:
 
 
 Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Sums = tuple[float, float, float]
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Pending(_Fields):
-    model_config = ConfigDict(extra="forbid")
+class _Pending(BaseModel, extra="forbid"):
     row: dict[str, Any] = {}
     evaluate: bool = False
     sample: bool = False
 
 
-class _Parent(_Fields):
+class _Parent(BaseModel):
     step: Count
 
 
-class _Mixture(_Fields):
+class _Mixture(BaseModel):
     manifests: list[str]
     phases: list[tuple[Count, list[str]]]
 
 
-class _Guard(_Fields):
+class _Guard(BaseModel):
     judged: Count = 0
     first_bad: Count | None = None
-    losses: tuple[float, float, float] | None = None
-    norms: tuple[float, float, float] | None = None
+    losses: Sums | None = None
+    norms: Sums | None = None
     noted: list[tuple[int, int, int, int]] = []
 
 
-class State(_Fields):
+class State(BaseModel):
     """The fields of state.json that are read, for damage that a hash cannot show. Others are allowed."""
 
     step: Count
     position: Count
     order_digest: str
-    kind: str = "gpt2"
+    kind: str
     run_id: str = ""
     rollbacks: Count = 0
     skipped: Count = 0
     epoch_size: Count | None = None
     epoch_loss: float = 0.0
     epoch_units: Count = 0
-    since_row: tuple[float, float, float] = (0, 0, 0)
+    since_row: Sums = (0, 0, 0)
     passed: list[tuple[Count, Count]] = []
-    pending: _Pending | None = Field(default=None, alias="owed")
+    owed: _Pending | None = None
     branched_from: _Parent | None = None
     metrics: dict[str, float | None] = {}
     metrics_chain: str | None = None
@@ -94,7 +94,10 @@ class State(_Fields):
     best_evaluation: tuple[Count, float, float | None, Count] | None = None
     guard: _Guard = _Guard()
     scaler: dict[str, float] | None = None
-    micro_batch: Annotated[int, Field(ge=1)] = 1
+    micro_batch: Positive = 1
+    processes: Positive = 1
+    threads: Positive | None = None
+    versions: dict[str, str] = {}
     data_manifest: str | None = None
     mixture: _Mixture | None = None
     tasks: dict[str, str] = {}
@@ -103,8 +106,9 @@ class State(_Fields):
 class GPTState(State):
     """The same for GPT-2."""
 
-    tokenizer: str
+    tokenizer: Annotated[str, Field(pattern="^[^/]*$")]
     vocab_size: Count
+    tokens: Count = 0
 
 
 def state_defect(state: dict[str, Any], model_bytes: int) -> str:
@@ -112,7 +116,7 @@ def state_defect(state: dict[str, Any], model_bytes: int) -> str:
     `model_bytes`: size of the weights, of which each id of a GPT has some."""
     is_gpt = state.get("kind") == "gpt2"
     try:
-        (GPTState if is_gpt else State).model_validate_json(json.dumps(state))
+        (GPTState if is_gpt else State).model_validate_json(json.dumps(state), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
@@ -144,9 +148,11 @@ def is_rollback(row: dict[str, Any]) -> bool:
     return row.get("event") == "rollback"
 
 
-def valid_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of steps that no rollback undid; without events."""
-    found: list[dict[str, Any]] = []
+def valid_rows(
+    rows: Iterable[dict[str, Any]], found: MutableSequence[dict[str, Any]] | None = None
+) -> MutableSequence[dict[str, Any]]:
+    """The rows of steps that no rollback undid; without events. They are appended to `found`, or to a new list."""
+    found = [] if found is None else found
     for row in rows:
         if is_rollback(row):
             while found and found[-1]["step"] > row["step"]:
@@ -162,68 +168,78 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class Line(NamedTuple):
-    """A line of a .jsonl file: number (from 1), text, and row, or None if it is no object. `torn`: the last line,
-    without a newline, after a crash."""
+    """A line of a .jsonl file."""
 
-    number: int
+    number: int  # from 1
     text: str
-    row: dict[str, Any] | None
-    torn: bool
+    row: dict[str, Any] | None  # None if it is no object
+    torn: bool  # without a newline, after a crash
 
 
-def read_lines(file: Path) -> list[Line]:
-    """The lines of a .jsonl file; none if the file is missing."""
-    *lines, rest = (file.read_bytes() if file.is_file() else b"").split(b"\n")
-    found = [Line(number, *parse(line), torn=False) for number, line in enumerate(lines, 1)]
-    return [*found, Line(len(found) + 1, *parse(rest), torn=True)] if rest else found
+def read_lines(file: Path) -> Iterator[Line]:
+    """Yields the lines of a .jsonl file; none if the file is missing."""
+    if file.is_file():
+        with file.open("rb") as stream:
+            yield from parse_lines(stream)
 
 
-def parse(line: bytes) -> tuple[str, dict[str, Any] | None]:
-    """A line's text, and its object or None."""
-    try:
-        row = parse_json(line)
-    except ValueError:
-        row = None
-    return line.decode(errors="replace"), row if isinstance(row, dict) else None
+def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
+    for number, line in enumerate(stream, 1):
+        text, row = line.removesuffix(b"\n"), None
+        with suppress(ValueError):
+            row = parse_json(text)
+        row = row if isinstance(row, dict) else None
+        yield Line(number, text.decode(errors="replace"), row, torn=not line.endswith(b"\n"))
 
 
-def _is_sound(row: dict[str, Any]) -> bool:
-    """Whether the row has a step and only numbers of JSON."""
+def _is_sound(line: Line) -> bool:
+    """Whether the line is whole, and its row has a step and only numbers of JSON."""
+    if not line.row or line.torn or type(line.row.get("step")) is not int:
+        return False
     with suppress(ValueError):
-        json.dumps(row, allow_nan=False)
-        return type(row.get("step")) is int
+        json.dumps(line.row, allow_nan=False)
+        return True
     return False
 
 
-def until(lines: list[Line], step: int, rollbacks: int) -> list[Line]:
-    """The lines up to `step`: all lines up to rollback number `rollbacks`, then those of steps until `step`."""
-    rows = [(line, line.row) for line in lines if line.row]
-    ahead, kept = min(rollbacks, sum(is_rollback(row) for _, row in rows)), []
-    for line, row in rows:
-        if ahead or (row["step"] <= step and not is_rollback(row)):
-            kept.append(line)
-        ahead -= bool(ahead) and is_rollback(row)
-    return kept
-
-
-def sound_lines(file: Path) -> list[Line]:
-    """The lines whose row has a step. A file with other lines is copied aside, with a warning, for repair. A torn last
-    line is dropped."""
-    sound: list[Line] = []
-    bad: list[Line] = []
+def kept_lines(
+    file: Path, is_last: Callable[[Line], bool] | None, step: int, rollbacks: int, missing: str
+) -> Iterator[Line]:
+    """The lines that a resumed run keeps, read one at a time; their rows have a step. `is_last`: whether a line is the
+    last one to keep; None: no line is kept. If no line is the last, `missing` is the problem, and those up to rollback
+    number `rollbacks` are kept, then those of steps until `step`. A damaged file is copied aside, with a warning."""
+    if os.path.lexists(file) and not file.is_file():
+        _set_aside(file, "is not a file")
+    if is_last is None:
+        return iter(())
+    end, backs, problem = 0, [0], ""
     with writing(file):
         for line in read_lines(file):
-            if line.row and _is_sound(line.row):
-                sound.append(line)
-            elif line.text.strip() and not line.torn:
-                bad.append(line)
-        if bad or not file.is_file():
-            aside = free_name(file.with_name(f"{file.name}.damaged"))
-            if bad:
-                shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
-                fsync_file(aside)
-            else:
-                file.rename(aside)
-            what = f"line {bad[0].number} is not a row with a step" if bad else "is not a file"
-            print(f"warning: {file}: {what}; moved to {aside.name}, {len(sound)} rows are kept", file=sys.stderr)
-    return sound
+            if not _is_sound(line):
+                is_damage = not line.torn and bool(line.text.strip())
+                problem = problem or f"line {line.number} is not a row with a step" * is_damage
+                continue
+            if not end and is_last(line):
+                end = line.number
+            if line.row and is_rollback(line.row):
+                backs.append(line.number)
+    if problem := problem or missing * (not end):
+        _set_aside(file, problem)
+    ahead = end or backs[: rollbacks + 1][-1]
+
+    sound = filter(_is_sound, takewhile(lambda line: not end or line.number <= end, read_lines(file)))
+    rows = ((line, line.row or {}) for line in sound)
+    return (line for line, row in rows if line.number <= ahead or (row["step"] <= step and not is_rollback(row)))
+
+
+def _set_aside(file: Path, problem: str) -> None:
+    """Copies a damaged file, for repair, with a warning; moves what is no file. Raises: UserError."""
+    where, aside = "", free_name(file.with_name(f"{file.name}.damaged"))
+    with writing(file):
+        if file.is_file():
+            shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
+            fsync_file(aside)
+            where = f"; a copy is in {aside.name}"
+        elif os.path.lexists(file):
+            where = f"; moved to {file.rename(aside).name}"
+    print(f"warning: {file}: {problem}{where}", file=sys.stderr)

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import product
 from math import ceil
 from pathlib import Path
 from statistics import median, stdev
@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[type[TrainingConfig] | type[JobConfig], str]] = {
 TRIAL = 5  # timed steps of the first run, which determines the number of steps for `seconds`
 STEPS = (5, 5000)  # least and most steps
 WALL = "wall s (min–max)"
-BUSY = 0.1  # fraction of the machine's cores in use before the first run above which it is busy
+BUSY = 0.1  # fraction of the machine's cores in use before the first run above which a note says so
 
 
 class Strategy(NamedTuple):
@@ -72,14 +72,14 @@ class Row:
 
     def numbers(self) -> dict[str, Any]:
         """Everything measured, as plain values. Figures are medians of the repeats, except the largest differences and
-        the peak memory of the largest process. Speed-ups are for equally many samples. `communication` is None for one
-        process; its noise is the larger one of the median within a repeat and that between repeats."""
+        the peak memory of the largest process. `communication` is None for one process; its noise is the larger one of
+        the median within a repeat and that between repeats."""
         about = {"job": self.job, "way": self.way.name, "processes": self.way.processes, "devices": self.way.devices}
         if self.why_missing:
             return about | {"why_missing": self.why_missing}
         first, times, singles = self.runs[0], [run.seconds for run in self.runs], [run.seconds for run in self.singles]
-        seconds, growth = median(times), first.samples / self.singles[0].samples  # 1, except for weak scaling
-        speed_up = growth * median(singles) / seconds
+        seconds = median(times)
+        speed_up = median(singles) / seconds
         share = noise = None
         if fractions := [run.communication for run in self.runs if run.communication]:
             shares, noises = zip(*fractions, strict=True)
@@ -91,7 +91,7 @@ class Row:
             "seconds_of_each_run": times,
             "samples_per_second": first.samples / seconds,
             "speed_up": speed_up,
-            "speed_up_of_each_repeat": [growth * one / own for one, own in zip(singles, times, strict=True)],
+            "speed_up_of_each_repeat": [one / own for one, own in zip(singles, times, strict=True)],
             "efficiency": speed_up / self.way.devices,
             "peak_memory_bytes": max(max(run.peak_memory) for run in self.runs),
             "peak_memory_bytes_of_each_process": [list(run.peak_memory) for run in self.runs],
@@ -141,14 +141,14 @@ class Machine(NamedTuple):
         reason = "needs GPUs, and device is cpu" if here >= 2 and not self.gpus else lacking.format(2, here)
         replicas = Strategy("DataParallel", 1, max(self.gpus, 2)), "" if self.gpus >= 2 else reason
         found = [(Strategy("single", 1, 1), ""), replicas]
-        for n in processes:
+        for n in dict.fromkeys(processes):
             reason = lacking.format(n, self.gpus) if self.device == "cuda" and n > self.gpus else ""
             found.append((Strategy(f"DDP-{n}", n, n), reason))
         return found
 
 
 def compare(config: CompareConfig) -> list[Row]:
-    """The command: measures, and prints the table. After each job, writes table, numbers and bars to `output`."""
+    """The command: measures, and prints the table. After each job, writes table and numbers to `output`."""
     if world_size() > 1:
         hint = f"the comparison starts its own processes: run `{command_for('compare_parallel')}` without a launcher"
         raise UserError("processes", world_size(), hint)
@@ -157,8 +157,9 @@ def compare(config: CompareConfig) -> list[Row]:
     os.environ["OMP_NUM_THREADS"] = str(config.threads)  # the processes inherit it
     rows: list[Row] = []
     with TemporaryDirectory(prefix="compare-") as folder:
-        jobs = read_jobs(config, machine, Path(folder))  # all user errors before any work
-        busy = check_idle(config.busy_ok)
+        # all user errors before any work
+        jobs = [read_job(word, config, machine, Path(folder)) for word in config.jobs]
+        busy = busy_cores()
         for number, (name, job) in enumerate(jobs, 1):
             rows += compare_job(name, job, config, machine, Path(folder))
             notes = find_notes(config, machine, busy)
@@ -174,45 +175,19 @@ def compare(config: CompareConfig) -> list[Row]:
             }
             write_atomically(output / "compare.md", as_markdown(rows, notes) + "\n")
             write_atomically(output / "compare.json", json.dumps(found, indent=1) + "\n")
-            write_atomically(output / "compare.png", draw(rows))
     print((output / "compare.md").read_text(encoding="utf-8"), end="")
     return rows
 
 
-def check_idle(busy_ok: bool) -> float:
-    """Cores that other programs keep busy now. Raises: UserError for too many, unless `busy_ok`."""
-    cores = os.cpu_count() or 1
-    busy = psutil.cpu_percent(interval=1) / 100 * cores
-    if busy > BUSY * cores and not busy_ok:
-        hint = "end them, or add --busy_ok to measure anyway"
-        raise UserError("busy_ok", "false", f"other programs keep {busy:.1f} of {cores} cores busy: {hint}")
-    return busy
+def busy_cores() -> float:
+    """Cores that other programs keep busy now."""
+    return psutil.cpu_percent(interval=1) / 100 * (os.cpu_count() or 1)
 
 
 def find_machine(device: str) -> Machine:
     """The machine to run on. Raises: UserError if the device does not exist."""
     on_gpus = pick_device(device).type == "cuda"
     return Machine("cuda" if on_gpus else "cpu", torch.cuda.device_count() if on_gpus else 0, usable_cores())
-
-
-def read_jobs(config: CompareConfig, machine: Machine, folder: Path) -> list[tuple[str, Job]]:
-    """Every job's name and configuration (`read_job`), with `data_path` in the one that reads data. Raises: UserError,
-    also if there is not exactly one job for `data_path`."""
-    jobs = [read_job(word, config, machine, folder) for word in config.jobs]
-    if config.data_path is None:
-        return jobs
-    with_data = [(name, job.data) for name, job in jobs if isinstance(job, TrainingConfig | ClassifierConfig)]
-    readers = [name for name, data in with_data if getattr(data, "images", True)]
-    if len(readers) != 1:
-        hint = f"is for one job that reads images or tokens; such jobs here: {', '.join(readers) or 'none'}"
-        raise UserError("data_path", config.data_path, hint)
-    return [(name, _with_path(job, config.data_path) if name in readers else job) for name, job in jobs]
-
-
-def _with_path(job: Job, path: str) -> Job:
-    assert isinstance(job, TrainingConfig | ClassifierConfig), "others read nothing"
-    own = {"path": path} | ({"prepare": None} if isinstance(job, TrainingConfig) else {})
-    return job.model_copy(update={"data": job.data.model_copy(update=own)})
 
 
 def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -> tuple[str, Job]:
@@ -231,7 +206,7 @@ def read_job(word: str, config: CompareConfig, machine: Machine, folder: Path) -
     else:
         size, field = job.train.global_batch_size, "train.global_batch_size"
     for n in config.processes:
-        if size % n and not config.weak:
+        if size % n:
             hint = f"does not divide the global batch of {word}, {size} ({field}); choose another number"
             raise UserError("processes", n, hint)
     return Path(file or default).stem, job
@@ -243,7 +218,7 @@ def with_data(job: Job, folder: Path) -> Job:
         return job
     path = str(folder / "data" / Path(job.data.prepare).stem)
     prepare(load(PrepareConfig, ["--config", job.data.prepare, "--output", path]))
-    return _with_path(job, path)
+    return job.model_copy(update={"data": job.data.model_copy(update={"path": path, "prepare": None})})
 
 
 def compare_job(name: str, job: Job, config: CompareConfig, machine: Machine, folder: Path) -> list[Row]:
@@ -283,8 +258,6 @@ def find_notes(config: CompareConfig, machine: Machine, busy: float) -> list[str
         notes.append(f"other programs kept {busy:.1f} cores busy at the start: measure again on an idle machine")
     if config.mixed_precision != "no":
         notes.append(f"in {config.mixed_precision}, rounding makes the strategies' parameters differ")
-    if config.weak:
-        notes.append("weak scaling: the global batch grows with the processes, and so do the parameters' differences")
     where = f"{machine.gpus} GPUs" if machine.gpus else f"CPU, {machine.cores:g} physical cores"
     medians = f"medians of {config.repeats} interleaved runs, each with new processes"
     return [
@@ -310,9 +283,6 @@ def run_way(name: str, job: Job, config: CompareConfig, way: Strategy, steps: in
     size, data_parallel = job.train.micro_batch_size, way.processes < way.devices
     if data_parallel and size != "auto":  # each GPU's part of a micro-batch is as large as with the other strategies
         train["micro_batch_size"] = size * way.devices
-    if config.weak:
-        field = "global_batch_tokens" if isinstance(job, TrainingConfig) else "global_batch_size"
-        train[field] = getattr(job.train, field) * way.devices
     job = job.model_copy(update={"run_name": name, "train": job.train.model_copy(update=train)})
     return start_processes(measure, way.processes, job, data_parallel, config.threads, steps, weights)
 
@@ -341,54 +311,3 @@ def as_markdown(rows: Sequence[Row], notes: Sequence[str]) -> str:
     cells = [table_row(row.numbers()) for row in rows]
     lines = [[line.get(column, "–") for column in cells[0]] for line in cells]
     return "\n".join([markdown_table(list(cells[0]), lines), "", *[f"- {note}" for note in notes]])
-
-
-def draw(rows: Sequence[Row]) -> bytes:
-    """Bars by job and strategy, as a PNG. Dots are the single repeats. Lines are from the least to the largest of them,
-    or over the noise of a communication. Missing strategies have no bar."""
-    import matplotlib  # imported late: needed for drawing only
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    from gpt2_ddp.reports.picture import COLORS, STYLE, as_png
-
-    measured = [row.numbers() for row in rows if not row.why_missing]
-    jobs, ways = (list(dict.fromkeys(found[name] for found in measured)) for name in ("job", "way"))
-    colors = dict(zip(ways, cycle(COLORS), strict=False))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(max(12, 3 * len(jobs)), 4.6), layout="constrained")
-        panels = figure.subplots(1, 3, sharex=True)
-        titles = "Speed-up over one process, measured", "Share of a step in communication (%)"
-        for panel, title in zip(panels, (*titles, "Peak memory per process (MB)"), strict=True):
-            panel.set_title(title)
-            panel.set_xticks(range(len(jobs)), jobs)
-            panel.grid(axis="x", visible=False)
-            panel.margins(y=0.12)
-        panels[1].set_ylim(0, 100)
-        width = 0.8 / len(ways)
-        for found in measured:
-            x = jobs.index(found["job"]) + (ways.index(found["way"]) - (len(ways) - 1) / 2) * width
-            for panel, bar in zip(panels, _bars(found), strict=True):
-                if bar:
-                    value, label, readings, ends = bar
-                    panel.bar(x, value, 0.9 * width, color=colors[found["way"]])
-                    panel.plot([x] * len(readings), readings, ".", color="black", alpha=0.5, markersize=5)
-                    panel.vlines(x, *ends, color="black", linewidth=1.2)
-                    top = max(value, *readings, *ends)
-                    panel.annotate(label, (x, top), (0, 4), textcoords="offset points", ha="center")
-        handles = [Patch(color=color, label=way) for way, color in colors.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(colors))
-    return as_png(figure)
-
-
-def _bars(found: dict[str, Any]) -> Iterator[tuple[float, str, Sequence[float], tuple[float, float]] | None]:
-    """Speed-up, communication and memory of a row: height, label, readings and the ends of the line; None for none."""
-    each, size = found["speed_up_of_each_repeat"], found["peak_memory_bytes"] / 1e6
-    yield found["speed_up"], f"{found['speed_up']:.2f}", each, (min(each), max(each))
-    if found["communication"] is None:
-        yield None
-    else:
-        share, noise = 100 * found["communication"], 100 * found["communication_noise"]
-        value, label = (share, f"{share:.0f}%") if share > noise else (0.0, f"< {noise:.0f}%")
-        yield value, label, [100 * one for one in found["communication_of_each_run"]], (share - noise, share + noise)
-    yield size, f"{size:.0f}", (), (size, size)

@@ -19,11 +19,11 @@ import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import MOST, Command, flat, join_errors, leaves, nearest, sections
-from gpt2_ddp.distributed.environment import is_main_process, under_launcher
+from gpt2_ddp.config.base import Command, flat, join_errors, leaves, sections
+from gpt2_ddp.distributed.environment import is_main_process, record_exit, under_launcher
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
-from gpt2_ddp.errors import UserError, truncate
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import check_limits, read_small
 from gpt2_ddp.project import PROJECT
 
@@ -31,16 +31,6 @@ LARGEST = 2**16
 """Largest YAML file, in bytes; shipped files have 2,000. The parser takes about 10 s per megabyte (estimate)."""
 
 C = TypeVar("C", bound=Command)
-SCRIPT_OF_FIELD = {
-    "train.steps": "train_gpt2.py",
-    "train.global_batch_tokens": "train_gpt2.py",
-    "data.weight": "train_regression.py",
-    "data.sequences": "train_transformer.py",
-    "data.name": "train_classifier.py",
-    "train.global_batch_size": "a small job, like train_classifier.py",
-}
-"""The training script of a configuration file with this field; the first match counts."""
-
 Default = str | Callable[[Mapping[str, Any]], tuple[str, str]] | None
 """The preset without `--config`: a YAML file relative to the project's folder, or a function that returns the file and
 a note (or "") for the given flags."""
@@ -62,6 +52,8 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
             end_with_parent(signal.SIGTERM)
         try:
             config = load(command, sys.argv[1:], default)
+            if isinstance(main, str) and "checkpoint" in command.model_fields:
+                _print_line("loading PyTorch")  # for seconds
             code = (resolve_name(main) if isinstance(main, str) else main)(config)
             print(end="", flush=True)
         except BrokenPipeError:
@@ -74,7 +66,7 @@ def run_command(command: type[C], main: Callable[[C], object] | str, default: De
         except UserError as error:
             for mistake in error.mistakes:
                 _print_line(f"error: {mistake}")
-            code = 2
+            code = record_exit(2)
             distributed = sys.modules.get("torch.distributed")  # gloo's threads abort ranks that end while connected
             if distributed and distributed.is_initialized():
                 distributed.destroy_process_group()
@@ -100,7 +92,11 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         flags.setdefault(command.positional, positional)
     pairs = zip(["", *unknown], unknown, strict=False)
     words = [word for before, word in pairs if word[:1] == "-" or before[:1] != "-"]  # no values of unknown flags
-    mistakes = [_unknown_word(word, list(known)) for word in words[: MOST + 1]]
+    mistakes: list[str] = []
+    if words:
+        from gpt2_ddp.config.mistakes import unknown_words
+
+        mistakes = unknown_words(words, argv, list(known))
     files = [str(file) for file in arguments.config or ()]  # argparse makes an empty list of a lone `--`
     changes = {name: _flag_value(known[name], text) for name, text in flags.items()}
     config = resolve(command, files, changes, default, mistakes)
@@ -119,7 +115,7 @@ def resolve(
 ) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `mistakes`: user errors of the command line, to report with those found here. Raises: UserError, as `load`."""
-    note = ""
+    note, from_preset = "", not files and bool(default)
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
         files = [file]
@@ -135,21 +131,21 @@ def resolve(
     try:
         config = command.model_validate(values)
     except UserError as error:
-        others = [mistake for pair in zip(files, contents, strict=True) for mistake in _other_script(command, *pair)]
+        from gpt2_ddp.config.mistakes import other_script
+
+        others = [mistake for pair in zip(files, contents, strict=True) for mistake in other_script(command, *pair)]
         follows = mistakes and not error.__cause__  # an error between fields, one of which has an unknown name
         raise join_errors([*mistakes, *(others or ([] if follows else error.mistakes))]) from error
     if mistakes:
         raise join_errors(mistakes)
+    own = Path(*config.model_dump(include={"output_dir", "run_name"}).values(), "config.yaml")
+    if from_preset and "run_name" in changes and own.is_file():
+        from gpt2_ddp.config.mistakes import check_flags_of_run
+
+        check_flags_of_run(config, changes, own, read_yaml(str(own)))
     if note:
         _print_line(note)
     return config
-
-
-def _other_script(command: type[Command], file: str, content: dict[str, Any]) -> list[str]:
-    """The user error for a file of another training script, known by a field that this one lacks."""
-    known, keys = dict(leaves(command)), flat(content)
-    scripts = next((scripts for field, scripts in SCRIPT_OF_FIELD.items() if field in keys and field not in known), "")
-    return UserError("--config", file, f"is for {scripts}; name one of this script").mistakes if scripts else []
 
 
 def dump(config: Command) -> str:
@@ -278,10 +274,3 @@ def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
             _merge(into[key], value)
         elif value is not None or not isinstance(into.get(key), dict):
             into[key] = value
-
-
-def _unknown_word(word: str, known: list[str]) -> str:
-    if word[:1] != "-":
-        return UserError("command line", word, f"a value without a flag; write --FIELD {word}").mistakes[0]
-    name = word.split("=")[0].lstrip("-")
-    return f"{truncate(word)}: unknown flag{nearest(name, [*known, 'config', 'print_config'], '--')}"

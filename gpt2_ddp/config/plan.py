@@ -25,13 +25,12 @@ class PlanConfig(TrainingConfig):
     gpu_memory: float | None = Field(default=None, gt=0, exclude=True)
     """memory per process in GB (1e9 bytes); null: the GPU's, or this machine's free memory"""
     mfu: float = Field(default=0.4, gt=0, le=1, exclude=True)
-    """model FLOP/s utilization to assume if no rate is given or measured, as a fraction of the GPUs' peak"""
+    """model FLOP/s utilization to assume if no rate is given or recorded, as a fraction of the GPUs' peak"""
     tokens_per_second: float | None = Field(default=None, gt=0, exclude=True)
-    """tokens per second of all processes, without evaluations and checkpoints; null: measured, or by the MFU"""
+    """tokens per second of all processes, without evaluations and checkpoints; null: as recorded in the run folder on
+    equal devices, or by the MFU"""
     price: float | None = Field(default=None, ge=0, exclude=True)
     """price of one GPU per hour, in any currency; null: no price is printed"""
-    measure: bool = Field(default=False, exclude=True)
-    """train 25 steps here first, in a temporary folder, to time steps, evaluations and checkpoints"""
     json: bool = Field(default=False, exclude=True)  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     """print JSON instead of text"""
 
@@ -42,7 +41,5 @@ class PlanConfig(TrainingConfig):
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         yield from super().mistakes()
-        if self.measure and (self.gpu or self.gpus or self.nodes > 1):
-            yield "measure", "true", "measures this machine, with the launcher's processes; remove gpu, gpus and nodes"
         if self.gpu and self.train.device not in ("auto", "cuda"):
             yield "train.device", self.train.device, f"conflicts with gpu {self.gpu}; remove one of the two"

@@ -1,13 +1,11 @@
 """Sections and fields that every training run has. The training loop reads them."""
 
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, field_validator
 
-from gpt2_ddp.config.base import Command, Section, complete, differences, flat
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.config.base import Command, Section, flat
 
 
 def only(kinds: Any, hint: str) -> BeforeValidator:
@@ -20,6 +18,11 @@ def only(kinds: Any, hint: str) -> BeforeValidator:
         raise ValueError(f"should be {hint}")
 
     return BeforeValidator(check)
+
+
+def named(pattern: str, hint: str) -> BeforeValidator:
+    """A validator of names that match a pattern; the error describes it in words."""
+    return only(Annotated[str, Field(pattern=pattern)], f"a name {hint}")
 
 
 class ClipConfig(Section):
@@ -91,7 +94,9 @@ class TrackingConfig(Section):
     """steps between rows of metrics.jsonl"""
     log_with: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
     """trackers that get the rows of metrics.jsonl, too, one or several; wandb logs offline without a login"""
-    project: str = Field(default="gpt2_ddp", pattern=r"^\w[^/\\#?%:]*$")
+    project: Annotated[
+        str, named(r"^\w[^/\\#?%:]*$", "without / \\ # ? % and :, beginning with a letter, digit or _")
+    ] = "gpt2_ddp"
     """project name in the trackers"""
     entity: str | None = None
     """wandb: user or team that owns the project; null: your default"""
@@ -123,8 +128,11 @@ class RunConfig(Command):
 
     output_dir: str = "runs"
     """folder that contains the run folders"""
-    run_name: str = Field(default="gpt2", min_length=1, pattern=r"^\w[\w.-]*$")
-    """name of the run; its run folder is output_dir/run_name; the same command again resumes the run"""
+    run_name: Annotated[
+        str, named(r"^\w[\w.-]*$", "of letters, digits, _, - and ., beginning with a letter, digit or _")
+    ] = "gpt2"
+    """name of the run, of letters, digits, _, - and .; its run folder is output_dir/run_name; the same command again
+    resumes the run"""
     seed: int = Field(default=1337, ge=0, lt=2**63)
     """seed of initial weights, data order and dropout"""
     fresh: bool = Field(default=False, exclude=True)
@@ -167,24 +175,10 @@ class RunConfig(Command):
         return False
 
     def check_resumable(self, kind: str, saved: dict[str, Any], step: int) -> list[str]:
-        """Checks that this configuration can resume a checkpoint with the configuration `saved`: the fields in `kept`
-        must be equal. Fields missing in `saved` have their defaults there; null keeps the saved value. Returns the
-        fields of `saved` that are unknown now. Raises: UserError, which names every field that differs."""
-        if kind != self.kind:
-            hint = f"the run folder holds a run of another kind, {kind}; choose another run_name"
-            raise UserError("run_name", self.run_name, hint)
-        mistakes = []
-        for name, now, before in differences(self, saved, self.kept):
-            if now is not None and not self.may_change(name, before, step):
-                own = Path(self.output_dir, self.run_name, "config.yaml")
-                hint = f"the run was started with {before}; restore it (--config {own}), or choose another run_name"
-                if name.startswith("optim.") and hasattr(self.train, "branch_from"):
-                    way, what = ("init_from", "weights") if name == "optim.name" else ("branch_from", "training state")
-                    hint += f" (train.{way} starts a new run from this run's {what})"
-                mistakes += UserError(name, now, hint).mistakes
-        if mistakes:
-            raise UserError.join(mistakes)
-        return complete(type(self), saved)[1]
+        """Checks that this configuration can resume a checkpoint, as `mistakes.check_resumable`."""
+        from gpt2_ddp.config.mistakes import check_resumable
+
+        return check_resumable(self, kind, saved, step)
 
     if TYPE_CHECKING:  # each kind declares its own sections, in its own order
         optim: ClipConfig

@@ -13,11 +13,18 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Tasks
+from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 RunOrCheckpoint = Annotated[str, Field(description="run folder (its newest intact checkpoint) or checkpoint")]
+
+
+HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
+Floats = only(tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...], "positive multiples of 4, the bytes of a number")
+Several = only(tuple[Annotated[int, Field(ge=2, le=64)], ...], "numbers from 2 to 64; one process is always timed, too")
 
 
 class PrepareConfig(Command):
@@ -32,7 +39,7 @@ class PrepareConfig(Command):
     """`bpe` (trains a byte-level BPE on the source), `chars` (its characters), `bytes` (256 ids and end-of-text), the
     name of a tiktoken encoding (gpt2, r50k_base, cl100k_base, ...), or a tokenizer.json"""
     vocab_size: int | None = Field(default=None, ge=257, le=2**31 - 1)
-    """bpe: tokens of the vocabulary, end-of-text included; null: a power of two that depends on the size of the files:
+    """bpe: tokens of the vocabulary, end-of-text included; null: a power of two that depends on the size of the text:
     4,096 for 1 MB, 8,192 for 10 MB, 32,768 for 100 MB and more"""
     workers: int = Field(default=0, ge=0)
     """encoding processes; 0: one per core; the result does not depend on their number"""
@@ -43,9 +50,10 @@ class PrepareConfig(Command):
     """most tokens per shard"""
     encoding: str = "auto"
     """text and jsonl files: `auto` reads UTF-8, and UTF-16 or UTF-32 with a byte order mark; a codec of Python (cp1252,
-    latin-1, shift_jis, ...) is used for all other files"""
-    on_bad_file: Literal["skip", "stop"] = "skip"
-    """files that are no text, or damaged: skip leaves them out and lists them; stop ends before any work"""
+    latin-1, shift_jis, ...) is used for all other files, which the summary lists"""
+    on_bad_file: Literal["skip", "keep", "stop"] = "skip"
+    """files that are no text, or damaged: skip leaves them out and lists them; keep reads those that can be read, with
+    U+FFFD for undecodable bytes; stop ends before any work"""
     column: str = "text"
     """column of the text, in jsonl, parquet and Hub sources; `meta.text`: the field text of column meta"""
     split: str = "train"
@@ -173,7 +181,7 @@ class ExportConfig(Command):
     """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
     """also write model.gguf for llama.cpp; llama.cpp's own converter accepts no tokenizer that was trained here"""
-    push_to_hub: str | None = Field(default=None, pattern=r"^[\w.-]+/[\w.-]+$")
+    push_to_hub: Annotated[str | None, only(HubName | None, "OWNER/NAME, of letters, digits, _, - and .")] = None
     """also upload the folder to this repository on the Hub (OWNER/NAME), with the token of `hf auth login`; a missing
     repository is created; null: no upload"""
     private: bool = True
@@ -188,7 +196,8 @@ class ReportConfig(Command):
     runs: tuple[str, ...] = ("runs/stdlib",)
     """run folders"""
     output: str | None = None
-    """folder for report.html and report.png; null: the first run's folder"""
+    """folder for report.html and report.png; null: the run's folder; for several runs comparison.html and
+    comparison.png in the first run's folder"""
     axis: Literal["auto", "steps", "tokens", "time"] = "auto"
     """x axis of the picture: steps, tokens (or samples), or time spent in training steps; auto: steps if a step has the
     same number of tokens in all runs, else tokens"""
@@ -199,8 +208,8 @@ class StatusConfig(Command):
 
     positional = "runs"
 
-    runs: tuple[str, ...] = Field(default=("runs/stdlib",), min_length=1)
-    """run folders"""
+    runs: tuple[str, ...] = ()
+    """run folders; none: all in runs/"""
 
 
 class VerifyConfig(Command):
@@ -214,10 +223,11 @@ class VerifyConfig(Command):
     """folder of token shards; for a mixture all folders, joined by `:`; null: the run's own"""
     shards: Literal["full", "sampled", "none"] = "full"
     """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
-    replay: str | None = None
+    replay: Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")] = (
+        None
+    )
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder (in TMPDIR), on as many processes as the run had; null: train nothing"""
-
     rescore: bool = False
     """also evaluate each kept checkpoint that has a val_loss again, and compare: finds replaced weights, in less time
     than a replay"""
@@ -225,42 +235,19 @@ class VerifyConfig(Command):
     """file outside the run folder: the newest checkpoint's step, chain and SHA-256 of its weights. An existing anchor
     is compared with the run. If the run is intact, its newest checkpoint is written to the file. null: no anchor"""
 
-    @field_validator("replay")
-    @classmethod
-    def _two_steps(cls, replay: str | None) -> str | None:
-        if replay is not None and not re.fullmatch(r"[0-9]{1,15}:[0-9]{1,15}", replay):
-            raise ValueError("should be the step of a checkpoint and a later step, like 1000:1100")
-        return replay
-
 
 class CheckClusterConfig(Command):
     """check_cluster.py: whether all processes connect, have equal versions and all-reduce correctly, and how fast"""
 
     timeout_seconds: float = Field(default=60, gt=0)
     """seconds to wait for a rank that does not connect, and for an all-reduce that does not end"""
-    sizes: tuple[int, ...] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
+    sizes: Annotated[tuple[int, ...], Floats] = (8, 4096, 65_536, 1_048_576, 16_777_216, 67_108_864)
     """sizes of the all-reduces in bytes, in fp32; DDP sends gradients in buckets of 25 MiB"""
     repeats: int = Field(default=20, ge=1)
     """timed all-reduces per size"""
     device: Device = "auto"
-    training: str | None = None
-    """configuration of train_gpt2.py: also prints how long its gradients take on this network; null: none"""
-    step_seconds: float | None = Field(default=None, gt=0)
-    """compute time of a step of that training in seconds, from plan.py or a run on one machine: also prints the
-    fraction of a step that communication takes"""
     output: str | None = None
     """JSON file for all results; null: none"""
-
-    def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        if self.step_seconds and not self.training:
-            yield "step_seconds", self.step_seconds, "needs a training; name its configuration with --training"
-
-    @field_validator("sizes")
-    @classmethod
-    def _whole_floats(cls, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        if not sizes or any(size < 4 or size % 4 for size in sizes):
-            raise ValueError("each should be a positive multiple of 4, the bytes of an fp32 number")
-        return sizes
 
 
 class CompareConfig(Command):
@@ -269,10 +256,8 @@ class CompareConfig(Command):
     jobs: tuple[str, ...] = ("regression", "classifier", "gpt2")
     """trainings to time: regression, classifier, transformer, gpt2; each may name a configuration of its script after a
     colon, like classifier:configs/jobs/cifar100_lenet.yaml"""
-    processes: tuple[int, ...] = (2,)
+    processes: Annotated[tuple[int, ...], Several] = (2,)
     """numbers of DDP processes; each has a row in the table"""
-    weak: bool = False
-    """true: weak scaling, the job's global batch for each process; false: for all processes together"""
     repeats: int = Field(default=3, ge=1)
     """runs of each strategy, in new processes each; the strategies alternate"""
     seconds: float = Field(default=10, gt=0)
@@ -281,29 +266,18 @@ class CompareConfig(Command):
     """number of timed steps, used instead of seconds; null: by seconds"""
     epochs: int | None = Field(default=None, ge=1)
     """passes over the training samples to train and time, used instead of seconds or steps; null: by seconds"""
-    data_path: str | None = None
-    """data folder of the one job that reads data: images of a classifier, or tokens of gpt2; null: the job's own"""
     threads: int = Field(default=1, ge=1)
     """CPU threads per process, equal for all strategies"""
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"
     """mixed precision of every job; the strategies end with equal parameters only with no (fp32)"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """device to train on; auto: cuda if available, else cpu"""
-    busy_ok: bool = False
-    """measure even if other programs keep the machine busy; the table then has a note"""
     output: str = "runs/compare"
-    """folder for compare.md, compare.json and compare.png"""
+    """folder for compare.md and compare.json"""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.steps and self.epochs:
             yield "epochs", self.epochs, "should not be combined with steps; remove one of the two"
-
-    @field_validator("processes")
-    @classmethod
-    def _several_processes(cls, processes: tuple[int, ...]) -> tuple[int, ...]:
-        if any(not 2 <= n <= 64 for n in processes) or len(set(processes)) < len(processes):
-            raise ValueError("should be different numbers from 2 to 64; one process is always timed, too")
-        return processes
 
 
 class LabConfig(Command):
@@ -313,10 +287,8 @@ class LabConfig(Command):
     """names of the experiments to run; empty: all"""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """seed of the experiments' data and initial weights"""
-    output: str | None = None
-    """file for the table; .json: all numbers; other names: markdown; null: none"""
     explain: str | None = None
-    """name of an experiment: print its lesson and its code, wrong and right, without measuring; null: none"""
+    """name of an experiment: print its code, wrong and right, without measuring; null: none"""
 
 
 def check_writable(output: str, field: str = "output") -> None:

@@ -12,8 +12,6 @@ from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig,
 
 WINDOWS_PER_BLOCK = 1000
 """Windows per block of a mixture's order; each block holds every source in proportion (`data.mixture`)."""
-MOST_SOURCES = 32
-"""Most sources of a mixture: with more, the largest source could get less than its share of a block."""
 
 
 Auto = Literal["auto"]
@@ -215,8 +213,9 @@ class EvalConfig(Section):
     every: int = Field(default=250, ge=1)
     """steps between evaluations; the first and the last step are always evaluated"""
     tokens: Tokens = "auto"
-    """validation tokens per evaluation, evenly spread over the split, always the same; auto: 6% of the training tokens
-    between two evaluations, at least 16 windows, fixed when the run starts; null: all"""
+    """validation tokens per evaluation, evenly spread over the split, always the same; several folders share them
+    equally; auto: 6% of the training tokens between two evaluations, at least 16 windows, fixed when the run starts;
+    null: all"""
     patience: int | None = Field(default=None, ge=1)
     """early stopping: evaluations in a row without a new lowest val_loss after which the run ends; each new lowest
     saves a checkpoint, and the best is kept; null: train all steps"""
@@ -277,11 +276,12 @@ class TrainingConfig(RunConfig):
     tracking: TextTrackingConfig = TextTrackingConfig()
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
-        """Allows a new end of the schedule before the decay begins, and new sources of weight 0 in val_loss."""
+        """Allows a new end of the schedule before the decay begins, null for the saved end, and new sources of weight 0
+        in val_loss."""
         if name == "eval.weights":
             now = self.eval.weights
             return bool(before) and list(now[: len(before)]) == before and not any(now[len(before) :])
-        return name == "optim.decay_steps" and self.optim.may_end_at(before, step)
+        return name == "optim.decay_steps" and (self.optim.decay_steps is None or self.optim.may_end_at(before, step))
 
     @property
     def phase_begins(self) -> list[int]:
@@ -317,7 +317,10 @@ class TrainingConfig(RunConfig):
             owner, given = name.partition("_")[0], getattr(optim, name)
             if owner in OPTIMIZERS and owner != optim.name and given != field.default:
                 yield f"optim.{name}", given, f"is for --optim.name {owner} only; add that flag, or remove this one"
-        yield from self._mixture_mistakes()
+        if len(self.data.paths) > 1 or self.data.weights or self.eval.weights or self.data.phases:
+            from gpt2_ddp.config.mistakes import mixture_mistakes
+
+            yield from mixture_mistakes(self)
         end = optim.decay_steps
         if end is not None and optim.warmup_steps >= end:
             hint = f"should be less than the steps of the schedule ({end}, optim.decay_steps)"
@@ -332,27 +335,6 @@ class TrainingConfig(RunConfig):
             yield "model.n_embd", width, f"should be a multiple of {what} ({unit}), like {lower}"
         if heads % keys or (gpt2 and keys != heads):
             yield "model.n_kv_head", keys, f"should divide model.n_head ({heads})" + ", or be it for gpt2" * gpt2
-
-    def _mixture_mistakes(self) -> Iterator[tuple[str, object, str]]:
-        data, paths = self.data, self.data.paths
-        if len({os.path.normpath(path) for path in paths}) < len(paths):
-            yield "data.path", " ".join(paths), "contains a folder twice; name it once and set data.weights"
-        if len(paths) > MOST_SOURCES:
-            yield "data.path", f"{len(paths)} folders", f"should be at most {MOST_SOURCES}; prepare several as one"
-        given = {"data.weights": data.weights, "eval.weights": self.eval.weights}
-        given = {field: weights for field, weights in given.items() if weights}
-        given |= {f"data.phases, number {number}": phase.weights for number, phase in enumerate(data.phases, 1)}
-        for field, weights in given.items():
-            if len(weights) != len(paths):
-                hint = f"should be {len(paths)} numbers, one for each folder of data.path, in their order"
-                yield field, " ".join(map(str, weights)), hint
-            elif min(weights) < 0 or not 0 < sum(weights) < math.inf:
-                yield field, " ".join(map(str, weights)), "each should be at least 0, with a finite sum above 0"
-        for before, phase, begins in zip([0, *self.phase_begins], data.phases, self.phase_begins, strict=False):
-            if begins <= before:
-                tokens = WINDOWS_PER_BLOCK * self.model.block_size
-                block = f"{WINDOWS_PER_BLOCK} windows (model.block_size), {tokens} tokens"
-                yield "data.phases", phase.at_tokens, f"should begin a block or more after the last phase: {block}"
 
 
 BUILT_IN, OWN_TEXT = "configs/gpt2_stdlib.yaml", "configs/gpt2_small_corpus.yaml"

@@ -335,21 +335,6 @@ def padding_rows(windows: int, processes: int, batch: int) -> int:
     return -windows % (processes * batch)
 
 
-def nearest_without_padding(windows: int, processes: int, batch: int) -> int:
-    """The number of windows per step nearest to `windows` that splits evenly, into micro-batches of >= `batch` / 2."""
-    shares = sorted(range(1, 2 * windows // processes + 2), key=lambda share: abs(share * processes - windows))
-    sizes = (share * processes for share in shares)  # one micro-batch per process is among them
-    return next(size for size in sizes if 2 * split_batch(size, processes, batch) >= batch)
-
-
-def micro_batches(windows: int, processes: int) -> Iterator[int]:
-    """Sizes to try, the largest first: `split_batch` below each limit in turn. Where W divides G, the divisors."""
-    size = windows
-    while size:
-        yield (size := split_batch(windows, processes, size))
-        size -= 1
-
-
 def divisors(number: int) -> list[int]:
     """Divisors, the largest first."""
     return [size for size in range(number, 0, -1) if number % size == 0]

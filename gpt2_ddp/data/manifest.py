@@ -5,6 +5,7 @@ Its key `sha256` is the SHA-256 of `json.dumps(others, sort_keys=True)`, where `
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,9 +13,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
+from gpt2_ddp.config.cli import read_yaml
+from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import read_small
-from gpt2_ddp.project import command_for
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 2**26
@@ -87,13 +89,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_small(path, LARGEST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        hint = f"has no {MANIFEST}; if it is text, {prepare_command(path.parent)} makes token shards"
-        if not path.parent.exists():
-            hint = "is not a folder; create it with prepare_data.py"
-        elif any(path.parent.glob("*.bin")):
-            indexing = f"index shards from other programs with {_index_command(path.parent)}"
-            hint = f"has shards but no {MANIFEST}: run its prepare_data.py command again, or {indexing}"
-        raise UserError("data", folder, hint) from error
+        from gpt2_ddp.config.mistakes import describe_missing
+
+        raise UserError("data", folder, describe_missing(path)) from error
     except OSError as error:
         raise UserError("data", folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
     return parse_manifest(text, path)
@@ -113,7 +111,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
         hint = f"is not a manifest of this version ({reason}); delete it and prepare the data again"
         raise UserError("data", path, hint) from error
     if content.pop("sha256", None) != content_sha256(content):
-        hint = f"copy it again from an intact copy, or delete it and run {_index_command(path.parent)}"
+        hint = f"copy it again, or delete it and run prepare_data.py --source 'bin:{path.parent}/*.bin'"
         raise UserError("data", path, f"was changed: its own sha256 differs; {hint}")
     return manifest
 
@@ -141,10 +139,17 @@ def content_sha256(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def prepare_command(text: Path) -> str:
-    """The command that prepares a file or folder of text."""
-    return f"`{command_for('prepare_data')} --source '{text}' --output data/{text.absolute().stem}`"
-
-
-def _index_command(folder: Path) -> str:
-    return f"prepare_data.py --source 'bin:{folder}/*.bin'"
+def missing_data(config: TrainingConfig) -> str | None:
+    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError for a folder without a manifest that
+    the recipe does not write."""
+    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
+    recipe = config.data.prepare
+    output = str(read_yaml(recipe, "data.prepare").get("output")) if recipe and missing else ""
+    for folder in missing:
+        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
+            try:
+                read_manifest(Path(folder))
+            except UserError as error:
+                more = f"; data.prepare ({recipe}) writes to {output}" * bool(recipe)
+                raise UserError.join([f"{mistake}{more}" for mistake in error.mistakes]) from error
+    return recipe if missing else None

@@ -21,10 +21,12 @@ from torch import Tensor
 from gpt2_ddp.config.training import WINDOWS_PER_BLOCK as BLOCK
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
-from gpt2_ddp.data.order import SOURCE_BITS, Order
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import Windows, count_windows
 from gpt2_ddp.errors import UserError
 
+SOURCE_BITS = 48
+"""An item of a mixture is source · 2^48 + window, so the items of source 0 are its windows."""
 CACHED = 8
 """Cached blocks; most steps need one or two."""
 

@@ -15,8 +15,6 @@ FIRST_DIGEST = "0" * 64
 ROUNDS = 8
 FEW, AHEAD = 256, 2048
 """Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400 (estimate)."""
-SOURCE_BITS = 48
-"""An item of a mixture is source · 2^48 + window, so the items of source 0 are its windows."""
 
 
 class Order:

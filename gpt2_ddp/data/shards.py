@@ -6,10 +6,12 @@ uint16 for vocabularies of up to 65,536 ids, uint32 for larger ones. The shards 
 
 import json
 import os
+import resource
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAGIC_AND_VERSION = {2: (20240520, 1), 4: (20240801, 7)}  # by bytes per token
-OPEN_FILES = 64
-"""Most shards that a `TokenStream` keeps open."""
+OPEN_SHARE = 4
+"""The streams of a process keep shards open in at most 1 / 4 of its file descriptors."""
 
 
 def read_header(path: Path, dtype: np.dtype) -> int:
@@ -57,11 +59,12 @@ def check_shard(folder: Path, shard: Shard, dtype: np.dtype) -> None:
 class TokenStream:
     """A split as one stream of tokens, read at any position with `preadv`. Can be pickled and forked; one thread.
 
-    A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS. Raises:
-    UserError if the split or a shard is missing, or a shard's header or size is wrong.
+    A memory map would count as the process's memory, and a truncated file would end the process by SIGBUS.
+    `check`: read all headers; one process of a machine suffices. Raises: UserError if the split or a shard is missing,
+    or a shard's header or size is wrong.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, split: str):
+    def __init__(self, folder: Path, manifest: Manifest, split: str, check: bool = True):
         self._files: OrderedDict[int, int] = OrderedDict()  # shard -> file descriptor, least recently used first
         if split not in manifest.splits:
             hint = f"{folder} has no such split, only {', '.join(manifest.splits)}; prepare it with val_fraction > 0"
@@ -69,7 +72,7 @@ class TokenStream:
         self.vocab_size, self.dtype = manifest.vocab_size, token_dtype(manifest.vocab_size)
         shards = manifest.splits[split]
         self._paths = [Path(folder) / shard.file for shard in shards]
-        for shard in shards:
+        for shard in shards if check else ():
             check_shard(Path(folder), shard, self.dtype)
         self._ends = np.cumsum([shard.tokens for shard in shards])
         self._bounds = [0, *self._ends.tolist()]
@@ -117,7 +120,9 @@ class TokenStream:
 
     def _read_into(self, buffer: memoryview, shard: int, offset: int) -> None:
         if shard not in self._files:
-            if len(self._files) == OPEN_FILES:
+            _streams.add(self)
+            limit = file_limit() // OPEN_SHARE // sum(bool(stream._files) or stream is self for stream in _streams)
+            while len(self._files) >= max(limit, 1):
                 os.close(self._files.popitem(last=False)[1])
             self._files[shard] = os.open(self._paths[shard], os.O_RDONLY)
         self._files.move_to_end(shard)
@@ -127,6 +132,15 @@ class TokenStream:
             if count == 0:
                 raise UserError("shard", self._paths[shard], f"became shorter while it was read; {AGAIN}")
             done += count
+
+
+_streams: WeakSet[TokenStream] = WeakSet()
+
+
+def file_limit() -> int:
+    """Most files that this process may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**20 if limit == resource.RLIM_INFINITY else limit
 
 
 RECORD = ".verified.jsonl"

@@ -1,13 +1,21 @@
-"""The environment of this process: its launcher, its rank, exit codes, and usable CPU cores. No torch."""
+"""The environment of this process: its launcher, its rank, exit codes, usable CPU cores and memory. No torch."""
 
 import os
 import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gpt2_ddp.errors import UserError
 
 DIVERGED, STOPPED = 3, 75
 """Exit codes of a run: diverged, which the same command would repeat; stopped early with a checkpoint (EX_TEMPFAIL)."""
+EXIT_CODES = "GPT2_DDP_EXIT_CODES"  # environment variable: the file of exit codes that cloud/launch.sh reads
+LAST_SEEN: dict[str, float] = {}
+"""Time on the monotonic clock when a process of each rank was last on this machine, before the ranks connected."""
+CONNECTED = threading.Event()
 ROOT = Path("/")  # folder of Linux's `proc` and `sys`
 
 _COUNT, _NUMBER = r"[1-9][0-9]*", r"[0-9]+"
@@ -45,6 +53,19 @@ def world_size() -> int:
 def has_other_ranks() -> bool:
     """Whether the launcher started several processes; they may not be connected yet."""
     return os.environ.get("WORLD_SIZE", "").strip() not in ("", "-1", "1")
+
+
+def see_ranks_of_this_machine() -> None:
+    """Updates `LAST_SEEN` every second, until the ranks have connected."""
+    import psutil
+
+    while not CONNECTED.is_set():
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                values, names = process.environ(), ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")  # a dead one has none
+                if "RANK" in values and all(values.get(name) == os.environ.get(name) for name in names):
+                    LAST_SEEN[values["RANK"]] = time.monotonic()
+        CONNECTED.wait(1.0)
 
 
 def under_launcher() -> bool:
@@ -88,13 +109,23 @@ def torchrun_option(name: str) -> str:
 
 
 def exit_code(outcome: str) -> int:
-    """Exit code of a run: 3 if `diverged`, 75 if `stopped` without a launcher, else 0."""
-    return DIVERGED if outcome == "diverged" else STOPPED if outcome == "stopped" and not under_launcher() else 0
+    """Exit code of a run: 3 if `diverged`, 75 if `stopped` without a launcher, else 0. Records the code without one."""
+    code = record_exit({"diverged": DIVERGED, "stopped": STOPPED}.get(outcome, 0))
+    return 0 if code == STOPPED and under_launcher() else code
+
+
+def record_exit(code: int) -> int:
+    """Appends `code` to the file of cloud/launch.sh, if any: launchers end with other codes. Returns `code`."""
+    if file := os.environ.get(EXIT_CODES):
+        with open(file, "a") as codes:
+            codes.write(f"{code}\n")
+    return code
 
 
 def stop_code() -> int:
     """Exit code of a process stopped by a signal; 75 for one of several ranks, so that the launcher ends the others."""
-    return STOPPED if has_other_ranks() else exit_code("stopped")
+    code = exit_code("stopped")
+    return STOPPED if has_other_ranks() else code
 
 
 def usable_cores(*, hyperthreads: bool = False) -> int:
@@ -117,23 +148,45 @@ def spare_core(device: str, threads: int, workers: int) -> bool:
     return processes * ((threads if device == "cpu" else 1) + workers) < usable_cores()
 
 
+def free_memory() -> int:
+    """Bytes of memory that this process may still take: what this machine has, and what the limits of its control
+    groups leave (docker --memory, Kubernetes, Slurm, MemoryMax). Cached files count as free."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    for folder in _control_groups("memory"):
+        limits = [_read(folder / name) for name in ("memory.max", "memory.high", "memory.limit_in_bytes")]
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes") or "0"
+        stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        kinds = ("active_file", "inactive_file")
+        cached = sum(int(stat.get(f"total_{kind}", stat.get(kind, 0))) for kind in kinds)
+        free = min([free, *(int(limit) - int(used) + cached for limit in limits if limit.isdigit())])
+    return max(free, 0)
+
+
 def _quota() -> float:
-    """CPU quota of this process's control groups (v2 or v1), in cores; infinite without a limit."""
+    """CPU quota of this process's control groups, in cores; infinite without a limit."""
     quota = float("inf")
+    for folder in _control_groups("cpu"):
+        v1 = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        time, _, period = (_read(folder / "cpu.max") or " ".join(v1)).partition(" ")
+        if time.isdigit():  # no limit is `max` in v2, -1 in v1
+            quota = min(quota, int(time) / int(period))
+    return quota
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Folders of this process's control groups, v2 or v1 with this controller, and of every group above."""
     for line in _read(ROOT / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = ROOT / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        mount = ROOT / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / path.strip("/")  # in a container it may be absent: there, the mount is the group itself
-        for folder in (group, *group.parents):  # every group above limits it too
-            v1 = (_read(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-            time, _, period = (_read(folder / "cpu.max") or " ".join(v1)).partition(" ")
-            if time.isdigit():  # no limit is `max` in v2, -1 in v1
-                quota = min(quota, int(time) / int(period))
+        for folder in (group, *group.parents):
+            yield folder
             if folder == mount:
                 break
-    return quota
 
 
 def _read(file: Path) -> str:

@@ -2,13 +2,16 @@
 
 import argparse
 import os
+import resource
 import socket
 import sys
+import time
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Timer
+from threading import Event, Thread
 
 import psutil
 import torch
@@ -24,7 +27,15 @@ from accelerate.utils import (
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.environment import accelerate_words, is_main_process, under_launcher, usable_cores, world_size
+from gpt2_ddp.distributed.environment import (
+    CONNECTED,
+    LAST_SEEN,
+    accelerate_words,
+    is_main_process,
+    under_launcher,
+    usable_cores,
+    world_size,
+)
 from gpt2_ddp.errors import UserError
 
 USE_TORCHRUN = (
@@ -33,6 +44,9 @@ USE_TORCHRUN = (
 COLLECTIVE = timedelta(minutes=30)  # timeout of collectives
 CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
 LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
+GROUPS = 2  # process groups of a training: the default one and `ranks.control_group`
+STORE = 2  # connections of each rank to the rendezvous store, which rank 0 may serve: of torch and of the watchdog
+SPARE = 256  # descriptors for shards, libraries, pipes
 GRACE = 5.0  # further seconds before a rank ends without gloo's error
 
 
@@ -47,10 +61,9 @@ def start_run(config: RunConfig) -> Accelerator:
         torch.use_deterministic_algorithms(True)
     train = config.train
     patience = max(train.patience_seconds or CONNECTING, LEAST_CONNECTING)
-    timer = Timer(patience + GRACE, _end_unconnected, [patience])
-    timer.daemon = True
+    connected = Event()
     if world_size() > 1:
-        timer.start()
+        Thread(target=_watch_connecting, args=(connected, patience), name="connecting", daemon=True).start()
     timeout = timedelta(seconds=patience)
     try:
         accelerator = build_accelerator(
@@ -64,7 +77,7 @@ def start_run(config: RunConfig) -> Accelerator:
             print(f"error: {mistake}", file=sys.stderr)
         raise mistake from error
     finally:
-        timer.cancel()
+        connected.set()
     if accelerator.num_processes > 1:  # from now on, the watchdog detects late ranks
         _set_pg_timeout(COLLECTIVE)
     if accelerator.device.type == "cuda" and not train.deterministic:
@@ -72,11 +85,19 @@ def start_run(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def _end_unconnected(seconds: float) -> None:
-    """Ends this rank: gloo connects to an unreachable rank five times, each time for its whole timeout."""
-    reason = f"one of them has not answered within {seconds:.0f} s"
-    print(f"error: {_not_connected(reason)}", file=sys.stderr, flush=True)
-    os._exit(2)
+def _watch_connecting(connected: Event, seconds: float) -> None:
+    """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
+    whole timeout. At the first connection, ranks of this machine that have ended are noticed within seconds."""
+    begun = time.monotonic()
+    while not connected.wait(0.5):
+        now = time.monotonic()
+        gone = [] if CONNECTED.is_set() else [rank for rank, seen in LAST_SEEN.items() if now > seen + GRACE]
+        if gone or now > begun + seconds + GRACE:
+            error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
+            if gone:
+                error = UserError("processes", world_size(), f"rank {gone[0]} ended early; see its output")
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(2)
 
 
 def _not_connected(reason: str) -> UserError:
@@ -103,9 +124,10 @@ def build_accelerator(
 
     Raises:
         UserError: fewer processes than requested; an unavailable device, precision or plugin; a launcher's variable
-            that is not a number.
+            that is not a number; too low a limit of open files.
     """
     started, asked = world_size(), processes_asked_for()
+    allow_open_files(started)
     if started < asked:
         hint = f"only {started} started, which would train alone; " + USE_TORCHRUN.format(n=asked)
         raise UserError("processes", asked, hint)
@@ -128,10 +150,24 @@ def build_accelerator(
             InitProcessGroupKwargs(timeout=timeout, **({} if backend == "auto" else {"backend": backend})),
         ],
     )
+    CONNECTED.set()
     if accelerator.num_processes != started:
         hint = f"only {accelerator.num_processes} connected; " + USE_TORCHRUN.format(n=started)
         raise UserError("processes", started, hint)
     return accelerator
+
+
+def allow_open_files(world: int) -> None:
+    """Raises the soft limit of open files to the hard one: in each group, a rank has a connection to each other rank.
+    Raises UserError if the limit is below what a training of `world` ranks needs."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = GROUPS * (world + 3) + STORE * world + SPARE
+    if world > 1 and limit != resource.RLIM_INFINITY and limit < needed:
+        hint = f"need {needed} open files each, and the limit is {limit}; raise it (as root: `ulimit -Hn {needed}`)"
+        raise UserError("processes", world, hint)
 
 
 def pick_device(name: str, section: str = "") -> torch.device:

@@ -9,14 +9,17 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gpt2_ddp.distributed.launch import COLLECTIVE
 from gpt2_ddp.errors import UserError, truncate
 
 T = TypeVar("T")
 
 PREPARATION = timedelta(days=7)  # timeout while data are prepared, fetched or hashed
+CONTROL = "control"  # description of the control group
 MOST = 5  # differences between ranks that an error lists
 
 
@@ -29,15 +32,28 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
     return result  # pyright: ignore[reportReturnType]
 
 
-def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta | None = None) -> T:
-    """This rank's result of `function`, once all ranks have succeeded. Raises, on every rank, the first UserError of
-    any rank. `patience`: timeout, if other than that of collectives."""
+def control_group() -> dist.ProcessGroup:
+    """The gloo group of all ranks, besides the default group, whose collectives may run on GPUs. Its first use makes
+    it. Each rank keeps a connection to all others in a group, so a training has no further one. All ranks start the
+    group's collectives in the same order; several may be under way, since gloo numbers them."""
+    for group in _world.pg_map:
+        if group.group_desc == CONTROL:
+            return group
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE, group_desc=CONTROL)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta = COLLECTIVE) -> T:
+    """This rank's result of `function`, once all ranks have succeeded, within `patience`. Raises, on every rank, the
+    first UserError of any rank."""
     result, error = _attempt(function)
     errors = [error]
     if accelerator.num_processes > 1:
-        group = dist.new_group(backend="gloo", timeout=patience) if patience else None
-        errors = [error] * accelerator.num_processes
+        group, errors = control_group(), [error] * accelerator.num_processes
+        _set_pg_timeout(patience, group)
         dist.all_gather_object(errors, error, group=group)
+        _set_pg_timeout(COLLECTIVE, group)
     _raise_on_every_rank(errors)
     return result  # pyright: ignore[reportReturnType]
 
@@ -97,12 +113,12 @@ def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tenso
 class AsyncSum:
     """Sums of `size` integers over all ranks, returned one call late: no rank waits for another, and no GPU either.
 
-    Each call starts a small all-reduce on a gloo group and returns the result of the call before. Sums of integers are
-    the same in any order; they must stay below 2^63.
+    Each call starts a small all-reduce on the control group and returns the result of the call before. Sums of integers
+    are the same in any order; they must stay below 2^63.
     """
 
     def __init__(self, accelerator: Accelerator, size: int):
-        self._group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        self._group = control_group() if accelerator.num_processes > 1 else None
         self._sums: Sequence[int] | Tensor = [0] * size
         self._pending: dist.Work | None = None
 

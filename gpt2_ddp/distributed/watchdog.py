@@ -7,6 +7,7 @@ A verdict ends a process even while its main thread is inside a collective.
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from gpt2_ddp.distributed.process import Process, stopped_children, this_process
+from gpt2_ddp.distributed.signals import Stopped
 
 HEARTBEAT_INTERVAL = 0.5  # seconds between heartbeats
 REPORT_INTERVAL = 5.0  # seconds between calls of `report_to`'s function
@@ -46,6 +48,7 @@ class Heartbeat(NamedTuple):
     failed: str = ""  # error that this rank raised
     lost: str = ""  # error of a collective that failed because another rank ended
     left: bool = False  # whether the rank has closed its watchdog
+    stopped: bool = False  # whether a signal stopped the rank, with nothing to save
 
 
 class Observed(NamedTuple):
@@ -69,7 +72,7 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     limit and no other rank is further behind. Silent ranks come first, since their last heartbeat is old. With
     `silence_only`, only ranks that failed, ended or send no heartbeats are judged.
     """
-    running = {rank: one for rank, one in seen.items() if not one.beat.left}
+    running = {rank: one for rank, one in seen.items() if not (one.beat.left or one.beat.stopped)}
     names = {rank: f"rank {rank} on {one.beat.process.host}" for rank, one in running.items()}
     failed, lost = (any(getattr(one.beat, kind) for one in running.values()) for kind in ("failed", "lost"))
     for rank, (beat, silent, _) in running.items():  # other ranks lost their collective because of it
@@ -90,7 +93,8 @@ def judge(seen: Mapping[int, Observed], patience: float, silence_only: bool = Fa
     if silence_only or lost or not running or any(one.silent > GRACE for one in running.values()):
         return None
     place = {rank: (one.beat.step, one.beat.collectives, one.beat.progress_count) for rank, one in running.items()}
-    behind = {rank: one.beat for rank, one in running.items() if place[rank] == min(place.values())}
+    last = min(place.values())
+    behind = {rank: one.beat for rank, one in running.items() if place[rank] == last}
     if any(beat.idle <= beat.limit for beat in behind.values()):
         return None
     lines = [f"{names[rank]}: no progress for {beat.idle:.0f} s at {_at(beat, True)}" for rank, beat in behind.items()]
@@ -129,7 +133,7 @@ class Watchdog:
         self._stage, self._step, self._timeout, self._is_first = "starting", 0, FIRST_TIMEOUT, False
         self._count = self._count_before = 0
         self._begun: dict[str, int] = {}
-        self._failed, self._failed_at, self._lost, self._left = "", 0.0, "", False
+        self._failed, self._failed_at, self._lost, self._left, self._stopped = "", 0.0, "", False, False
         # written by the watchdog's thread
         self._beat = Heartbeat(this_process())
         self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
@@ -184,11 +188,16 @@ class Watchdog:
         return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **rounded}
 
     def failed(self, error: BaseException) -> None:
-        """Sends this rank's error to the other ranks. An error of a collective follows the end of another rank. Then
-        this waits for the verdict on that rank, which ends the process, and returns if no other rank is at fault."""
+        """Sends this rank's error, or that a signal stopped it, to the other ranks. An error of a collective follows
+        the end of another rank. Then this waits for the verdict on that rank, which ends the process, and returns if
+        no other rank is at fault."""
         if self._world == 1 or self._failed or self._ended.is_set():
             return
         self.progress()
+        if isinstance(error, Stopped):
+            self._stopped = True
+            self._deliver()
+            return
         message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower()):
             self._lost = message
@@ -215,6 +224,10 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._ended.wait(HEARTBEAT_INTERVAL):
             self._observe()
+            if not self._stopped and any(beat.stopped for beat in self._beats.values()):
+                self._stopped = True
+                self._deliver()  # of rank 0, to the others
+                os.kill(os.getpid(), signal.SIGTERM)
             self._wake.set()
             verdict = self._verdict or self._judge()
             if verdict and not self._ended.is_set():
@@ -322,7 +335,7 @@ class Watchdog:
         if self._failed:  # the watchdog's thread may not have observed the failure, and ends with `close`
             idle = time.monotonic() - self._failed_at
             return self._beat._replace(failed=self._failed, stage=self._stage, step=self._step, idle=idle)
-        return self._beat._replace(lost=self._lost, left=self._left)
+        return self._beat._replace(lost=self._lost, left=self._left, stopped=self._stopped)
 
     def _deliver(self) -> bool:
         """Exchanges heartbeats now; returns whether that succeeded within GRACE seconds."""

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MANIFEST, Checkpoint
 from gpt2_ddp.config.tools import ExportConfig
+from gpt2_ddp.config.training import DataConfig, TrainingConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.mixture import recorded
 from gpt2_ddp.data.tokenizer import Tokenizer
@@ -28,7 +30,7 @@ from gpt2_ddp.output import locked_output, publish
 from gpt2_ddp.reports.picture import as_png, draw
 from gpt2_ddp.reports.report import choose_axis
 from gpt2_ddp.reports.runs import read_runs
-from gpt2_ddp.tasks.trained_model import find_gpt, load_model, note_best, still_there
+from gpt2_ddp.tasks.trained_model import find_gpt, load_model, note_best, read_settings, still_there
 
 GGUF = "model.gguf"
 CURVE = "loss.png"
@@ -73,14 +75,16 @@ def require_package(name: str, purpose: str) -> None:
 
 def default_output(checkpoint: Checkpoint) -> Path:
     """The folder exports/RUN-step-STEP."""
-    return Path("exports", f"{checkpoint.config['run_name']}-step-{checkpoint.state['step']:08d}")
+    return Path("exports", f"{read_settings(checkpoint).run_name}-step-{checkpoint.state['step']:08d}")
 
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
     """Creates the folder `output` from a GPT's checkpoint, once transformers gives the same results. `gguf`: with a
     file for llama.cpp. Raises: UserError for another architecture, an `output` in use or among the run's checkpoints, a
     deleted checkpoint, or a failed write. Raises: ExportMismatch for other results; `output` ends in `.rejected`."""
-    architecture = checkpoint.config["model"].get("architecture", "gpt2")
+    settings = read_settings(checkpoint)
+    assert isinstance(settings, TrainingConfig), "a GPT's"
+    architecture = settings.model.architecture
     for program, known in ("transformers", CLASSES), ("llama.cpp; leave --gguf away", LLAMA_CPP if gguf else CLASSES):
         if architecture not in known:
             hint = f"only {', '.join(known)} can be exported for {program}"
@@ -100,14 +104,18 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         findings = check_export(folder, model, tokenizer)
         if gguf:
             write_gguf(model, tokenizer, folder / GGUF)
-        rows = {**_model_rows(model, tokenizer), **_data_rows(checkpoint), **_training_rows(checkpoint, sha256)}
+        rows = {
+            **_model_rows(model, tokenizer),
+            **_data_rows(checkpoint, settings.data),
+            **_training_rows(checkpoint, sha256),
+        }
         with suppress(UserError):  # a checkpoint without its run
             runs = read_runs([checkpoint.path.parent.parent])
             (folder / CURVE).write_bytes(as_png(draw(runs, choose_axis(runs, "auto")).figure))
         tables = [table.weight for table in (model.wte, model.lm_head) if table is not None]
         padding = sum(table[model.vocab_size :].numel() for table in tables)
         card = CARD.read_text(encoding="utf-8").format(
-            name=_cell(checkpoint.config["run_name"]),
+            name=settings.run_name,
             architecture=architecture,
             model=CLASSES[architecture],
             parameters=sum(weight.numel() for weight in model.parameters()) - padding,
@@ -175,14 +183,11 @@ def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _data_rows(checkpoint: Checkpoint) -> dict[str, Any]:
+def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> dict[str, Any]:
     """Description of the data; longer if the folders still exist unchanged."""
-    mixture, data = recorded(checkpoint.state), checkpoint.config["data"]
-    assert mixture is not None, "every checkpoint has it"
-    paths = [data["path"]] if isinstance(data["path"], str) else data["path"]
-    weights = data.get("weights") or [None] * len(paths)
-    said = {}
-    for path, digest, weight in zip(paths, mixture.manifests, weights, strict=False):
+    mixture, paths, said = recorded(checkpoint.state), data.paths, {}
+    hashes, weights = mixture.manifests if mixture else (), data.weights or repeat(None)
+    for path, digest, weight in zip(paths, hashes, weights, strict=False):
         which = f" {path}" if len(paths) > 1 else ""
         share = f", weight {weight:g}" if weight is not None else ""
         text = path
@@ -202,7 +207,7 @@ def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
     epoch = state.get("epoch_size")
     passes = f", {state['position'] / epoch:.3g} epochs" if epoch else ""
     rows = {
-        "trained on": f"{state['tokens']:,} tokens in {state['step']:,} steps{passes}",
+        "trained on": f"{state.get('tokens', 0):,} tokens in {state['step']:,} steps{passes}",
         "order digest": f"`{state['order_digest']}`",
         "checkpoint": f"{checkpoint.path.name}, SHA-256 of its manifest `{sha256}`",
         "run": state.get("run_id"),

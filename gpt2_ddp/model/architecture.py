@@ -92,10 +92,6 @@ class Head(NamedTuple):
     bias: Tensor | None
     soft_cap: float | None
 
-    def to(self, dtype: torch.dtype) -> "Head":
-        """The head in another dtype."""
-        return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype), self.soft_cap)
-
     def logits(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., V]."""
         if self.soft_cap is None:

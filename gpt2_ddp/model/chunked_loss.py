@@ -24,7 +24,7 @@ def chunked_loss(x: Tensor, head: Head, targets: Tensor, chunk: int, reduction: 
     """
     if reduction == "none":
         dtype = _matmul_dtype(x)
-        half = head.to(dtype)
+        half = _in_dtype(head, dtype)
         chunks = zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True)
         losses = [F.cross_entropy(half.logits(rows).float(), goal, reduction="none") for rows, goal in chunks]
         return torch.cat(losses)
@@ -37,11 +37,15 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
+def _in_dtype(head: Head, dtype: torch.dtype) -> Head:
+    return Head(head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype), head.soft_cap)
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, head: Head, targets: Tensor, chunk: int) -> Tensor:
         dtype, cap = _matmul_dtype(x), head.soft_cap
-        half = head.to(dtype)
+        half = _in_dtype(head, dtype)
         total, of_x, of_weight = x.new_zeros((), dtype=torch.float32), [], torch.zeros_like(weight)
         for rows, goal in zip(x.to(dtype).split(chunk), targets.split(chunk), strict=True):
             scored, index = (goal != IGNORED)[:, None], goal.clamp(min=0)[:, None]

@@ -132,9 +132,11 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor, before: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [B, T, C] of tokens int64 [B, T] at positions [T] or [B, T]. Some architectures add those of pairs
-        with the tokens `before` [B, T], which do not count at position 0."""
+        with the tokens `before` [B, T], which do not count at position 0. Without positions, an embedding of zeros
+        (transformers' for `pad_token_id`) has no gradient: that of RMSNorm would be in the thousands."""
         if self.wpe is None:
             x = self.wte(tokens)
+            x = torch.where(x.any(-1, keepdim=True), x, x.detach())
         else:  # [T]: the first ones, whose gradient needs no gather
             learned = self.wpe.weight[: tokens.size(1)] if positions.dim() == 1 else self.wpe(positions)
             x = self.wte(tokens) + learned

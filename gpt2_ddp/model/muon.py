@@ -22,7 +22,8 @@ class Muon(AdamW):
 
     The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by √max(1, A/B) (the "original"
     adjustment): its spectral norm is about the learning rate at any width. Each rank computes some updates and
-    broadcasts them. So ranks share the work, and stay replicas although processors round differently.
+    broadcasts them. So ranks share the work, and stay replicas although processors round differently. A group with
+    `bf16` iterates in bf16, on devices with instructions for it, and sends bf16; otherwise all is fp32.
     Unlike torch's, it reads `found_inf` on the device, so a skipped step changes nothing and needs no synchronization.
     """
 
@@ -33,7 +34,8 @@ class Muon(AdamW):
         assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
         lr, momentum, parameters = group["lr"], group["momentum"], [p for p in group["params"] if p.grad is not None]
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        dtype = torch.bfloat16 if multiplies_bf16(group["params"][0].device) else torch.float32
+        sent_dtype = torch.bfloat16 if group.get("bf16") else torch.float32
+        dtype = sent_dtype if multiplies_bf16(group["params"][0].device) else torch.float32
         bad = getattr(self, "found_inf", torch.zeros((), device=group["params"][0].device)).bool()
         buffers: list[Tensor] = []
         sent: list[Any] = []
@@ -43,7 +45,7 @@ class Muon(AdamW):
             buffers.append(self.state[parameter]["momentum_buffer"])
             grad = torch.where(bad, buffers[-1], parameter.grad)  # lerp to itself keeps the moment
             buffers[-1].lerp_(grad, 1 - momentum)
-        updates = [torch.empty_like(parameter, dtype=torch.bfloat16) for parameter in parameters]
+        updates = [torch.empty_like(parameter, dtype=sent_dtype) for parameter in parameters]
         for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
             matrices = torch.stack([parameters[n].grad.lerp(buffers[n], momentum) for n in numbers])
             for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
@@ -61,7 +63,7 @@ class Muon(AdamW):
 
 def batches(matrices: Sequence[Tensor], numbers: Iterable[int], dtype: torch.dtype) -> list[list[int]]:
     """The numbers of matrices to orthogonalize together: of one shape and, in bf16, `TOGETHER` elements at most. Small
-    products fill a processor better in a batch. In fp32 each matrix is alone, which keeps earlier releases' bits."""
+    products fill a processor better in a batch. In fp32 each matrix is alone: its bits are the same on any rank."""
     found: list[list[int]] = []
     last: dict[torch.Size, list[int]] = {}
     for number in numbers:

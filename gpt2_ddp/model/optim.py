@@ -16,9 +16,12 @@ STATE_NUMBERS = "state_numbers"
 """Key of a parameter group: numbers in the optimizer state for each number of its parameters, for estimates; else 2."""
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """The optimizer over the plain model."""
-    return OPTIMIZERS[config.name](model, config)
+def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -> Optimizer:
+    """The optimizer over the plain model. `bf16`: whether the run's precision allows Muon's updates in bf16."""
+    optimizer = OPTIMIZERS[config.name](model, config)
+    for group in optimizer.param_groups:
+        group["bf16"] = bf16
+    return optimizer
 
 
 def adamw(model: nn.Module, config: OptimConfig, kind: type[AdamW] = AdamW, matrices: Any = None) -> Optimizer:

@@ -3,37 +3,41 @@
 import json
 import re
 import shutil
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 
 from gpt2_ddp.checkpoint.checkpointer import should_save_async
+from gpt2_ddp.checkpoint.run_files import METRICS, read_lines
 from gpt2_ddp.config.cli import load
+from gpt2_ddp.config.mistakes import differences
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig
-from gpt2_ddp.data.feed import divisors, micro_batches, nearest_without_padding, padding_rows, split_batch
+from gpt2_ddp.data.feed import divisors, padding_rows, split_batch
 from gpt2_ddp.data.tokenizer import load_tokenizer
-from gpt2_ddp.distributed.environment import is_main_process, spare_core, world_size
+from gpt2_ddp.distributed.environment import free_memory, is_main_process, spare_core, world_size
 from gpt2_ddp.distributed.launch import pick_device, pick_precision
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import what_pays
 from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.model.memory import Memory, Setting, estimate, pick_micro_batch, setting_of
-from gpt2_ddp.plan.measure import START, Rate, Seen, base_memory, measure, preflight
+from gpt2_ddp.model.memory import Memory, Setting, estimate, micro_batches, pick_micro_batch, setting_of
+from gpt2_ddp.plan.preflight import Seen, base_memory, preflight
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.peaks import GPUS, peak_flops
 
 CPU_MARGIN = 0.2  # largest error of the memory estimate on CPUs: kernels differ, and freed memory fragments
-DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint, unless measured
+DISK = 5e8  # assumed bytes per second for copying, hashing and writing a checkpoint
+START = 60.0  # seconds assumed from the command to the first step
+SETS_SPEED = "model", "optim.name", "train.mixed_precision", "train.compile", "train.global_batch_tokens"
+SETS_SPEED += "train.micro_batch_size", "train.loss_chunk", "train.activation_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def find_target(config: PlanConfig, started: int) -> Target:
         name, kind = device_name(device), device.type
         if kind == "cuda":
             memory = memory or float(torch.cuda.get_device_properties(device).total_memory)
-        memory = memory or psutil.virtual_memory().available / per_node  # the processes of a machine share it
+        memory = memory or free_memory() / per_node  # the processes of a machine share it
     else:
         kind, name = "cuda", find_gpu(config.gpu) or config.gpu
         if memory is None and name not in GPUS:
@@ -135,6 +139,30 @@ def count(config: TrainingConfig, step: int, steps: int, validates: bool) -> dic
     }
 
 
+@dataclass(frozen=True)
+class Rate:
+    """Speed of a training, and seconds of its other work."""
+
+    tokens_per_second: float  # of the steps, over all processes
+    source: str  # given, recorded, or by the MFU
+    evaluation: float
+    save: float
+    start: float = START
+
+
+def recorded_speed(config: TrainingConfig, devices: dict[str, Any]) -> float | None:
+    """Median of `tokens_per_second` in the rows of the run folder, from sessions on these devices with equal fields of
+    SETS_SPEED; None without such rows."""
+    found, counts = [], False
+    for row in (line.row or {} for line in read_lines(Path(config.output_dir, config.run_name, METRICS))):
+        if row.get("event") == "start":
+            saved, counts = row.get("config"), devices.items() <= row.items()
+            counts = counts and isinstance(saved, dict) and not differences(config, saved, SETS_SPEED)
+        elif counts and isinstance(speed := row.get("tokens_per_second"), float) and speed > 0:
+            found.append(speed)
+    return median(found) if found else None
+
+
 def seconds(count: dict[str, int], rate: Rate, step_tokens: int) -> dict[str, float]:
     """Wall time of the whole training, by kind of work."""
     return {
@@ -142,8 +170,6 @@ def seconds(count: dict[str, int], rate: Rate, step_tokens: int) -> dict[str, fl
         "steps": count["steps"] * step_tokens / rate.tokens_per_second,
         "evaluations": count["evaluations"] * rate.evaluation,
         "checkpoints": count["saves"] * rate.save,
-        "samples": count["samples"] * rate.sample,
-        "end": rate.end,
     }
 
 
@@ -169,8 +195,8 @@ class Plan:
             model = GPT(config.model, corpus.vocab_size)
         self._config, self._corpus, self._model = config, corpus, model
         self._place = machine.kind, machine.processes, precision
-        settled = {"processes": machine.processes, "device": machine.device}
-        self._resolved = seen.state if settled.items() <= seen.state.items() else {}
+        self._devices = {"processes": machine.processes, "device": machine.device}
+        self._resolved = seen.state if self._devices.items() <= seen.state.items() else {}
         self.run_name, self.machine = config.run_name, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.vocab_size, self.vocab_size_is_known = corpus.vocab_size, corpus.is_known
@@ -188,23 +214,22 @@ class Plan:
         self.splits = {n: self._split(n) for n in divisors(windows)[::-1] if n <= 64}  # by number of processes
         self.precision = precision
         self.memory = self._memory_of(self.micro_batch)
-        self.measured_memory = seen.memory
-        fits_host = not machine.is_here or self.memory.host <= psutil.virtual_memory().available
+        fits_host = not machine.is_here or self.memory.host <= free_memory()
         self.fits = self.memory.peak <= machine.memory and fits_host
         fitting = (n for n in micro_batches(windows, processes) if self._memory_of(n).peak <= machine.memory)
         self.largest_micro_batch = next(fitting, 0)  # up to a rank's share; 0 for none
         self.disk = disk(config, 4 * (self._setting.parameters + self._setting.state), corpus.validates)
         self.data_bytes = corpus.bytes
-        self._add_time(seen.rate)
+        self._add_time()
         self.refused = seen.mistakes  # user errors of train_gpt2.py
 
-    def _add_time(self, measured: Rate | None) -> None:
+    def _add_time(self) -> None:
         """Adds time and price of the remaining work; None if unknown."""
         config, steps = self._config, self.steps
         self.count = None
         if steps and steps >= self.step:
             self.count = count(config, self.step, steps, self._corpus.validates)
-        self.rate = measured if measured and not config.tokens_per_second else self._assume_rate()
+        self.rate = self._find_rate()
         tokens = config.train.global_batch_tokens
         self.seconds = seconds(self.count, self.rate, tokens) if self.count and self.rate else None
         self.device_hours = sum(self.seconds.values()) / 3600 * self.machine.processes if self.seconds else None
@@ -237,19 +262,22 @@ class Plan:
             batch = split_batch(windows, processes, size)
         return batch, ceil(windows / (processes * batch))
 
-    def _assume_rate(self) -> Rate | None:
-        """The given rate, or one by the MFU; None without a known peak in this precision. An evaluation has a third of
-        a step's arithmetic per token."""
+    def _find_rate(self) -> Rate | None:
+        """The given rate, the run's recorded one, or one by the MFU; None without a known peak in this precision. An
+        evaluation has a third of a step's arithmetic per token."""
         config, machine, start = self._config, self.machine, START
         speed, source = config.tokens_per_second, "as given"
+        if not speed and (speed := recorded_speed(config, self._devices)):
+            source = f"as {Path(config.output_dir, config.run_name)} recorded"
         is_of_bf16 = self.precision == "no" and machine.kind == "cuda" and not config.tracking.peak_flops
         if not speed:
             if not machine.peak or is_of_bf16:
                 return None
             speed = config.mfu * machine.peak * machine.processes / self.flops_per_token
             source = f"at {config.mfu:.0%} of {machine.peak / 1e12:,.1f} TFLOP/s"
-            start *= 3 if self._compiles() else 1
-        return Rate(speed, source, self._corpus.scored / (3 * speed), self.disk["checkpoint"] / DISK, start=start)
+        if not config.tokens_per_second and self._compiles():
+            start *= 3
+        return Rate(speed, source, self._corpus.scored / (3 * speed), self.disk["checkpoint"] / DISK, start)
 
     def _compiles(self) -> bool:
         how, steps = self._config.train.compile, self.count["steps"] if self.count else 0
@@ -267,7 +295,7 @@ class Plan:
 
 def show_plan(config: PlanConfig) -> int:
     """The command. Raises: UserError after it has printed the plan, with the user errors of the training."""
-    plan = make_plan(config, time.time() - psutil.Process().create_time())
+    plan = make_plan(config)
     if is_main_process():
         figures = {name: value for name, value in vars(plan).items() if not name.startswith("_")}
         text = json.dumps(figures, indent=1, default=asdict) if config.json else "\n".join(format_plan(plan))
@@ -277,9 +305,8 @@ def show_plan(config: PlanConfig) -> int:
     return 0 if plan.suffices else 1
 
 
-def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
-    """The plan. `loaded`: seconds that this process took to load its libraries. Raises: UserError for errors in the
-    fields of plan.py; errors of the training are in the plan."""
+def make_plan(config: PlanConfig) -> Plan:
+    """The plan. Raises: UserError for errors in the fields of plan.py; errors of the training are in the plan."""
     machine = find_target(config, world_size())
     training = config.training
     if not machine.is_here:  # user errors of the device are those of the GPUs, which have all precisions
@@ -288,15 +315,10 @@ def make_plan(config: PlanConfig, loaded: float = 0.0) -> Plan:
     precision = config.train.mixed_precision
     with suppress(UserError):  # it is among those of training
         precision = pick_precision(config.train.mixed_precision, torch.device(machine.kind), "train.")
-    begun = time.perf_counter()  # before using the meta device, which loads more libraries than a training
+    # before using the meta device, which loads more libraries than a training
     base = base_memory(training) if machine.kind == "cpu" else None
-    loaded += time.perf_counter() - begun  # a training's first step would load the same
     seen = preflight(training, machine.processes)
     seen.base = base
-    if config.measure and not seen.mistakes:
-        if seen.task is None:
-            raise UserError("measure", "true", "the data are not prepared yet; prepare them with prepare_data.py first")
-        seen.rate, seen.memory = measure(seen.task.config, loaded)
     return Plan(config, machine, precision, seen)
 
 
@@ -327,8 +349,6 @@ def format_plan(plan: Plan) -> list[str]:
     others = ", ".join(f"{name} {_gb(peak)}" for name, peak in memory.peaks.items() if name != memory.moment)
     host = f"; {memory.host / 1e9:.2f} on the host, for a checkpoint" if memory.host else ""
     lines.append(f"    elsewhere  {others}{host}")
-    if plan.measured_memory:
-        lines.append(f"    measured   {_gb(plan.measured_memory)}")
     largest = "no micro-batch fits; try activation_checkpointing, or a smaller eval.batch_size"
     if plan.largest_micro_batch:
         largest = f"the largest micro-batch that fits is {plan.largest_micro_batch}"
@@ -349,7 +369,7 @@ def _training(plan: Plan) -> str:
 
 def _time(plan: Plan) -> list[str]:
     if plan.rate is None or plan.seconds is None:
-        how = "measure it here with --measure" if plan.machine.is_here else "set --tracking.peak_flops"
+        how = "train a few steps first" if plan.machine.is_here else "set --tracking.peak_flops"
         return [f"  time         unknown: {how}, or set --tokens_per_second"]
     total, price = sum(plan.seconds.values()), f", {plan.price:,.2f} in total" if plan.price is not None else ""
     return [
@@ -365,3 +385,10 @@ def _gb(size: float) -> str:
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
+
+
+def nearest_without_padding(windows: int, processes: int, batch: int) -> int:
+    """The number of windows per step nearest to `windows` that splits evenly, into micro-batches of >= `batch` / 2."""
+    shares = sorted(range(1, 2 * windows // processes + 2), key=lambda share: abs(share * processes - windows))
+    sizes = (share * processes for share in shares)  # one micro-batch per process is among them
+    return next(size for size in sizes if 2 * split_batch(size, processes, batch) >= batch)

@@ -36,7 +36,11 @@ LONGEST_PIECE = 4 * PIECE  # latest cut if there is no such place, in text witho
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 USUAL = {"utf-8", "parquet"}
+OF_FILES = ("encodings", "undecodable", "left_out", "as_named", "bpe_characters")
+"""Statistics that reading the text again keeps."""
 EXAMPLES = 3
+MOST_NAMED = 100_000
+"""Most files that the manifest names of those that are left out, or read in the encoding that the user named."""
 
 Blocks = Iterable[str]  # the text of a document, in parts of any size
 
@@ -48,27 +52,30 @@ class Tally:
     count: int = 0
     where: list[str] = field(default_factory=list)
 
-    def add(self, where: object, count: int = 1) -> None:
-        """Adds to the count; keeps the first few places."""
+    def add(self, where: object, count: int = 1, most: int = EXAMPLES) -> None:
+        """Adds to the count; keeps the first `most` places."""
         self.count += count
-        if len(self.where) < EXAMPLES:
-            self.where.append(truncate(where))
+        if len(self.where) < most:
+            self.where.append(truncate(where, 5000))
 
     def of(self, unit: str) -> str:
         """Text like `2 files (a; b)`."""
-        more = ["..."] * (self.count > len(self.where) >= EXAMPLES)
-        places = f" ({'; '.join([*self.where, *more])})" * bool(self.where)
+        first = list(map(truncate, self.where[:EXAMPLES]))
+        more = ["..."] * (self.count > len(first) >= EXAMPLES)
+        places = f" ({'; '.join([*first, *more])})" * bool(first)
         return f"{self.count:,} {unit[: -1 if self.count == 1 else None]}{places}"
 
 
 @dataclass
 class CorpusStats:
-    """Counts of a source. Of its files: by encoding, undecodable, left out. Of its text: documents, characters, UTF-8
-    bytes, rows, texts of the end-of-text token; the columns of the first row without text; an unused separator."""
+    """Counts of a source. Of its files: by encoding, undecodable, left out, read in the encoding that the user named.
+    Of its text: documents, characters, UTF-8 bytes, rows, texts of the end-of-text token; characters that a BPE was
+    trained on; the columns of the first row without text; an unused separator."""
 
     encodings: dict[str, int] = field(default_factory=dict)
     undecodable: Tally = field(default_factory=Tally)
     left_out: Tally = field(default_factory=Tally)
+    as_named: Tally = field(default_factory=Tally)
     documents: int = 0
     characters: int = 0
     bytes: int = 0
@@ -77,6 +84,7 @@ class CorpusStats:
     without_column: int = 0
     columns: list[str] = field(default_factory=list)
     end_of_text: int = 0
+    bpe_characters: int = 0
     idle_separator: str | None = None
 
 
@@ -91,8 +99,9 @@ class Source:
     """The documents of a source, always in the same order. `stats`: counts of its files, by `scan`, and of what was
     read last. `unusual`: the files that are not UTF-8, with their encoding, or None for those that are left out."""
 
-    def __init__(self, config: PrepareConfig, unusual: dict[str, str | None] | None = None):
-        self.config, self.stats, self.unusual = config, CorpusStats(), unusual or {}
+    def __init__(self, config: PrepareConfig):
+        self.config, self.stats = config, CorpusStats()
+        self.unusual: dict[str, str | None] = {}
 
     def pieces(self) -> Iterator[DocumentChunk]:
         """The documents, up to `max_documents`, cut into pieces; empty ones are left out. Counts what is read. Raises:
@@ -111,8 +120,8 @@ class Source:
         return sum(1 for _ in islice(self._documents(), number)) == number
 
     def _documents(self) -> Iterator[Blocks]:
-        files = self.stats.encodings, self.stats.undecodable, self.stats.left_out  # a source is read several times
-        self.stats = CorpusStats(*files, idle_separator=self.config.document_separator)
+        kept = {name: getattr(self.stats, name) for name in OF_FILES}  # a source is read several times
+        self.stats = CorpusStats(**kept, idle_separator=self.config.document_separator)
         yield from islice(self._divided(self._with_column(self._undivided())), self.config.max_documents)
 
     def _undivided(self) -> Iterator[Blocks]:
@@ -222,43 +231,47 @@ class Source:
 def scan(config: PrepareConfig) -> Source:
     """Reads all files of the source completely, before any long work. Raises: UserError if there is no text, text in an
     unknown encoding, or a bad file with `on_bad_file: stop`."""
-    found, garbled, bad = Source(config), Tally(), None
-    stats = found.stats
+    source, garbled, bad = Source(config), Tally(), None
+    stats = source.stats
     files = () if row_source(config) else find_files(config.source, config.output)
     for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
-        try:
-            seen, reason = _look(regular(path), config.encoding), "is not text"
-        except (OSError, ValueError) as error:  # ValueError: content and suffix differ
-            seen, reason = DetectedEncoding(None, 0), f"cannot be read ({error})"
-        if seen.encoding not in USUAL:
-            found.unusual[str(path)] = seen.encoding
-        if seen.encoding is None:
-            bad = bad or UserError("source", path, f"{reason}; choose text files, like 'texts/**/*.txt'")
+        found = _look(path, config.encoding)
+        if found.fault and not (found.encoding and config.on_bad_file == "keep"):
+            hint = ", or read it with on_bad_file keep" * bool(found.encoding)
+            bad = bad or UserError("source", path, f"{found.fault}; choose text files, like 'texts/**/*.txt'{hint}")
             if config.on_bad_file == "stop":
                 raise bad
-            stats.left_out.add(f"{path} {reason}")
+            source.unusual[str(path)] = None
+            stats.left_out.add(f"{path} {found.fault}", most=MOST_NAMED)
             continue
-        stats.encodings[seen.encoding] = stats.encodings.get(seen.encoding, 0) + 1
-        if seen.undecodable:
-            stats.undecodable.add(f"{path}, line {seen.line}", seen.undecodable)
-        if seen.undecodable * TRACE > seen.size:
-            garbled.add(f"{path}, line {seen.line}")
+        if found.encoding not in USUAL:
+            source.unusual[str(path)] = found.encoding
+            if found.encoding == config.encoding:
+                stats.as_named.add(path, most=MOST_NAMED)
+        stats.encodings[found.encoding] = stats.encodings.get(found.encoding, 0) + 1
+        if found.undecodable:
+            stats.undecodable.add(f"{path}, line {found.line}", found.undecodable)
+        if found.undecodable * TRACE > found.size and not found.fault:
+            garbled.add(f"{path}, line {found.line}")
     if bad and not stats.encodings:
         raise bad
     if garbled.count:
         tried = "UTF-8" if config.encoding == "auto" else f"UTF-8 or {config.encoding}"
         hint = f"cannot decode {garbled.of('files')} as {tried}; name another, like cp1252 (UTF-8 files stay UTF-8)"
         raise UserError("encoding", config.encoding, hint)
-    return found
+    return source
 
 
 def _look(path: Path, named: str) -> DetectedEncoding:
-    if _suffix(path) != ".parquet":
-        return detect_encoding(path, named)
-    import pyarrow.parquet
+    try:
+        if _suffix(path) != ".parquet":
+            return detect_encoding(regular(path), named)
+        import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path):
-        return DetectedEncoding("parquet", 0)
+        with pyarrow.parquet.ParquetFile(regular(path)):
+            return DetectedEncoding("parquet", 0)
+    except (OSError, ValueError) as error:  # ValueError: content and suffix differ
+        return DetectedEncoding("", 0, fault=f"cannot be read ({error})")
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:

@@ -2,12 +2,15 @@
 const { panels, runs, lines } = JSON.parse(document.getElementById("points").textContent)
 const tip = document.getElementById("tip")
 const cell = (row, text) => Object.assign(row.insertCell(), { textContent: text })
-const svg = document.querySelector("figure svg")
-const guide = svg.appendChild(document.createElementNS(svg.namespaceURI, "path"))
+const figure = document.querySelector("figure")
+const guide = document.createElementNS("http://www.w3.org/2000/svg", "path")
 guide.setAttribute("style", "fill: none; stroke: currentColor; stroke-width: .8; pointer-events: none")
-const leave = () => { tip.hidden = true; guide.setAttribute("d", "") }
-svg.addEventListener("pointerleave", leave)
-svg.addEventListener("pointermove", event => {
+const leave = () => { tip.hidden = true; guide.remove() }
+figure.addEventListener("pointerleave", leave)
+figure.addEventListener("pointermove", event => {
+  const svg = event.target.closest("svg")
+  if (!svg) return leave()
+  svg.append(guide)
   const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse())
   const panel = panels.findIndex(([l, t, r, b]) => l <= at.x && at.x <= r && t <= at.y && at.y <= b)
   const near = lines.flatMap(line => {

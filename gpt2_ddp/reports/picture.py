@@ -4,6 +4,7 @@ Nothing is smoothed. Long runs are thinned, but every minimum, maximum and non-f
 """
 
 import io
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ NAME_LENGTH = 32
 NOT_FINITE = "not a finite number"
 EVENTS = {"rollback": ("rollback to this step", "<"), "start": ("resumed", "|"), "not_finite": (NOT_FINITE, "x")}
 """Marks below the loss, by event; `not_finite`: losses since the last row that are excluded from the mean."""
+MORE = {"memory": "Memory of the main process (bytes)", "data_share": "Waiting for data (share of the time)"}
+"""Quantities of the last row of panels, in runs that log them."""
+LEFT, RIGHT, ABOVE, BELOW = 50, 8, 24, 42
+"""Margins of a panel for its title and axes, in points."""
 STYLE = matplotlib.rc_params_from_file(str(Path(__file__).with_suffix(".mplstyle")), use_default_template=False)
 
 
@@ -66,6 +71,7 @@ class Picture:
         self.names = short_names([run.name for run in runs])
         self.units = " or ".join(dict.fromkeys(run.unit for run in runs))
         self.traces: list[Trace] = []
+        self.legend: list[tuple[str, str]] = []  # colour and name of each of several runs
         self.figure = Figure()
         self._size = 1.0
         ends = np.array([self.x(run, np.array([run.rows[0]["step"], run.rows[-1]["step"]])) for run in runs])
@@ -130,13 +136,19 @@ class Picture:
                     trace.line.set_clip_path(Outline.make_compound_path(*boxes), trace.panel.transAxes)
 
     def svg(self) -> str:
-        """As an `<svg>` element, transparent and in the colour of the text around it."""
+        """An invisible `<svg>` element with everything, and one for each panel that shows its part, for pages of any
+        width. Transparent, in the colour of the text around it."""
         file, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
         with matplotlib.rc_context(STYLE):
             self.figure.savefig(file, format="svg", transparent=True, metadata=nothing)
         element = re.sub(r'<g id="[^"<>]*">', "<g>", file.getvalue())
         element = re.sub(r' d="[^"<>]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), element)
-        return element[element.index("<svg") :].replace(INK, "currentColor")
+        content = element[element.index("<svg") :].partition(">")[2].rpartition("</svg>")[0]
+        panels = ""
+        for left, top, right, bottom in self.panels().values():
+            size = f"{right - left + LEFT + RIGHT:g} {bottom - top + ABOVE + BELOW:g}"
+            panels += f'<svg viewBox="{left - LEFT:g} {top - ABOVE:g} {size}"><use href="#drawing"/></svg>'
+        return f'<svg class="drawing"><g id="drawing">{content.replace(INK, "currentColor")}</g></svg>{panels}'
 
     def panels(self) -> dict[Axes, list[float]]:
         """Left, top, right and bottom of each panel, in the coordinates of the SVG."""
@@ -146,15 +158,18 @@ class Picture:
 
 
 def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
-    """Draws the four panels along one of AXES, which all runs have."""
+    """Draws the panels along one of AXES, which all runs have."""
     picture = Picture(runs, axis)
     with matplotlib.rc_context(STYLE):
         handles, columns = _legend(picture)
         above = 0.4 + 0.25 * -(-len(handles) // columns)  # inches
         figure = picture.figure
-        figure.set_size_inches(12, 7.8 + above)
-        inches = {"left": 0.75 / 12, "right": 1 - 0.2 / 12, "bottom": 0.6 / (7.8 + above), "top": 7.8 / (7.8 + above)}
-        (loss, rate), (norm, speed) = figure.subplots(2, 2, gridspec_kw={**inches, "wspace": 0.15, "hspace": 0.28})
+        rows = 3 if any("memory" in row for run in runs for row in run.rows) else 2
+        height = 3.6 * rows
+        figure.set_size_inches(10, height + above)
+        inches = {"left": 0.075, "right": 0.98, "bottom": 0.6 / (height + above), "top": height / (height + above)}
+        grid = figure.subplots(rows, 2, gridspec_kw={**inches, "wspace": 0.2, "hspace": 0.32})
+        (loss, rate), (norm, speed) = grid[:2]
         _loss(loss, picture)
         rate.set_title("Learning rate")
         picture.plot(rate, "lr", linewidth=1.6)
@@ -166,10 +181,14 @@ def draw(runs: Sequence[RunRecord], axis: str) -> Picture:
         picture.plot(speed, "tokens_per_second", alpha=0.75)
         if len(runs) == 1 and (median := _speed(runs[0])):
             speed.legend(handles=[Line2D([], [], color=COLORS[0], label=f"median {median[2:]}")], loc="lower right")
-        for panel, write in ((rate, "{:.3g}".format), (speed, short)):
-            panel.set_ylim(bottom=0)
+        more = [*grid[2:].flat]
+        for panel, (metric, title) in zip(more, MORE.items(), strict=False):
+            panel.set_title(title)
+            picture.plot(panel, metric, alpha=0.75)
+        for panel, write in ((rate, "{:.3g}".format), (speed, short), *((panel, short) for panel in more)):
+            panel.set_ylim(0, 1.05 * panel.dataLim.y1 if 0 < panel.dataLim.y1 < math.inf else None)
             panel.yaxis.set_major_formatter(lambda value, _, write=write: write(value))
-        _x_axes([loss, rate, norm, speed], picture)
+        _x_axes([loss, rate, norm, speed, *more], picture)
         picture.take_turns()
         if handles:
             figure.legend(handles=handles, loc="upper center", ncols=columns, fontsize=10.5)
@@ -196,7 +215,9 @@ def _legend(picture: Picture) -> tuple[list[Line2D], int]:
     for name, (run, color) in zip(picture.names, picture.colored(), strict=True):
         batch = "" if share_batch(picture.runs) else f", {short(run.tokens_per_step)} {run.unit} a step"
         handles.append(Line2D([], [], color=color, lw=3, label=f"{name}{batch}{_speed(run)}"))
+        picture.legend.append((color, f"{run.name}{batch}{_speed(run)}"))
     if len(handles) == 1:
+        picture.legend.clear()
         return [], 1
     return handles, max(1, min(len(handles), 4, 130 // max(len(str(handle.get_label())) for handle in handles)))
 
@@ -208,13 +229,14 @@ def _speed(run: RunRecord) -> str:
 
 def _loss(panel: Axes, picture: Picture) -> None:
     runs, look = picture.runs, {"linewidth": 1.6, "marker": "o", "markersize": 4.5}
-    key = [Line2D([], [], color=INK, label="validation", **look)]
+    ink = COLORS[0] if len(runs) == 1 else INK
+    key = [Line2D([], [], color=ink, markeredgecolor=INK, label="validation", **look)]
     metrics = ["loss_mean", "val_loss"] if share_tokens(runs) else ["val_bits_per_byte"]
     if "loss_mean" in metrics:
         panel.set_title("Loss (nats per token, log scale)" if picture.units == "tokens" else "Loss (log scale)")
         means = any("loss_mean" in row and row["loss_mean"] != row.get("loss") for run in runs for row in run.rows)
         label = "train, mean between rows" if means else "train, as logged"
-        key.insert(0, Line2D([], [], color=INK, alpha=0.6, linewidth=1, label=label))
+        key.insert(0, Line2D([], [], color=ink, alpha=0.6, linewidth=1, label=label))
         key += picture.plot(panel, "loss_mean", "train", alpha=0.6)
     else:
         panel.set_title("Validation loss (bits per byte, log scale)")

@@ -5,8 +5,10 @@ processes gives the same bits; another number changes the order of sums.
 """
 
 import math
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, finite, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, finite, is_event, is_rollback, read_lines, valid_rows
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
@@ -58,10 +60,10 @@ class Span(NamedTuple):
 def plan(run: Path, steps: str) -> Span:
     """The span of `--replay 1000:1100`. Reads small files only. Raises: UserError, which names the checkpoints."""
     start, stop = map(int, steps.split(":"))
-    rows = {row["step"]: row for row in valid_rows(_rows(run))}
     checkpoints = steps_of(list_checkpoints(run / "checkpoints"))
-    end = max([*rows, *checkpoints], default=0)
-    own = {step: row for step, row in rows.items() if start < step <= stop}
+    end = max([row["step"] for row in deque(filter(_moves, _rows(run)), maxlen=1)] + checkpoints, default=0)
+    near = (row for row in _rows(run) if is_rollback(row) or start < row["step"] <= stop)
+    own = {row["step"]: row for row in valid_rows(near)}
     problems = [
         (start not in checkpoints, f"no checkpoint of step {start}"),
         (stop <= start, "should end after its first step"),
@@ -220,7 +222,8 @@ class ReplayTask:
 
 
 def _train_again(config: RunConfig, span: Span, save: bool, threads: int | None) -> Outcome:
-    return train(config, _make_task(config, span, save, threads)).outcome
+    with redirect_stdout(sys.stderr):  # standard output is the verdict's
+        return train(config, _make_task(config, span, save, threads)).outcome
 
 
 def _make_task(config: RunConfig, span: Span, save: bool, threads: int | None) -> MakeTask:
@@ -233,8 +236,13 @@ def _make_task(config: RunConfig, span: Span, save: bool, threads: int | None) -
     return make_task
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
-    return [line.row for line in read_lines(run / METRICS) if line.row and isinstance(line.row.get("step"), int)]
+def _rows(run: Path) -> Iterator[dict[str, Any]]:
+    return (line.row for line in read_lines(run / METRICS) if line.row and isinstance(line.row.get("step"), int))
+
+
+def _moves(row: dict[str, Any]) -> bool:
+    """Whether a row sets the run's last step."""
+    return is_rollback(row) or not is_event(row)
 
 
 def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -> list[str]:

@@ -36,21 +36,22 @@ def report(config: ReportConfig) -> int:
     if not config.runs:
         raise UserError("runs", "[]", "name at least one run folder, like runs/stdlib")
     runs = [Path(run) for run in config.runs]
-    print(write_report(runs, Path(config.output) if config.output else runs[0], config.axis))
+    name = "comparison" if len(runs) > 1 and not config.output else "report"  # a run keeps its own report
+    print(write_report(runs, Path(config.output or runs[0]), config.axis, name))
     return 0
 
 
-def write_report(runs: list[Path], output: Path, axis: str = "auto") -> Path:
-    """Writes report.html and report.png of run folders into the folder `output`, each complete or not at all. Returns
-    the path of report.html. Missing and torn rows and files are omitted, with a note on the page.
+def write_report(runs: list[Path], output: Path, axis: str = "auto", name: str = "report") -> Path:
+    """Writes NAME.html and NAME.png of run folders into the folder `output`, each complete or not at all. Returns the
+    path of NAME.html. Missing and torn rows and files are omitted, with a note on the page.
     Raises: UserError if a folder has no metrics to show, or none along `axis`, or `output` cannot be written."""
     loaded = read_runs(runs)
     picture = draw(loaded, choose_axis(loaded, axis))
     html, png = page(loaded, picture), as_png(picture.figure)
     make_output_folder(output)
-    write_atomically(output / "report.png", png)
-    write_atomically(output / "report.html", html.encode(errors="replace"))  # a sample may hold half a character
-    return output / "report.html"
+    write_atomically(output / f"{name}.png", png)
+    write_atomically(output / f"{name}.html", html.encode(errors="replace"))  # a sample may hold half a character
+    return output / f"{name}.html"
 
 
 def choose_axis(runs: list[RunRecord], axis: str) -> str:
@@ -68,8 +69,10 @@ def page(runs: Sequence[RunRecord], picture: Picture) -> str:
     """The document, from page.html, page.css and page.js: the picture and the content of the runs' files, escaped. Only
     page.js runs in it."""
     names = [run.name for run in runs]
-    body = ['<section class="beside">', f"<figure>{picture.svg()}</figure>", *_samples(runs), "</section>"]
-    body += ["<h2>Summary</h2>", _by_run({run.name: _summary(run) for run in runs})]
+    legend = [f'<li style="--color: {color}">{escape(name)}</li>' for color, name in picture.legend]
+    body = ["<h2>Summary</h2>", _by_run({run.name: _summary(run) for run in runs}), "<h2>Curves</h2>"]
+    body += ['<ul class="legend">', *legend, "</ul>"] if legend else []
+    body += ['<section class="beside">', f"<figure>{picture.svg()}</figure>", *_samples(runs), "</section>"]
     if len(runs) > 1:
         settings = {run.name: run.config for run in runs if run.config}
         body += ["<h2>What differs in the configurations</h2>", _differences(settings)]
@@ -77,6 +80,9 @@ def page(runs: Sequence[RunRecord], picture: Picture) -> str:
         body += ["<h2>Last evaluation</h2>", _by_run(evaluated)]
     for run in runs:
         body += _classes(run)
+    body += ["<h2>Started with</h2>", _by_run({run.name: _origin(run) for run in runs})]
+    configurations = {run.name: {name: _text(value) for name, value in run.config.items()} for run in runs}
+    body += ["<details><summary>Configuration</summary>", _by_run(configurations), "</details>"]
     if notes := [f"<li>{escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]:
         body += ["<h2>Not in this report</h2>", "<ul>", *notes, "</ul>"]
     title = escape(f"Training report: {', '.join(names) if len(runs) <= 3 else f'{len(runs)} runs'}")
@@ -105,9 +111,9 @@ def _points(picture: Picture) -> str:
 def _summary(run: RunRecord) -> dict[str, str]:
     state, reason, setting = run.status.get("state"), run.status.get("reason"), run.config.get
     newest = run.last("val_loss")  # losses over other tokens do not compare
-    alike = [row for row in run.rows if row.get("val_tokens") == newest.get("val_tokens")]
+    alike = (row for row in run.rows if row.get("val_tokens") == newest.get("val_tokens"))
     best = min((row for row in alike if is_finite(row.get("val_loss"))), key=lambda row: row["val_loss"], default={})
-    digests = [row["order_digest"] for row in run.rows if row.get("order_digest")]
+    digests = (row["order_digest"] for row in reversed(run.rows) if row.get("order_digest"))
     gpt = {
         "MFU (median)": _number(run.median("mfu"), ".1%"),
         "architecture": _text(setting("model.architecture", "gpt2")),
@@ -120,7 +126,7 @@ def _summary(run: RunRecord) -> dict[str, str]:
         "steps": _number(run.rows[-1]["step"]),
         run.unit: _number(run.last("tokens").get("tokens")),
         "skipped steps": _number(run.last("skipped").get("skipped")),
-        "last train loss": _at_step(run.last("loss"), "loss"),
+        "last train loss (loss_mean)": _at_step(run.last("loss_mean"), "loss_mean"),
         "last validation loss": _validation(run, newest),
         "best validation loss": _validation(run, best),
         f"{run.unit} per second (median)": _number(run.median("tokens_per_second"), ",.0f"),
@@ -129,8 +135,18 @@ def _summary(run: RunRecord) -> dict[str, str]:
         **(gpt if run.unit == "tokens" else job),
         "learning rate": _text(setting("optim.lr")),
         "seed": _text(setting("seed")),
-        "order digest": str(digests[-1])[:12] if digests else UNKNOWN,
+        "order digest": str(next(digests, UNKNOWN)),
     }
+
+
+def _origin(run: RunRecord) -> dict[str, str]:
+    """Command, code, hardware and versions of the newest start."""
+    start = next((event for event in reversed(run.events) if event["event"] == "start"), {})
+    versions = start.get("versions")
+    known = ", ".join(f"{name} {one}" for name, one in versions.items()) if isinstance(versions, dict) else None
+    devices = f"{_text(start.get('processes'))} x {_text(start.get('device'))}"
+    facts = {name: _text(start.get(name)) for name in ("command", "commit", "hardware")}
+    return {**facts, "processes and device": devices, "versions": _text(known)}
 
 
 def _evaluation(run: RunRecord) -> dict[str, str]:

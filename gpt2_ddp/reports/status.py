@@ -32,10 +32,10 @@ class Health(NamedTuple):
 
 def show_status(config: StatusConfig) -> int:
     """The command: prints a line for each run. Raises: UserError if none is a run."""
-    folders = [Path(run) for run in config.runs]
+    folders = [Path(run) for run in config.runs] or sorted(file.parent for file in Path("runs").glob(f"*/{STATUS}"))
     runs = [folder for folder in folders if (folder / STATUS).is_file()]
     if not runs:
-        raise no_run(folders[0], STATUS)
+        raise no_run(folders[0] if folders else Path("runs"), STATUS)
     width = max(len(str(folder)) for folder in folders)
     for folder in folders:
         if folder not in runs:  # `runs/*` also matches the output of compare_parallel.py

@@ -9,12 +9,11 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, MODEL, STATE, Checkpoint
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, SAMPLES, STATUS, Line, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import CONFIG, HASH, METRICS, NO_SAMPLES, SAMPLES, STATUS, is_rollback, read_lines
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import CONFIGS, guess_kind, read_config
@@ -24,22 +23,21 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, token_dtype
 from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.shards import check_shard, count_windows
-from gpt2_ddp.errors import UserError
+from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay, rescore, setting_defects
-from gpt2_ddp.reports.verify_checkpoints import Checkpoints, check_checkpoints, differing, read_checkpoints
-from gpt2_ddp.reports.verify_rows import (
-    Record,
-    Records,
-    Schedule,
-    check_scored,
-    check_values,
-    in_parts,
-    read_metrics,
-    replay_order,
+from gpt2_ddp.reports.verify_checkpoints import (
+    Checkpoints,
+    check_checkpoints,
+    check_tokenizer_file,
+    differing,
+    read_checkpoints,
 )
+from gpt2_ddp.reports.verify_rows import Log, Record, Records, Schedule, Values, in_parts, replay_order
 from gpt2_ddp.training.progress import Outcome
 
+LINE = 1000
+"""Most characters of a printed line."""
 SHOWN = 5
 """Most defects of one kind to print; the others are counted."""
 SAMPLED = 8
@@ -47,30 +45,30 @@ SAMPLED = 8
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
 """Fields of starts and states that never change in a run."""
-HASH = "samples_sha256"
-"""SHA-256 of samples.jsonl, in rows of starts, samples and rollbacks."""
 STATES = ("running", "failed", *get_args(Outcome))
 """Values of `state` in status.json."""
 
 
+class SampleLine(NamedTuple):
+    """A line of samples.jsonl: its row without texts, and the SHA-256 of the file up to it."""
+
+    step: Any
+    is_rollback: bool
+    sha256: str
+
+
 @dataclass(frozen=True)
 class Recorded:
-    """The readable content of a run folder, and the defects that reading rows and checkpoints found."""
+    """The readable content of a run folder, and the defects that reading checkpoints found."""
 
     run: Path
     settings: Record  # config.yaml
     config: RunConfig
-    rows: Records
+    log: Log
     checkpoints: Checkpoints
     status: Record | None  # None without a status.json; {} if it is no JSON
-    samples: list[Line]  # the whole lines of samples.jsonl
-    row_defects: list[str]
+    samples: list[SampleLine]  # the whole lines of samples.jsonl
     damage: list[str]
-
-    @property
-    def last(self) -> Record:
-        """The last row; empty without rows."""
-        return [{}, *self.rows.values()][-1]
 
     @property
     def states(self) -> Records:
@@ -79,10 +77,10 @@ class Recorded:
     @property
     def end(self) -> int:
         """The last recorded step."""
-        return max((record["step"] for record in (self.rows | self.states).values()), default=0)
+        return max([self.log.end, *(state["step"] for state in self.states.values())])
 
     def events(self, name: str) -> list[Record]:
-        return [row for row in self.rows.values() if row.get("event") == name]
+        return [row for row in self.log.events.values() if row["event"] == name]
 
 
 def verify_run(command: VerifyConfig) -> int:
@@ -95,23 +93,28 @@ def verify_run(command: VerifyConfig) -> int:
         raise UserError("run", run, "has no config.yaml; name a run folder of a training script")
     anchor = _read_anchor(command.anchor) if command.anchor else {}
     span = plan(run, command.replay) if command.replay else None
-    found = _read(run)
+    found = _read(run, anchor)
     for what, defects in _check(found, command, span, anchor):
         if not defects:
-            print(f"{'note' if defects is None else 'ok':8}{what}")
+            _print(f"{'note' if defects is None else 'ok':8}{what}")
             continue
         for defect in defects[:SHOWN]:
-            print(f"defect  {defect}")
+            _print(f"defect  {defect}")
         if len(defects) > SHOWN:
-            print(f"defect  ... and {len(defects) - SHOWN} more like these")
+            _print(f"defect  ... and {len(defects) - SHOWN} more like these")
         n_defects += len(defects)
     if command.anchor and not n_defects:
-        print(_write_anchor(Path(command.anchor), found))
-    print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
+        _print(_write_anchor(Path(command.anchor), found))
+    _print(f"{run} is {f'not intact, defects: {n_defects}' if n_defects else 'intact'}")
     return 1 if n_defects else 0
 
 
-def _read(run: Path) -> Recorded:
+def _print(line: str) -> None:
+    """Prints one line: names and values in the files may hold newlines and escapes, to imitate other lines."""
+    print(truncate(line, LINE))
+
+
+def _read(run: Path, anchor: Record) -> Recorded:
     """Reads the run's files. A running training writes a row before a sample, and after a checkpoint."""
     settings = read_yaml(str(run / CONFIG), "run")
     if not settings:
@@ -120,11 +123,13 @@ def _read(run: Path) -> Recorded:
     config = read_config(kind if kind in [*CONFIGS] else guess_kind(settings), settings, CONFIG)
     checkpoints, damaged = read_checkpoints(run)
     status, samples = _read_status(run), _read_samples(run)
-    rows, defects = read_metrics(run / METRICS)
-    if [{}, *rows.values()][-1].get("event") == "end":  # the samples are complete by now
+    states = [checkpoint.state for checkpoint in checkpoints.values()]
+    chains = {anchor.get("chain"), *(state.get("metrics_chain") for state in states)}
+    log = Log(run / METRICS, {state["step"] for state in states}, chains - {None})
+    if log.last.get("event") == "end":  # the samples are complete by now
         samples = _read_samples(run)
     status = _read_status(run) if status is None else status
-    return Recorded(run, settings, config, rows, checkpoints, status, samples, defects, damaged)
+    return Recorded(run, settings, config, log, checkpoints, status, samples, damaged)
 
 
 def _read_status(run: Path) -> Record | None:
@@ -136,22 +141,24 @@ def _read_status(run: Path) -> Record | None:
         return {}
 
 
-def _read_samples(run: Path) -> list[Line]:
-    return [line for line in read_lines(run / SAMPLES) if not line.torn]
+def _read_samples(run: Path) -> list[SampleLine]:
+    digest, samples = hashlib.sha256(), []
+    for line in read_lines(run / SAMPLES):
+        if not line.torn:
+            digest.update(f"{line.text}\n".encode())
+            row = line.row or {}
+            samples.append(SampleLine(row.get("step"), is_rollback(row), digest.hexdigest()))
+    return samples
 
 
 def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Record) -> Iterator[Finding]:
-    run, config, rows, checkpoints = found.run, found.config, found.rows, found.checkpoints
-    count = sum("event" not in row for row in rows.values())
-    chains = [row["chain"] for row in rows.values() if "chain" in row]
-    chained = f"; {len(chains)} lines chained by hashes up to {chains[-1][:12]}" if chains else ""
-    yield f"metrics.jsonl: {count} rows, steps strictly increasing{chained}", found.row_defects
-    wrong = [*found.damage, *check_checkpoints(run, config, rows, checkpoints)]
+    run, config, log, checkpoints = found.run, found.config, found.log, found.checkpoints
+    chained = f"; {log.chained} lines chained by hashes up to {log.chain[:12]}" if log.chained else ""
+    yield f"metrics.jsonl: {log.count} rows, steps strictly increasing{chained}", log.defects
+    wrong = [*found.damage, *check_checkpoints(run, config, log, checkpoints)]
     yield f"checkpoints: {len(checkpoints)}, all files unchanged, none missing", wrong
-    heads = {state.get("metrics_chain") for state in found.states.values()}
-    newest = takewhile(lambda row: row.get("chain") not in heads, reversed(rows.values()))
-    if loose := sum("event" not in row for row in newest):
-        yield f"the last {loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
+    if log.loose:
+        yield f"the last {log.loose} rows are newer than the newest checkpoint: no checkpoint confirms them yet", None
     yield "configuration: equal in config.yaml, starts and checkpoints, with one run id", _check_configuration(found)
     yield from check_end(found)
     manifests: list[Manifest] = []
@@ -161,9 +168,7 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
             hint = f"the run was trained on {n_folders} folders; name all of them, joined by `:`"
             raise UserError("data", command.data, hint)
         manifests = read_manifests(folders)
-        yield from _check_data(config, folders, manifests, command, rows | found.states)
-    wrong = [*check_values(rows), *check_scored(rows, config, manifests)]
-    yield "numbers of the rows: known fields, none missing or negative, equal where two agree", wrong
+        yield from _check_data(config, folders, manifests, command, log.events | found.states)
     yield from _check_training(found, manifests)
     for branch in found.events("branch"):
         manifest = Path(str(branch.get("from"))) / MANIFEST
@@ -171,7 +176,7 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
         there = "is unchanged" if same else "is missing or changed"
         yield f"the parent checkpoint {manifest.parent} {there}: verify its own run, too", None
     if command.rescore:
-        yield from rescore(run, valid_rows(rows.values()), checkpoints.values(), command.data)
+        yield from rescore(run, log.by_step.values(), checkpoints.values(), command.data)
     if span:
         yield from replay(run, span, checkpoints.values(), command.data)
     if not (span or command.rescore):
@@ -183,7 +188,8 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
 
 def _check_configuration(found: Recorded) -> list[str]:
     """Contradictions between config.yaml, the starts and the checkpoints."""
-    starts = {place: row for place, row in found.rows.items() if isinstance(row.get("config"), dict)}
+    events = found.log.events
+    starts = {place: row for place, row in events.items() if row.get("config")}
     documents = {place: row["config"] for place, row in starts.items()}
     documents |= {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in found.checkpoints.items()}
     documents[CONFIG] = found.settings
@@ -200,37 +206,30 @@ def _check_configuration(found: Recorded) -> list[str]:
         now, right = flat(documents[place]), flat(documents[start])
         return differing(place, now, start, right, dict.fromkeys([*now, *right]))
 
-    newest = ""
-    sessions: dict[str, str] = {}  # place of the start that each row's chain comes after
-    for place, row in found.rows.items():
-        newest = place if place in starts else newest
-        if newest and "chain" in row:
-            sessions[row["chain"]] = newest
     for place, state in found.states.items():
-        if start := sessions.get(state.get("metrics_chain", "")):
+        before = list(events)[: found.log.seen.get(state.get("metrics_chain") or "", 0)]
+        if start := next((place for place in reversed(before) if place in starts), ""):
             same = [name for name in starts[start] if name in state and name != "step"]
             defects += differing(place, state, start, starts[start], same)
             defects += altered(place.replace(STATE, CONFIG), start)
-    if newest and found.last is not starts[newest]:  # a start that nothing follows may be killed before it wrote it
+    newest = next(reversed(starts), "")
+    if newest and found.log.last is not starts[newest]:  # a start that nothing follows may be killed before it wrote it
         defects += altered(CONFIG, newest)
     return list(dict.fromkeys(defects))
 
 
 def check_end(found: Recorded) -> Iterator[Finding]:
     """Checks status.json and samples.jsonl against the rows."""
-    count, recorded = len(found.samples), [row[HASH] for row in found.rows.values() if HASH in row]
     yield f"{STATUS}: agrees with metrics.jsonl", [*_check_status(found)]
-    defects = [*_check_samples(found, recorded)]
-    if count or defects:
-        yield f"{SAMPLES}: {count} lines" + ", all chained by metrics.jsonl" * bool(recorded), defects
-    if count and not recorded:
-        yield f"{SAMPLES}: metrics.jsonl has no hash of it: an earlier release trained the run", None
+    defects = [*_check_samples(found)]
+    if found.samples or defects:
+        yield f"{SAMPLES}: {len(found.samples)} lines, all chained by metrics.jsonl", defects
 
 
 def _check_status(found: Recorded) -> Iterator[str]:
-    last, event = found.last, found.last.get("event")
+    last, event = found.log.last, found.log.last.get("event")
     if found.status is None:
-        if {row.get("event") for row in found.rows.values()} - {"start", "branch"}:
+        if found.log.count or {row["event"] for row in found.log.events.values()} - {"start", "branch"}:
             yield f"{STATUS}: is missing"
         return
     state, step = found.status.get("state"), found.status.get("step")
@@ -248,27 +247,31 @@ def _check_status(found: Recorded) -> Iterator[str]:
         yield f"{STATUS}: has {state} at step {step}, but the newest checkpoint is of step {newest}"
 
 
-def _check_samples(found: Recorded, recorded: list[str]) -> Iterator[str]:
+def _check_samples(found: Recorded) -> Iterator[str]:
     """Defects of the steps in samples.jsonl, and of its hashes in metrics.jsonl. Where the run has not ended, samples
     may be missing: their rows are written before them."""
-    has_ended, end, before = found.last.get("event") == "end", found.end, 0
+    events, has_ended, end = found.log.events, found.log.last.get("event") == "end", found.end
+    hashed = {place: row for place, row in events.items() if HASH in row}
+    recorded, before, right, newest = {NO_SAMPLES}, 0, 0, NO_SAMPLES
+    for place, row in hashed.items():
+        if row["event"] == "start" and row[HASH] != newest:  # a resume keeps the samples up to the newest hash
+            yield f"{place}: samples_sha256 differs from the one before: someone changed {SAMPLES} before this start"
+        newest = row[HASH]
+        recorded.add(newest)
     if not has_ended:  # a killed or running process may have sampled at a step without a row
-        end = max([end, *(row["steps"] for row in found.rows.values() if isinstance(row.get("steps"), int))])
-    digest, right, newest = hashlib.sha256(), 0, hashlib.sha256().hexdigest()
-    for line in found.samples:
-        place, row = f"{SAMPLES}, line {line.number}", line.row or {}
-        digest.update(f"{line.text}\n".encode())
-        if digest.hexdigest() in recorded:
-            right, newest = line.number, digest.hexdigest()
-        if type(row.get("step")) is not int:
+        end = max([end, *(row["steps"] for row in events.values() if row.get("steps") is not None)])
+    for number, line in enumerate(found.samples, 1):
+        place = f"{SAMPLES}, line {number}"
+        right = number if line.sha256 in recorded else right
+        if type(line.step) is not int:
             yield f"{place}: is not a row with a step"
             continue
-        if not is_rollback(row) and not before <= row["step"] <= end:  # a rollback may have undone it
-            yield f"{place}: is of step {row['step']}, after step {before} of a run of {end} steps"
-        before = row["step"]
-    if recorded and right < len(found.samples):
+        if not line.is_rollback and not before <= line.step <= end:  # a rollback may have undone it
+            yield f"{place}: is of step {line.step}, after step {before} of a run of {end} steps"
+        before = line.step
+    if right < len(found.samples):
         yield f"{SAMPLES}, line {right + 1}: was changed or added, or one before it: metrics.jsonl lacks its hash"
-    elif recorded and has_ended and newest != recorded[-1]:
+    elif has_ended and newest != ([NO_SAMPLES] + [line.sha256 for line in found.samples])[right]:
         yield f"{SAMPLES}: lines are missing after line {right}"
 
 
@@ -305,6 +308,7 @@ def _check_data(
         yield "no shard was read: the tokens are not checked", None
         return
     for folder, manifest in zip(folders, manifests, strict=True):
+        defects += check_tokenizer_file(Path(folder) / manifest.tokenizer, manifest.tokenizer_sha256, MANIFEST)
         checked, wrong = _check_shards(Path(folder), manifest, command.shards)
         yield f"{checked} in {folder}" if several else checked, defects + wrong
         defects = []
@@ -327,21 +331,32 @@ def _check_shards(folder: Path, manifest: Manifest, how: str) -> tuple[str, list
 
 
 def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Finding]:
-    """Checks the order of the data in rows and states, the steps of all records, and the learning rates."""
-    config, rows, states = found.config, found.rows, found.states
-    history = replay_order(config, manifests, rows, states)
-    if history is None:
+    """Checks the numbers of the rows, the order of the data in rows and states, the steps of all records, and the
+    learning rates."""
+    config, events, states = found.config, found.log.events, found.states
+    history = replay_order(config, manifests, events, states)
+    validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
+    schedule = history and Schedule(config, history, validates, is_branch=bool(found.events("branch")))
+    values, count = Values(config, manifests), len(found.events("rollback"))
+    later = {place: n for place, state in states.items() if (n := state.get("rollbacks", 0)) > count}
+    order = [f"{place}: comes after {n} rollbacks, in metrics.jsonl {count}" for place, n in later.items()]
+    wrong, missing = [], []
+    for place, record in in_parts(found.log.items(), states):
+        if place not in states:
+            wrong += [f"{place}: {defect}" for defect in values.check(record)]
+        if history is None or schedule is None:
+            continue
+        due = schedule.check(record) if is_rollback(record) else ()  # before the steps that it undid are gone
+        missing += [f"{place}: {defect}" for defect in due]
+        found_here = [f"{place}: {defect}" for defect in history.check(record)]
+        order += found_here
+        is_huge = any("does not match" in defect for defect in found_here)  # its step may be
+        if place not in states and not is_rollback(record) and not is_huge:
+            missing += [f"{place}: {defect}" for defect in schedule.check(record)]
+    yield "numbers of the rows: known fields, none missing or negative, equal where two agree", wrong
+    if schedule is None:
         yield "the order of the data is not known yet, before a checkpoint or the end of an epoch", None
         return
-    validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
-    schedule = Schedule(config, history, validates, is_branch=bool(found.events("branch")))
-    placed, order = in_parts(rows, states)
-    missing: list[str] = []
-    for place, record in placed:
-        wrong = [f"{place}: {defect}" for defect in history.check(record)]
-        order += wrong
-        if place in rows and not any("does not match" in defect for defect in wrong):  # its step may be huge
-            missing += [f"{place}: {defect}" for defect in schedule.check(record)]
     yield f"order of the data: all digests up to step {found.end}, recomputed from seed {config.seed}", order
     when = "; rows, evaluations and checkpoints at their due steps" if schedule.steps is not None else ""
     yield f"learning rates as scheduled{when}", missing
@@ -354,7 +369,7 @@ def _read_anchor(file: str) -> Record:
         anchor = read_json(Path(file)) if os.path.exists(file) else {}
     except ValueError:
         anchor = {"": None}
-    if anchor and not {"step", "chain", "sha256"} <= anchor.keys():
+    if anchor and [type(anchor.get(name)) for name in ("step", "chain", "sha256")] != [int, str, str]:
         raise UserError("anchor", file, "is no anchor; name a file that --anchor has written, or a new file")
     return anchor
 
@@ -376,7 +391,7 @@ def _weights_hash(checkpoint: Checkpoint) -> str:
 def _check_anchor(anchor: Record, found: Recorded) -> list[str]:
     """Whether the rows continue the anchor's chain, and its checkpoint, if it still exists, has the same weights."""
     step, defects = anchor["step"], []
-    if anchor["chain"] not in [row.get("chain") for row in found.rows.values()]:
+    if anchor["chain"] not in found.log.seen:
         defects += [f"{METRICS}: lacks the anchor's chain, of step {step}: earlier rows were rewritten or cut off"]
     for checkpoint in found.checkpoints.values():
         if checkpoint.state["step"] == step and _weights_hash(checkpoint) != anchor["sha256"]:

@@ -3,13 +3,10 @@
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from gpt2_ddp.checkpoint.checkpoint import (
-    DTYPES,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -20,12 +17,12 @@ from gpt2_ddp.checkpoint.checkpoint import (
     misfit,
     verify,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback, valid_rows
+from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.model.gpt import GPT, without_init
-from gpt2_ddp.reports.verify_rows import Record, Records, read_metrics
+from gpt2_ddp.reports.verify_rows import Log, Record, Records
+from gpt2_ddp.tasks.trained_model import outline, shape_defect, tensor_shapes
 from gpt2_ddp.training.progress import Best
 
 OF_STEP = ("skipped", "val_loss")
@@ -52,24 +49,23 @@ def read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
     return found, defects
 
 
-def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: Checkpoints) -> Iterator[str]:
+def check_checkpoints(run: Path, config: RunConfig, log: Log, checkpoints: Checkpoints) -> Iterator[str]:
     """Defects between the checkpoints and the rows, which hold their hashes and which of them were kept."""
-    saved, kept, defects = check_kept(rows)
+    events = log.events
+    saved, kept, defects = check_kept(events)
     yield from defects
     there = list_checkpoints(run / "checkpoints")
     folders = {step: f"checkpoints/step-{step:08d}" for step in kept}
     gone = [step for step in kept if f"{folders[step]}/{STATE}" not in checkpoints]
     gone = [step for step in gone if not (run / folders[step]).is_dir()]
     if gone:  # or deleted meanwhile by a running training, which records that first
-        still_kept = check_kept(read_metrics(run / METRICS)[0])[1]
+        still_kept = check_kept(Log(run / METRICS).events)[1]
         yield from (f"{folders[step]}: is missing" for step in gone if step in still_kept)
     if not there and not kept and saved:
         yield "checkpoints: all are missing, although the run has saved some"
 
-    chains = {row["chain"]: number for number, row in enumerate(rows.values()) if "chain" in row}
-    by_step = {row["step"]: row for row in valid_rows(rows.values())}
-    first = next((row["step"] for row in rows.values() if row.get("event") == "start"), math.inf)
-    ended = max((row["step"] for row in rows.values() if row.get("event") in ("checkpoint", "end")), default=0)
+    first = next((row["step"] for row in events.values() if row["event"] == "start"), math.inf)
+    ended = max((row["step"] for row in events.values() if row["event"] in ("checkpoint", "end")), default=0)
     for place, checkpoint in checkpoints.items():
         folder, chain = checkpoint.path, checkpoint.state.get("metrics_chain")
         try:
@@ -80,42 +76,58 @@ def check_checkpoints(run: Path, config: RunConfig, rows: Records, checkpoints: 
         name, is_newest, is_own = f"checkpoints/{folder.name}", [folder] == there[-1:], step > first
         right, saved_at = saved.get(step, (sha256, 0))
         # a kill may have come before the row of a step saved again, after pending work
-        is_again = is_newest and chains.get(chain, -1) >= saved_at
+        is_again = is_newest and log.seen.get(chain or "", 0) > saved_at
         if sha256 != right and not is_again:
             yield f"{name}: its manifest's SHA-256 differs from metrics.jsonl's"
         if is_own and step not in saved and (not is_newest or step <= ended):  # or a kill came before its row
             yield f"{name}: is not recorded in metrics.jsonl"
-        if chain not in chains and (is_own or chain):
+        if chain not in log.seen and (is_own or chain):
             yield f"{place}: its metrics_chain is not in metrics.jsonl"
-        yield from compare_state(place, checkpoint.state, by_step)
+        yield from compare_state(place, checkpoint.state, log.by_step)
         yield from misshapen
 
 
-def check_kept(rows: Records) -> tuple[dict[int, tuple[str, int]], list[int], list[str]]:
-    """The recorded checkpoints, and defects of the lists `kept` in events: they name saved checkpoints, and their own.
+def check_kept(events: Records) -> tuple[dict[int, tuple[str, int]], list[int], list[str]]:
+    """The recorded checkpoints, and defects of the lists `kept` in events: they name saved checkpoints, their own, and
+    the newest `keep_last` of those before, except that of the run's first step.
 
     Returns:
-        SHA-256 and row number of each, by step; the steps that were kept last; defects.
+        SHA-256 and number of the event of each, by step; the steps that were kept last; defects.
     """
     saved: dict[int, tuple[str, int]] = {}
     kept: list[int] = []
     defects: list[str] = []
-    for number, (place, row) in enumerate(rows.items()):
-        reference = row if row.get("event") == "checkpoint" else row.get("checkpoint") or {}
+    keep_last, first = 0, None
+    for number, (place, row) in enumerate(events.items()):
+        reference = row if row["event"] == "checkpoint" else row.get("checkpoint") or {}
         step = reference["step"] if "sha256" in reference and type(reference.get("step")) is int else None
         if step is not None:
             saved[step] = reference["sha256"], number
-        if number and row.get("event") == "start" and step != row["step"]:
-            defects.append(f"{place}: starts at step {row['step']}, without a checkpoint of that step")
-        if (listed := row.get("kept")) is not None:
-            unknown = [other for other in listed if other not in [*saved]]
-            defects += [f"{place}: kept has step {other}, which was not saved" for other in unknown]
-            if step is not None and step not in listed:
-                defects.append(f"{place}: kept lacks its own checkpoint, of step {step}")
-            kept = [*dict.fromkeys(other for other in listed if type(other) is int)]
+        if row["event"] == "start":
+            keep_last, first = _keep_last(row), row["step"] if first is None else first
+            if number and step != row["step"]:
+                defects.append(f"{place}: starts at step {row['step']}, without a checkpoint of that step")
         if is_rollback(row):
             kept = [other for other in kept if other <= row["step"]]
-    return saved, kept, defects
+        if (listed := row.get("kept")) is None:
+            continue
+        now = [*dict.fromkeys(other for other in listed if type(other) is int)]
+        defects += [f"{place}: kept has step {other}, which was not saved" for other in now if other not in saved]
+        coming = row["step"] if step is None else step  # a full disk makes room for it
+        newest = sorted({*kept, coming})[-keep_last:] if keep_last and row["event"] != "start" else []
+        for other in [*newest, *([] if step is None else [step])]:
+            if other not in now and (other == step or other not in (coming, first)):
+                what = "its own checkpoint, of step" if other == step else "a checkpoint of keep_last, step"
+                defects.append(f"{place}: kept lacks {what} {other}")
+        kept = now
+    return saved, kept, list(dict.fromkeys(defects))
+
+
+def _keep_last(start: Record) -> int:
+    """`checkpoint.keep_last` of a start's configuration; 0 if unknown."""
+    section = (start.get("config") or {}).get("checkpoint")
+    number = section.get("keep_last") if isinstance(section, dict) else None
+    return max(number, 0) if type(number) is int else 0
 
 
 def compare_state(place: str, state: Record, rows: dict[int, Record]) -> Iterator[str]:
@@ -142,35 +154,46 @@ def differing(place: str, found: Record, origin: str, right: Record, names: Iter
     return [f"{place}: {name} is {found.get(name)}, in {origin} {right.get(name)}" for name in wrong]
 
 
+def check_tokenizer_file(file: Path, sha256: object, origin: str) -> Iterator[str]:
+    """Defects of a tokenizer.json, whose hash is in the file `origin`; a tokenizer of a library has no file."""
+    if file.suffix == ".json" and not file.is_file():
+        yield f"{file.name}: is missing"
+    elif file.is_file() and sha256_file(file) != sha256:
+        yield f"{file.name}: its SHA-256 differs from tokenizer_sha256 in {origin}"
+
+
 def _check_files(checkpoint: Checkpoint, config: RunConfig) -> Iterator[str]:
     """Defects of a checkpoint's tokenizer and tensors: other hashes, names, types or shapes, or a number not finite."""
     state, folder = checkpoint.state, checkpoint.path
-    tokenizer = folder / str(state.get("tokenizer"))
-    if tokenizer.suffix == ".json" and not tokenizer.is_file():
-        yield f"{tokenizer.name}: is missing"
-    elif tokenizer.is_file() and sha256_file(tokenizer) != state.get("tokenizer_sha256"):
-        yield f"{tokenizer.name}: its SHA-256 differs from tokenizer_sha256 in {STATE}"
-    found: dict[str, dict[str, tuple[str, list[int]]]] = {MODEL: {}, OPTIMIZER: {}}
-    for file, layout in found.items():
-        with safe_open(folder / file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, it is not a dict
-                part = tensors.get_slice(name)
-                layout[name] = part.get_dtype(), part.get_shape()
-            # a bad gradient's step is skipped
-            ruined = [name for name in layout if config.guard.skip and not tensors.get_tensor(name).isfinite().all()]
-        if ruined:
-            yield f"{file}: {ruined[0]} is not finite"
+    yield from check_tokenizer_file(folder / str(state.get("tokenizer")), state.get("tokenizer_sha256"), STATE)
+    for file in (MODEL, OPTIMIZER):
+        yield from _check_numbers(folder / file, state, config)
     if not isinstance(config, TrainingConfig) or "vocab_size" not in state:
         return
-    with torch.device("meta"), without_init():
-        model = GPT(config.model, state["vocab_size"])
-    right = {name: (DTYPES[tensor.dtype], [*tensor.shape]) for name, tensor in model.state_dict().items()}
-    weights: dict[str, Any] = found[MODEL]
-    if wrong := [name for name in sorted(right.keys() | weights.keys()) if right.get(name) != weights.get(name)]:
-        ours, theirs = (" ".join(map(str, one.get(wrong[0]) or ["none"])) for one in (right, weights))
-        yield f"{MODEL}: {wrong[0]} is {theirs}, by the model section {ours}"
-    optimizer_state = {name: shape for name, (_, shape) in found[OPTIMIZER].items()}
-    if problem := misfit(optimizer_state, model):
+    if defect := shape_defect(config.model, state["vocab_size"], tensor_shapes(folder / MODEL)):
+        yield f"{MODEL}: {defect}"
+        return
+    optimizer_state = {name: shape for name, (_, shape) in tensor_shapes(folder / OPTIMIZER).items()}
+    if problem := misfit(optimizer_state, outline(config.model, state["vocab_size"])):
         yield f"{OPTIMIZER}: {problem}"
     elif not optimizer_state and state["step"] > state.get("skipped", 0):
         yield f"{OPTIMIZER}: has no tensors"
+
+
+def _check_numbers(file: Path, state: Record, config: RunConfig) -> Iterator[str]:
+    """The first tensor that no training writes: not finite, a negative square, or Adam's number of steps."""
+    taken = state["step"] - state.get("skipped", 0)
+    # a loss scaler's skips are not counted; small jobs may begin with a new optimizer state
+    is_exact = isinstance(config, TrainingConfig) and config.guard.skip and not state.get("scaler")
+    with safe_open(file, "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118, it is not a dict
+            tensor, kind = tensors.get_tensor(name), name.partition(".")[0] if file.name == OPTIMIZER else ""
+            if config.guard.skip and not tensor.isfinite().all():  # a bad gradient's step is skipped
+                yield f"{file.name}: {name} is not finite"
+            elif kind == "exp_avg_sq" and (tensor < 0).any():
+                yield f"{file.name}: {name} has negative squares"
+            elif kind == "step" and ((tensor > taken) | (tensor < (taken if is_exact else 0))).any():
+                yield f"{file.name}: {name} is {tensor.tolist()}, after {taken} steps that were not skipped"
+            else:
+                continue
+            return

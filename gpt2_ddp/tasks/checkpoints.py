@@ -107,13 +107,13 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
 
 
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of `config.tasks` as a table. Saves items and scores after each task."""
+    """The scores of `config.tasks` as a table. Saves items and scores after each task; other items of a task, by split,
+    data or number, have another file."""
     model, tokenizer = on_every_rank(accelerator, lambda: load_model(checkpoint))
     size, path = model.config.block_size, checkpoint.path
-    folder = Path(config.output or _evaluations(checkpoint))
+    folder, folders = Path(config.output or _evaluations(checkpoint)), _settings(config, checkpoint)[1]
 
     def load() -> list[ItemSet]:
-        folders = _settings(config, checkpoint)[1]
         split = lambda: next(iter(open_splits(folders, config.split, tokenizer)[1].values()))  # noqa: E731
         sets = load_sets(config.tasks, config.task_items, tokenizer, size, split)
         check_writable(str(make_output_folder(folder) / f"{sets[0].name}.json"))
@@ -127,7 +127,16 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
             accelerator.print(f"note: {items.name}: {note}; their beginning is cut off", file=sys.stderr)
         result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
         facts = {"checkpoint": str(path), "step": checkpoint.state["step"], "precision": accelerator.mixed_precision}
-        on_main(accelerator, partial(save, folder, items, result, facts))
+        facts |= {"task_items": config.task_items}
+        names: list[object] = [items.name]
+        if "cloze" in config.tasks and items.name == "cloze":  # made from a split
+            facts |= {"split": config.split, "data": [*folders]}
+            names += [
+                config.split if config.split != "val" else None,
+                config.data and Path(config.data).absolute().name,
+            ]
+        place = folder / "-".join(map(str, filter(None, [*names, config.task_items])))
+        on_main(accelerator, partial(save, place, items, result, facts))
         results[items.name] = items, result
     return f"items and scores are in {folder}\n{task_table(results)}"
 

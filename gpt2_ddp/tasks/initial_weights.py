@@ -78,6 +78,12 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
     notes = _check_ids(path, min(tensors[name].size(0) for name in vocabularies), tokenizer)
     for name in vocabularies:
         tensors[name] = tensors[name][: tokenizer.vocab_size]
+    zeros = [] if len(tables) > 1 else (~tensors[tables[0]].any(1)).nonzero().flatten().tolist()
+    if zeros:
+        more = f" and of {len(zeros) - 1:,} more" if len(zeros) > 1 else ""
+        notes.append(
+            f"the embedding of id {zeros[0]}{more} is zero and stays so, as transformers keeps a pad_token_id's"
+        )
     if len(tables) > 1 and (positions := tensors[tables[1]].size(0)) > config.model.block_size:
         notes.append(f"the first {config.model.block_size:,} of its {positions:,} positions are used (block_size)")
     try:

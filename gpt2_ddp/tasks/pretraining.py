@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -17,11 +17,9 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
-from gpt2_ddp.config.base import complete
-from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch, interleaved, split_batch
-from gpt2_ddp.data.manifest import MANIFEST, Manifest, prepare_command, read_manifest
+from gpt2_ddp.data.manifest import Manifest, missing_data, read_manifest
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import TokenStream, Windows, verify_shards
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer, load_tokenizer
@@ -42,6 +40,12 @@ if TYPE_CHECKING:
     from gpt2_ddp.scoring import ItemSet
 
 
+MOST_PASSES = 40
+"""Passes over the training split beyond which a note asks for more text."""
+FEWEST_VALIDATION_TOKENS = 1000
+"""With fewer, a note says that val_loss is inaccurate: its standard error is above 0.1 nats (estimate)."""
+
+
 class Corpus(NamedTuple):
     """The opened shard folders, in the order of `data.path`, and their common tokenizer."""
 
@@ -53,21 +57,8 @@ class Corpus(NamedTuple):
     mixture: "Identity | None"  # manifests and phases of several folders; None for one folder
 
 
-def missing_data(config: TrainingConfig) -> str | None:
-    """Recipe of `data.prepare` if shards are missing, else None. Raises: UserError."""
-    missing = [path for path in config.data.paths if not os.path.exists(os.path.join(path, MANIFEST))]
-    if not config.data.prepare or not missing:
-        return None
-    output = str(read_yaml(config.data.prepare, "data.prepare").get("output"))
-    for folder in missing:
-        if os.path.realpath(output) != os.path.realpath(folder):  # a mistyped path must not start a preparation
-            hint = f"has no {MANIFEST}, and data.prepare ({config.data.prepare}) writes to {output}"
-            raise UserError("data.path", folder, f"{hint}; if it is text, use {prepare_command(Path(folder))}")
-    return config.data.prepare
-
-
-def open_corpus(config: TrainingConfig) -> Corpus:
-    """Opens the folders by their small files; hashes only the tokenizer.
+def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
+    """Opens the folders by their small files; hashes only the tokenizer. `check`: read the headers of all shards.
     Raises: UserError if a folder has no usable shards, or another tokenizer than the first."""
     paths, size = config.data.paths, config.model.block_size
     if len(paths) == 1:
@@ -89,7 +80,7 @@ def open_corpus(config: TrainingConfig) -> Corpus:
         check_tokenizer(tokenizer, manifest, folder)
     for prompt in config.tracking.sample_prompt:
         tokenizer.encode(prompt, "tracking.sample_prompt")  # raises where the tokenizer has no such character
-    windows = [Windows(TokenStream(folder, manifest, "train"), size) for folder, manifest in folders]
+    windows = [Windows(TokenStream(*folder, "train", check), size) for folder in folders]
     for (folder, _), source in zip(folders, windows, strict=True):
         if not len(source):
             hint = f"a window needs {size + 1} tokens, but the training split has {len(source.stream)}"
@@ -102,7 +93,8 @@ def open_corpus(config: TrainingConfig) -> Corpus:
 
         source, order, weights, mixture = mix(config, manifests, windows)
     names = config.data.names
-    validation = {names[number]: (weight, TokenStream(*folders[number], "val")) for number, weight in weights.items()}
+    streams = {number: TokenStream(*folders[number], "val", check) for number in weights}
+    validation = {names[number]: (weight, streams[number]) for number, weight in weights.items()}
     return Corpus(manifests, tokenizer, source, order, validation, mixture)
 
 
@@ -148,12 +140,15 @@ class Pretraining:
             return None if epochs else steps
         return math.ceil(epochs * epoch_size / self.config.global_batch_windows)
 
-    def load(self, watchdog: Watchdog) -> None:
-        """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model. Raises: UserError."""
+    def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
+        """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
+        only opens the data. Raises: UserError."""
         accelerator, long = self.accelerator, PREPARATION.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
         on_every_rank(accelerator, self._prepare_missing_data, patience=PREPARATION)
         self.open_data()
+        if is_complete:
+            return
         watchdog.heartbeat("reading tasks", timeout=FIRST_TIMEOUT)
         self.load_tasks()
         watchdog.heartbeat("building", timeout=long if self._initial_weights else FIRST_TIMEOUT)
@@ -165,7 +160,8 @@ class Pretraining:
     def open_data(self) -> None:
         """Opens the data by their small files; makes `feed`; resolves micro-batch and schedule. Raises: UserError."""
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
-        self._corpus = corpus = on_every_rank(accelerator, lambda: open_corpus(config))
+        check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
+        self._corpus = corpus = on_every_rank(accelerator, lambda: open_corpus(config, check))
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
         numbered = [(f" ({number})" * (len(paths) > 1), one.parts) for number, one in enumerate(self.manifests)]
         check_ranks_agree({f"{name} of data.path{n}": value for n, part in numbered for name, value in part.items()})
@@ -181,6 +177,10 @@ class Pretraining:
         steps = self.total_steps(len(corpus.order)) or 0
         if note := schedule_note(self._state.get("step", 0), steps, self.config.optim):
             self._note(note)
+        if not self._saved:
+            passes = steps * config.global_batch_windows / len(corpus.order)
+            for note in little_text_notes(passes, self.validation_tokens if self.validates else None):
+                self._note(note)
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files = (file,) if file.is_file() else ()
 
@@ -189,28 +189,16 @@ class Pretraining:
             run_script("prepare_data", "--config", recipe)
 
     def load_tasks(self) -> None:
-        """Reads the items of `eval.tasks` on the main process, and prints a note on them. Raises: UserError."""
-        self.item_sets: list[ItemSet] = on_main(self.accelerator, self._read_tasks) if self.config.eval.tasks else []
-        saved = self._state.get("tasks", {})
-        for items in self.item_sets:
-            chance = "" if items.chance is None else f"; guessing gets {items.chance:.1%} right"
-            self._note(f"{items.name} is scored on {len(items.items):,} items{chance}")
-            if saved.get(items.name, items.sha256) != items.sha256:
-                note = f"the items of {items.name} have changed"
-                self._note(f"{note}; scores are not comparable with earlier rows")
+        """Reads the items of `eval.tasks` on the main process, and prints notes on them. Raises: UserError."""
+        self.item_sets: list[ItemSet] = []
+        if self.config.eval.tasks:
+            from gpt2_ddp.scoring import notes_on, sets_of_run
 
-    def _read_tasks(self) -> "list[ItemSet]":
-        from gpt2_ddp.scoring import load_sets
-
-        data, evals = self.config.data, self.config.eval
-        if not self.validates:
-            hint = f"need a validation split, and {' '.join(data.paths)} has none; remove them"
-            raise UserError("eval.tasks", ", ".join(evals.tasks), hint)
-        _, first = next(iter(self._corpus.validation.values()))  # `cloze` is cut from it
-        try:
-            return load_sets(evals.tasks, evals.task_items, self.tokenizer, self.units_per_item, lambda: first)
-        except UserError as error:
-            raise UserError.join([f"eval.{mistake}" for mistake in error.mistakes]) from error
+            first = next((stream for _, stream in self._corpus.validation.values()), None)
+            read = partial(sets_of_run, self.config, self.tokenizer, first)
+            self.item_sets = on_main(self.accelerator, read)
+            for note in notes_on(self.item_sets, self._state.get("tasks", {})):
+                self._note(note)
 
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError if `train.init_from` does not fit."""
@@ -239,7 +227,7 @@ class Pretraining:
             on_every_rank(accelerator, partial(verify_shards, Path(path), manifest, *share))
 
     def build_optimizer(self) -> Optimizer:
-        return build_optimizer(self.model, self.config.optim)
+        return build_optimizer(self.model, self.config.optim, self.accelerator.mixed_precision != "no")
 
     def lr_at(self, step: int) -> float:
         return lr_at(step, self.config.optim)
@@ -333,6 +321,8 @@ class Pretraining:
             return
         length = default_decay_steps(steps, optim)
         if saved:
+            from gpt2_ddp.config.mistakes import complete
+
             values = complete(TrainingConfig, saved.config)[0]
             kept, train = values["optim"]["decay_steps"], values["train"]
             default = default_decay_steps(self._total_steps(train["steps"], train["epochs"], epoch_size) or 0, optim)
@@ -352,17 +342,21 @@ class Pretraining:
             size = state.get("micro_batch", size)
         self._is_estimate = size == "auto"
         if size == "auto":
-            from gpt2_ddp.tasks.micro_batch import estimated_micro_batch
+            from gpt2_ddp.model.memory import estimated_micro_batch
 
             self.micro_batch = estimated_micro_batch(config, self.manifest.vocab_size, accelerator)
         else:
-            self.micro_batch = split_batch(config.global_batch_windows, processes, size)
+            windows = config.global_batch_windows
+            self.micro_batch = split_batch(windows, processes, size)
+            if self.micro_batch != size < windows // processes:
+                note = f"micro-batches have {self.micro_batch} windows, not {size} (train.micro_batch_size)"
+                self._note(f"{note}: they share the {windows} windows of a step on {processes} processes evenly")
 
     def _try_micro_batch(self) -> None:
         """Lowers an estimated micro-batch until it fits the GPUs. Prints a note if dropout masks change."""
         processes = self.accelerator.num_processes
         if self._is_estimate and self.accelerator.device.type == "cuda":
-            from gpt2_ddp.tasks.micro_batch import tried_micro_batch
+            from gpt2_ddp.model.memory import tried_micro_batch
 
             windows = self.config.global_batch_windows
             self.micro_batch = tried_micro_batch(self.model, self.accelerator, windows, self.micro_batch)
@@ -386,6 +380,16 @@ class Pretraining:
     def _note(self, text: str) -> None:
         if self.accelerator.is_main_process:
             print(f"note: {text}", file=sys.stderr)
+
+
+def little_text_notes(passes: float, validation_tokens: int | None) -> Iterator[str]:
+    """Notes on too little text, with what to do. `passes`: over the training split; None: no validation split."""
+    if passes > MOST_PASSES:
+        more = "beyond about 40 passes a model only learns them by heart (Muennighoff et al., 2023)"
+        yield f"the steps repeat the training tokens {passes:,.0f} times; {more}; use more text, or --train.epochs 10"
+    if validation_tokens is not None and validation_tokens < FEWEST_VALIDATION_TOKENS:
+        more = "use more text, or prepare it with a larger --val_fraction"
+        yield f"the validation split has {validation_tokens:,} tokens, so val_loss is inaccurate; {more}"
 
 
 def due(config: TrainingConfig, step: int, last: bool, ended_epoch: bool, validates: bool) -> Due:

@@ -141,7 +141,7 @@ class Supervised:
         """The steps of `train.epochs`."""
         return None if epoch_size is None else self.config.train.epochs * math.ceil(epoch_size / self.batch_size)
 
-    def load(self, watchdog: Watchdog) -> None:
+    def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Creates the job, and compares its data with the run's."""
         config, accelerator = self.config, self.accelerator
         watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())

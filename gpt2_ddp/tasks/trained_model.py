@@ -4,18 +4,20 @@ import io
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from operator import add
 from pathlib import Path
 
-from pydantic import ValidationError
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, Checkpoint, find_checkpoint, fit_weights
-from gpt2_ddp.config.base import complete
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, DTYPES, MODEL, Checkpoint, find_checkpoint, fit_weights
+from gpt2_ddp.config.kinds import read_config
+from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
@@ -26,6 +28,8 @@ from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT, without_init
 
 LONGEST = 2**28  # bytes of a file of prompts
+LONGEST_CONTEXT = 2**20  # tokens of a model whose context no weight confirms
+TypeAndShape = tuple[str, list[int]]  # of a tensor in a safetensors file
 
 
 def find_gpt(path: Path, field: str) -> Checkpoint:
@@ -37,16 +41,58 @@ def find_gpt(path: Path, field: str) -> Checkpoint:
 def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     """The model (fp32, on the CPU, in evaluation mode) and the tokenizer of a GPT's checkpoint.
     Raises: UserError if the tokenizer cannot be loaded, or state, configuration and weights do not fit each other."""
-    settings, _ = complete(TrainingConfig, checkpoint.config)
+    config = read_settings(checkpoint)
+    assert isinstance(config, TrainingConfig), "a GPT's"
     with still_there(checkpoint):
-        shape, vocab_size = ModelConfig(**settings["model"]), checkpoint.state["vocab_size"]
-        name = checkpoint.state["tokenizer"]
+        vocab_size, name = checkpoint.state["vocab_size"], checkpoint.state["tokenizer"]
+        if defect := shape_defect(config.model, vocab_size, tensor_shapes(checkpoint.path / MODEL)):
+            raise UserError("checkpoint", checkpoint.path / MODEL, f"{defect}; name another checkpoint")
     file = checkpoint.path / name
     tokenizer = load_tokenizer(str(file) if file.is_file() else name)
     with without_init():
-        model = GPT(shape, vocab_size, tokenizer.eot)
+        model = GPT(config.model, vocab_size, tokenizer.eot)
     load_weights(checkpoint, model)
     return model.eval(), tokenizer
+
+
+def read_settings(checkpoint: Checkpoint) -> RunConfig:
+    """The validated configuration of a checkpoint. Raises: UserError for a value that no training accepts."""
+    return read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
+
+
+def tensor_shapes(file: Path) -> dict[str, TypeAndShape]:
+    """Type and shape of each tensor in a safetensors file, by its header."""
+    with safe_open(file, "pt") as tensors:
+        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is not a dict
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+
+
+def shape_defect(config: ModelConfig, vocab_size: int, tensors: Mapping[str, TypeAndShape]) -> str:
+    """The first difference between a GPT and the tensors of a file, as text; empty without one. A configuration may
+    claim any size, so nothing is built of which the file has too few numbers."""
+    numbers, width = (
+        sum(prod(shape) for _, shape in tensors.values()),
+        max(tensors.get("wte.weight", ("", []))[1], default=0),
+    )
+    most = {"n_layer": len(tensors), "n_embd": width, "n_inner": numbers, "block_size": max(numbers, LONGEST_CONTEXT)}
+    for name, claimed in [*((name, getattr(config, name) or 0) for name in most), ("vocab_size", vocab_size)]:
+        if claimed > most.get(name, numbers):
+            return f"has too few numbers for {name} = {claimed}"
+    right = {
+        name: (DTYPES[tensor.dtype], [*tensor.shape])
+        for name, tensor in outline(config, vocab_size).state_dict().items()
+    }
+    for name in sorted(right.keys() | tensors.keys()):
+        if right.get(name) != tensors.get(name):
+            ours, theirs = (" ".join(map(str, found.get(name) or ["none"])) for found in (right, tensors))
+            return f"{name} is {theirs}, by the model section {ours}"
+    return ""
+
+
+def outline(config: ModelConfig, vocab_size: int) -> GPT:
+    """The model without memory for its weights."""
+    with torch.device("meta"), without_init():
+        return GPT(config, vocab_size)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
@@ -65,7 +111,7 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
     except FileNotFoundError as error:
         hint = "was deleted, since a running training deletes old checkpoints; run the same command again"
         raise UserError("checkpoint", checkpoint.path, hint) from error
-    except (ValidationError, SafetensorError, KeyError) as error:
+    except (SafetensorError, KeyError) as error:
         hint = f"is not of a training ({' '.join(str(error).split())[:150]}); name another checkpoint"
         raise UserError("checkpoint", checkpoint.path, hint) from error
 

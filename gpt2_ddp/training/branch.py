@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, find_checkpoint
-from gpt2_ddp.config.base import differences
+from gpt2_ddp.config.mistakes import differences
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file

@@ -17,26 +17,19 @@ LATE = 2
 """Steps between a step and its verdict. Its numbers are read from the device one step late, and summed over the ranks
 one step later. So no rank waits, and the verdict comes at the same step for any number of ranks."""
 
-FIXED, LARGEST = 2**32, 2**20
-"""Fixed-point value of 1, and the largest loss. Sums of integers are the same in any order."""
-
-SUMS = 4
-"""Integers per step: ranks, fixed-point loss, whether it is not finite, whether the gradient is bad."""
+FIXED, LARGEST = 2**32, 2**20  # fixed-point value of 1, and the largest loss; sums of integers have no rounding
+SUMS = 4  # integers per step: ranks, fixed-point loss, whether it is not finite, whether the gradient is bad
 
 Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
 """The verdict on a step. `DIVERGED`: the last of `guard.patience` bad steps in a row."""
 
 
 class Guard:
-    """Verdicts on steps, equal on every rank.
-
-    A step is bad if its gradient is bad (`GuardedOptimizer`), if its loss is not finite, or if its loss exceeds the
-    running mean by `loss_sigmas`.
+    """Verdicts on steps, equal on every rank: bad is a bad gradient, and a loss that is not finite or far too large.
 
     Attributes:
         judged: the last step with a verdict. first_bad: first of the bad steps in a row; None after a good one.
-        problem: reason of the last bad verdict.
-        bad_steps: number of bad steps in this process.
+        problem: reason of the last bad verdict. bad_steps: their number in this process.
     """
 
     def __init__(self, config: GuardConfig, accelerator: Accelerator):
@@ -50,8 +43,8 @@ class Guard:
         return max(self._first_step, self.judged if self.first_bad is None else self.first_bad - 1)
 
     def judge(self, step: int, loss: Tensor, bad: Tensor) -> Verdict:
-        """The verdict on step `step - LATE`, after step `step`. Collective, once a step; does not wait for the device.
-        `loss`: this rank's part of the step's mean loss, scalar; `bad`: 1 if its gradient was bad, fp32 scalar."""
+        """The verdict on step `step - LATE`, after step `step`. Collective; does not wait for the device. `loss`: this
+        rank's part of the step's mean loss, scalar; `bad`: 1 if its gradient was bad, fp32 scalar."""
         self._numbers.append(_Numbers(torch.stack([loss, bad])))
         count, loss_sum, not_finite, bad_gradient = self._sums.exchange(self._numbers[0].integers())
         if not count:  # before the first step
@@ -92,10 +85,8 @@ class Guard:
         self.judged: int = state.get("judged", 0)
         self.first_bad: int | None = state.get("first_bad")
         self.losses = RunningStatistics(state=state.get("losses"))
-        sums = state.get("noted") or [[0] * SUMS] * LATE
-        if not self._accelerator.is_main_process:  # the sums are of all ranks
-            sums = [[0] * SUMS] * LATE
-        self._numbers = deque([_Numbers(sums=numbers) for numbers in sums], maxlen=LATE)
+        noted = state.get("noted") if self._accelerator.is_main_process else None  # the sums are of all ranks
+        self._numbers = deque([_Numbers(sums=sums) for sums in noted or [[0] * SUMS] * LATE], maxlen=LATE)
         self._sums.exchange(self._numbers[0].integers())  # the sum that was in flight at the checkpoint
 
 
@@ -111,7 +102,6 @@ class _Numbers:
             self._copied.record()
 
     def integers(self) -> list[int]:
-        """The `SUMS` integers of this rank."""
         if self._values is None:
             return self._sums
         if self._copied is not None:

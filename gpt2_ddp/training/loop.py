@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpoint import Snapshot, list_checkpoints, verify
+from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
 from gpt2_ddp.checkpoint.run_files import finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
@@ -26,20 +26,14 @@ from gpt2_ddp.training.task import MakeTask
 
 @dataclass(frozen=True)
 class Result:
-    """The result of `train`, in plain values that processes can send to each other.
-
-    Args:
-        step: optimizer steps in all. seconds: wall time of this call, evaluations and checkpoints included.
-        metrics: the newest scores: train_loss (of the last whole epoch), val_loss ... run: the run folder.
-        best: the checkpoint with the lowest val_loss, if it is older than the newest; None on other ranks.
-    """
+    """The result of `train`, in plain values."""
 
     outcome: Outcome
-    step: int
-    metrics: Scores
-    seconds: float
-    run: Path
-    best: Path | None
+    step: int  # optimizer steps in all
+    metrics: Scores  # the newest: train_loss (of the last whole epoch), val_loss ...
+    seconds: float  # wall time of this call
+    run: Path  # the run folder
+    best: Path | None  # on the main process, the checkpoint with the lowest val_loss, if it is older than the newest
 
     @property
     def checkpoint(self) -> Path:
@@ -48,24 +42,18 @@ class Result:
 
 
 def train(config: RunConfig, make_task: MakeTask) -> Result:
-    """Trains until the last step, from the newest checkpoint in the run folder.
-
-    Raises:
-        UserError: of configuration, data, run folder or launch.
-        SystemExit: 75 if only other machines were stopped, for an elastic launcher to start this rank again.
-    """
+    """Trains until the last step, from the newest checkpoint in the run folder. Raises: UserError; SystemExit 75 if
+    only other machines were stopped, for an elastic launcher to start this rank again."""
     begun, outcome = time.perf_counter(), "completed"
     with Run(config, make_task) as run:
-        if not run.is_complete:
-            run.build()
+        run.build()
         if run.is_complete:
             run.record_completed()
         else:
             run.start()
             outcome = train_loop(run)
             run.finish(outcome)
-        seconds = time.perf_counter() - begun
-        folder = Path(config.output_dir) / config.run_name
+        seconds, folder = time.perf_counter() - begun, Path(config.output_dir) / config.run_name
         result = Result(outcome, run.step, run.scores, seconds, folder, run.best_checkpoint)
     if outcome == "stopped" and run.stop.is_of_other_machines():
         raise SystemExit(STOPPED)
@@ -131,6 +119,8 @@ def finish_pending(run: Run) -> None:
     """Does the pending evaluation, row and sample. Collective. A stop interrupts them; the rest stays pending."""
     pending, metrics, stop = run.pending, run.metrics, run.stop
     is_long = pending.evaluate or pending.sample
+    if stop.is_agreed:
+        run.check_folder()
     with suppress(Interrupted):
         if pending.evaluate:
             scores = run.evaluate(stop.poll)
@@ -160,21 +150,17 @@ def is_ruined(run: Run) -> bool:
 
 
 class StepResult(NamedTuple):
-    """A step's numbers. `loss_sum` (of this rank) and `grad_norm` (global, before clipping) are fp32 scalars on the
-    device; `units` is over all ranks."""
-
-    loss_sum: Tensor
-    grad_norm: Tensor
+    loss_sum: Tensor  # of this rank, fp32 scalar
+    grad_norm: Tensor  # global, before clipping, fp32 scalar
     lr: float
-    units: int
+    units: int  # of all ranks
 
 
 def train_step(run: Run) -> StepResult:
     """Takes the next optimizer step: forward, backward, clip, step. Does not wait for the device.
 
-    A rank's loss is the sum over its units, divided by the units of all ranks. It is multiplied by the number of ranks,
-    as DDP averages over them. So each unit weighs the same, for any shares and micro-batches, in a short step too.
-    Gradients are all-reduced once, in the last micro-batch's backward pass.
+    A rank's loss is the sum over its units, divided by the units of all ranks, times the number of ranks, as DDP
+    averages over them. So each unit weighs the same. Gradients are all-reduced once, in the last backward pass.
     """
     accelerator, task, optimizer, number = run.accelerator, run.task, run.optimizer, run.step + 1
     run.watchdog.heartbeat("data", number)
@@ -199,14 +185,13 @@ def train_step(run: Run) -> StepResult:
 def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
     """Prints a warning at the first bad step of this process."""
     if verdict is not Verdict.OK and run.guard.bad_steps == 1:
-        done = "skipped" if run.config.guard.skip else "applied"
-        what = f"step {run.guard.judged} is bad: {run.guard.problem}; its update is {done}; no later one is printed"
-        run.metrics.print(f"warning: {what}")
+        done = f"its update is {'skipped' if run.config.guard.skip else 'applied'}; no later one is printed"
+        run.metrics.print(f"warning: step {run.guard.judged} is bad: {run.guard.problem}; {done}")
 
 
 def roll_back(run: Run) -> bool:
-    """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. False if
-    no rollback or no good checkpoint is left; sets `run.reason`."""
+    """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. If no rollback
+    or no good checkpoint is left: False, and sets `run.reason`."""
     guard, checkpoints = run.guard, run.checkpoints
     run.wait_for_save()
     problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
@@ -226,17 +211,11 @@ def roll_back(run: Run) -> bool:
 def _load_good_checkpoint(run: Run) -> bool:
     feed, checkpoints = run.task.feed, run.checkpoints
     diverged_at, end, rollbacks = run.step, feed.position, run.rollbacks + 1
-    found: list[Snapshot] = []  # on the main process
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
-
-    def find() -> bool:
-        place = checkpoints.newest_until(run.guard.last_good) if checkpoints else None
-        found.extend([verify(place).read()] if place else [])
-        return bool(found)
-
-    if not on_main(run.accelerator, find):
+    good = on_main(run.accelerator, lambda: checkpoints.newest_until(run.guard.last_good) if checkpoints else None)
+    if not good:
         return False
-    run.load(found[0] if found else None)
+    run.load(good.read() if checkpoints else None)
     run.rollbacks, run.pending = rollbacks, Pending()
     start = int(feed.positions_from(feed.position)[0])
     feed.skip_range(start, end)
@@ -246,9 +225,8 @@ def _load_good_checkpoint(run: Run) -> bool:
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Seeds torch for the random numbers of one micro-batch (dropout): a pure function of its arguments, so no
-    generator's state has to be saved. `number` counts the micro-batches of a step over all ranks. So those of one size
-    have the same dropout masks on any number of ranks."""
+    """Seeds torch for the dropout of one micro-batch: a pure function of its arguments, so no generator's state has to
+    be saved. `number` counts the micro-batches of a step over all ranks: any number of ranks has the same masks."""
     mixed = (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + number * 0x94D049BB133111EB) % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     value = (mixed ^ (mixed >> 32)) % 2**63

@@ -1,10 +1,16 @@
 """Measurements in rows (mean loss, units per second, MFU), and a profiler trace."""
 
 import math
+import os
+import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import accelerate
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -12,15 +18,13 @@ from torch import Tensor
 
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.distributed.ranks import sum_over_ranks
+from gpt2_ddp.project import VERSION
 from gpt2_ddp.training.task import Task
 
 
 class LossSum:
-    """Sum of losses, and the number of their units (tokens, samples). Adding does not wait for the device.
-
-    The sum is in fp64. A sum of fp32 losses is exact there while it stays below 2^29 times the smallest of them, so a
-    resumed run gets the same bits.
-    """
+    """Sum of losses, and the number of their units (tokens, samples). Adding does not wait for the device. In fp64 the
+    sum is exact below 2^29 times the smallest loss, so a resumed run gets the same bits."""
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator, device = accelerator, accelerator.device
@@ -31,8 +35,7 @@ class LossSum:
         self._waiting: list[tuple[int, Tensor, Tensor | None]] = []
 
     def add(self, loss: Tensor, units: int, skipped: Tensor | None = None) -> None:
-        """Adds this rank's part of a step; `loss` is the sum over its units, scalar. `skipped` is 1 if the step must
-        not count, else 0, fp32 scalar on the device; None: count finite losses."""
+        """Adds a step's sum over this rank's units. It counts if it is finite and the scalar `skipped` is not 1."""
         self._waiting.append((units, loss, skipped))
         self._units += units
         if len(self._waiting) == 64:  # summed at once, they take as long as one
@@ -42,14 +45,13 @@ class LossSum:
         for units in {units for units, _, _ in self._waiting}:  # a tensor of them would have to be sent to the device
             _, losses, skipped = zip(*(one for one in self._waiting if one[0] == units), strict=True)
             losses = torch.stack(losses)
-            valid = losses.isfinite() if skipped[0] is None else torch.stack(skipped) == 0
+            valid = losses.isfinite() & (True if skipped[0] is None else torch.stack(skipped) == 0)
             self._loss += torch.where(valid, losses, 0).sum(dtype=self._loss.dtype)
             self._valid += units * valid.sum()
         self._waiting.clear()
 
     def pop_mean(self) -> tuple[float, int]:
-        """Mean loss of the valid units, NaN for none, and the number of other units; resets the sum. Collective; waits
-        for the device."""
+        """Mean loss of the valid units, NaN for none, and the number of other units; resets the sum. Collective."""
         loss, valid, units = self.state_dict()
         self.load_state_dict((0, 0, 0))
         return loss / valid if valid else math.nan, units - valid
@@ -89,15 +91,16 @@ class Throughput:
 
     def read(self) -> dict[str, float | None]:
         """A row's speed since the last call: units per second, MFU (None if a device's peak is unknown), and the share
-        of time spent waiting for data. The device must be idle."""
-        units, waited = self._units, self.task.feed.waited - self._waited
-        seconds = time.perf_counter() - self._start
+        of time spent waiting for data. Also this process's memory in bytes. The device must be idle."""
+        seconds, waited = time.perf_counter() - self._start, self.task.feed.waited - self._waited
+        speed = self._units / seconds
         self.restart()
-        mfu = units / seconds * self.task.flops_per_unit / self.peak if self.peak else None
+        gpu, mfu = self.device.type == "cuda", speed * self.task.flops_per_unit / self.peak if self.peak else None
         return {
-            f"{self.task.unit}_per_second": round(units / seconds, 1),
+            f"{self.task.unit}_per_second": round(speed, 1),
             **({"mfu": mfu} if self.task.flops_per_unit else {}),
             "data_share": round(waited / seconds, 4),
+            "memory": torch.cuda.memory_reserved(self.device) if gpu else psutil.Process().memory_info().rss,
         }
 
     def why_no_mfu(self) -> str:
@@ -123,9 +126,22 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def describe_hardware() -> str:
+    """Processor, cores and memory of this machine."""
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return f"{found[1]}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    return f"{platform.machine()}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    """Versions of the software; torch's names its build, too."""
+    found = {"gpt2_ddp": VERSION, "torch": torch.__version__, "accelerate": accelerate.__version__}
+    return found | {"python": platform.python_version()}
+
+
 def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float | None, list[str]]:
-    """FLOP/s of all ranks' devices together, None if one is unknown; and the names of the unknown ones. Collective.
-    `own`: FLOP/s of each device (`tracking.peak_flops`)."""
+    """FLOP/s of all ranks' devices together, None if one is unknown; and the names of the unknown ones. Collective."""
     name, peak = device_name(device), own
     if device.type == "cuda" and not own:
         from gpt2_ddp.training.peaks import peak_flops
@@ -138,16 +154,12 @@ def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float
 
 @contextmanager
 def profile(steps: int, run: RunFolder | None) -> Iterator[Callable[[], None]]:
-    """Records `steps` steps, after three of warm-up, into the run folder's trace.json (chrome://tracing, Perfetto).
-
-    Yields a function to call after each step; it does nothing for 0 steps and on ranks other than the main process.
-    """
+    """Records `steps` steps, after three of warm-up, into the run folder's trace.json (chrome://tracing, Perfetto), on
+    the main process. Yields a function to call after each step."""
     if not steps or run is None:
         yield lambda: None
         return
-    trace = run.path / "trace.json"
-    with torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=0, warmup=3, active=steps, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace)),
-    ) as profiler:
+    schedule = torch.profiler.schedule(wait=0, warmup=3, active=steps, repeat=1)
+    save = lambda profiler: profiler.export_chrome_trace(str(run.path / "trace.json"))  # noqa: E731
+    with torch.profiler.profile(schedule=schedule, on_trace_ready=save) as profiler:
         yield profiler.step

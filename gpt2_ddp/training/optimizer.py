@@ -14,15 +14,12 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.model.optim import reads_found_inf
 
-WINDOW, WARM_UP = 100, 20
-"""Values that running statistics average over; fewest values for a limit."""
+WINDOW, WARM_UP = 100, 20  # values that running statistics average over; fewest values for a limit
 
 
 class RunningStatistics:
-    """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values.
-
-    The arithmetic is in fp64, of tensors on `device` or, faster, of numpy's scalars. Only `state_dict` waits.
-    """
+    """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values. The
+    arithmetic is in fp64, of tensors on `device` or, faster, of numpy's scalars. Only `state_dict` waits."""
 
     def __init__(self, device: torch.device | None = None, state: Sequence[float] | None = None):
         self._library: Any = torch if device else numpy
@@ -44,8 +41,7 @@ class RunningStatistics:
         self._values = count + valid, mean + part, (1 - rate) * (variance + part * change)
 
     def limit(self, sigmas: float) -> Any:
-        """The largest ordinary value: `sigmas` standard deviations above the mean, each at least a thousandth of it.
-        Infinite below `WARM_UP` values."""
+        """The largest ordinary value: `sigmas` standard deviations above the mean; infinite below `WARM_UP` values."""
         count, mean, variance = self._values
         limit = mean + sigmas * self._library.maximum(self._library.sqrt(variance), abs(mean) / 1000)
         return self._library.where(count < WARM_UP, math.inf, limit)
@@ -63,13 +59,9 @@ class GuardedOptimizer:
     Under an fp16 loss scaler, which sets `found_inf` from the gradients, a bad norm is added. For other optimizers
     parameters and state are copied before the step and restored after it.
 
-    Args:
-        optimizer: as Accelerate prepared it; `plain` is the one inside.
-        skip: whether bad steps change nothing. norm_sigmas: of the limit; without, every finite norm is good.
-
     Attributes:
+        plain: the optimizer inside Accelerate's. norms: statistics of the norms of good gradients.
         bad: whether the last gradient was bad, fp32 scalar on the device. The search for a loss scale does not count.
-        norms: statistics of the norms of good gradients.
     """
 
     def __init__(
@@ -102,8 +94,7 @@ class GuardedOptimizer:
         return nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
 
     def step(self, lr: float, grad_norm: Tensor) -> Tensor:
-        """Takes a step and zeroes the gradients; returns 1 where the step was skipped, else 0, fp32 scalar. A parameter
-        group multiplies `lr` by its `relative_lr`. `grad_norm` is what `clip` returned."""
+        """Takes a step and zeroes the gradients; returns 1 if the step was skipped, else 0. `grad_norm`: of `clip`."""
         for group in self.plain.param_groups:
             group["lr"] = lr * group.get("relative_lr", 1.0)
         self._judge(grad_norm)

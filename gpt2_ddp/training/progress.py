@@ -10,17 +10,15 @@ Scores = dict[str, float | int]
 """Results of an evaluation, by their names in metrics.jsonl. The lowest `val_loss` decides which checkpoint is best."""
 
 Outcome = Literal["completed", "stopped", "diverged"]
-"""How a run ended without an error. `stopped`: early, on request, with a checkpoint saved. `diverged`: by too many bad
-steps, or with useless weights."""
+"""How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
 
 
 @dataclass
 class Pending:
-    """The work that follows a step: a row of metrics.jsonl, empty once it is written; an evaluation, whose scores join
-    the row; a sample. A stop may interrupt it. Then the checkpoint keeps it, and a resumed run finishes it."""
+    """The work that follows a step. If a stop interrupts it, the checkpoint keeps it, and a resumed run finishes it."""
 
-    row: dict[str, Any] = field(default_factory=dict)
-    evaluate: bool = False
+    row: dict[str, Any] = field(default_factory=dict)  # empty once it is written
+    evaluate: bool = False  # the scores join the row
     sample: bool = False
 
     def __bool__(self) -> bool:
@@ -28,17 +26,12 @@ class Pending:
 
 
 class Best(NamedTuple):
-    """The evaluation with the lowest val_loss.
-
-    Args:
-        tokens: number of scored tokens. Another number starts a new comparison: losses over other tokens differ.
-        since: number of evaluations after it.
-    """
+    """The evaluation with the lowest val_loss."""
 
     step: int = 0
     val_loss: float = math.inf
-    tokens: float | None = None
-    since: int = 0
+    tokens: float | None = None  # scored; another number starts a new comparison: losses over other tokens differ
+    since: int = 0  # number of evaluations after it
 
     def after(self, step: int, scores: Scores) -> "Best":
         """The best evaluation once `scores` are known. Scores without a val_loss change nothing."""
@@ -49,10 +42,8 @@ class Best(NamedTuple):
 
 
 class Progress:
-    """State of a run: steps taken, scores, pending work, completion.
-
-    Args:
-        patience: evaluations in a row without a new lowest val_loss that end the run; None: no limit.
+    """State of a run: steps taken, scores, pending work, completion. `patience`: evaluations in a row without a new
+    lowest val_loss that end the run; None: no limit.
 
     Attributes:
         steps: number of steps of the whole run; None until known. step: number of steps taken.

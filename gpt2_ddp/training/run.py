@@ -1,5 +1,6 @@
 """A training run: its lifecycle (open, build, start, finish, close), its state, its saves and its evaluations."""
 
+import shlex
 import socket
 import sys
 import time
@@ -28,8 +29,9 @@ from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
+from gpt2_ddp.project import git_commit
 from gpt2_ddp.training.guard import Guard
-from gpt2_ddp.training.meters import LossSum, Throughput, device_name
+from gpt2_ddp.training.meters import LossSum, Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.progress import Outcome, Progress, Scores
 from gpt2_ddp.training.stop import Interrupted, StopRequest
@@ -39,21 +41,15 @@ from gpt2_ddp.training.task import MakeTask, Poll, Task
 class Run(Progress):
     """A training of one task. It resumes from the newest checkpoint in its folder.
 
-    Opening a run connects the processes, locks the folder and performs only cheap checks. It leaves no new folder
-    behind on failure. Then `build` does the long work, `start` begins training and `finish` ends it. An exception
-    inside `with` is recorded as a failure.
-
-    Args:
-        lock: False to check the folder without taking it.
+    Opening a run connects the processes, locks the folder (False: only checks it) and performs only cheap checks. It
+    leaves no new folder behind on failure. Then `build` does the long work, `start` begins training and `finish` ends
+    it. An exception inside `with` is recorded as a failure. Raises: UserError, on every rank.
 
     Attributes:
         folder, checkpoints: on the main process; None on the others.
         model, optimizer: prepared by Accelerate. `task.model` is the plain model.
         skipped: number of steps that changed nothing, fp32 scalar on the device.
         epoch: losses since the last epoch ended, without skipped steps. since_row: losses since the last row.
-
-    Raises:
-        UserError: of configuration, run folder or launch; on every rank.
     """
 
     model: nn.Module
@@ -86,7 +82,12 @@ class Run(Progress):
             self._check_shared_folder(config)
         if folder and lock:
             long_stage = LongStage()
-            report = lambda status: (folder.write_heartbeat(status), long_stage.report(status))  # noqa: E731
+
+            def report(status: dict[str, Any]) -> None:
+                if not folder.write_heartbeat(status) and self._is_started:
+                    self.stop.request("the run folder is gone")  # `check_folder` raises it then
+                long_stage.report(status)
+
             self.watchdog.report_to(report, lambda reason: folder.write_failure(self.step, reason))
         own = on_main(self.accelerator, lambda: folder.checkpoints.latest_metadata() if folder else None)
         self._parent, self._branch = self._resolve_start(config, own)
@@ -100,10 +101,9 @@ class Run(Progress):
             super().load_state_dict(newest.state if newest else {})
 
     def _resolve_start(self, config: RunConfig, own: Checkpoint | None) -> tuple[Checkpoint | None, Checkpoint | None]:
-        """Checks that the run may resume from `own`, its newest checkpoint. For a new run with `train.branch_from`, the
-        parent's checkpoint, and the branch's first one."""
+        """Checks that the run may resume from `own`. For a new branch, the parent's checkpoint, and its first one."""
         if own:
-            for field in config.check_resumable(own.kind, own.config, own.state.get("step", 0)):
+            for field in config.check_resumable(own.kind, own.config, own.state["step"]):
                 self.accelerator.print(f"note: {field} in the run's configuration is unknown now, and ignored")
             if config.branch_from and config.branch_from != own.config["train"].get("branch_from"):
                 self.accelerator.print("note: train.branch_from is ignored: this run has checkpoints already")
@@ -129,14 +129,16 @@ class Run(Progress):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
-        if error:
-            self._record_failure(error)
-        if self._is_started:
-            self.stop.restore_handlers()
-            self.metrics.close(failed=error is not None)
-            if not error:
-                self.accelerator.end_training()
-        self.close()
+        try:
+            if error:
+                self._record_failure(error)
+            if self._is_started:
+                self.stop.restore_handlers()
+                self.metrics.close(failed=error is not None)
+                if not error:
+                    self.accelerator.end_training()
+        finally:  # a signal may come
+            self.close()
 
     def close(self) -> None:
         """Waits for a background save, unlocks the folder and ends the watchdog."""
@@ -147,8 +149,7 @@ class Run(Progress):
         self.watchdog.close()  # may wait for the other ranks
 
     def _record_failure(self, error: BaseException) -> None:
-        """Reports an exception to the other ranks, to the user and in status.json. No checkpoint is saved: other ranks
-        may be gone, and the newest checkpoint is good."""
+        """Reports an exception to the other ranks, which may be gone, to the user and in status.json."""
         self.watchdog.failed(error)  # ends this process if another rank is at fault
         if self._is_started and self.folder:
             with suppress(UserError):  # of a full disk: the first error matters
@@ -173,16 +174,16 @@ class Run(Progress):
         return place if place and self.best.step < self.step and place.is_dir() else None
 
     def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint of this run, all files hashed; None for a new run. Collective. Raises: UserError
-        if checkpoints exist and none is intact."""
+        """The newest intact checkpoint, hashed; None for a new run. Collective. Raises: UserError if none is intact."""
         return on_main(self.accelerator, lambda: self.checkpoints.newest() if self.checkpoints else None)
 
     def build(self, wrap: Callable[[nn.Module], nn.Module] = lambda model: model) -> None:
-        """Loads the data, builds model and optimizer, and loads the newest checkpoint on all ranks. Collective. Returns
-        before the model if the run is complete. `wrap` changes the plain model, on its device, before Accelerate
-        prepares it."""
+        """Loads the data, builds model and optimizer, and loads the newest checkpoint on all ranks. Collective. If the
+        run is complete, only compares its data. `wrap` changes the plain model before Accelerate prepares it."""
         accelerator, task = self.accelerator, self.task
-        task.load(self.watchdog)
+        task.load(self.watchdog, self.is_complete)
+        if self.is_complete:
+            return
         config = self.config  # resolved
         self.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
         self.steps = task.total_steps(len(task.feed.order))
@@ -243,17 +244,19 @@ class Run(Progress):
             **self._devices,
             "threads": torch.get_num_threads(),
             "compile": self.compile,
-            "versions": {"torch": torch.__version__},
+            "versions": versions(),
         }
 
     def _record_start(self) -> None:
         if not self.folder:
             return
+        self.folder.check_lock()
         # keep_last may have been lowered since, for a full disk
         self.folder.checkpoints.prune(self.guard.last_good)
         facts = {**self._facts(), "steps": self.steps, "config": self.config.model_dump(mode="json")}
-        sample, row = self.pending.sample, bool(self.pending.row)
-        self.folder.record_start({"step": self.step, **facts}, self.rollbacks, self.metrics_chain, sample, row)
+        facts |= {"command": shlex.join(sys.argv), "commit": git_commit(), "hardware": describe_hardware()}
+        facts |= {"step": self.step}
+        self.folder.record_start(facts, self.rollbacks, self.metrics_chain, bool(self.pending.row))
         self.folder.write_config(self.config)
         if self._parent and self.branched_from:
             from gpt2_ddp.training.branch import register_branch
@@ -281,10 +284,9 @@ class Run(Progress):
             self.metrics.print(note)
 
     def _describe_start(self) -> str:
-        accelerator, task, feed = self.accelerator, self.task, self.task.feed
-        shares = feed.share(feed.step_size)
-        rows = [max(len(part), feed.rows) for ranks in shares for part in ranks]
-        padding = sum(rows) / feed.step_size - 1
+        accelerator, task, shares = self.accelerator, self.task, self.task.feed.share(self.task.feed.step_size)
+        rows = [max(len(part), task.feed.rows) for ranks in shares for part in ranks]
+        padding = sum(rows) / task.feed.step_size - 1
         begins = f"resumes from step {self.step}" if self.step else "starts"
         count, kind, precision = accelerator.num_processes, accelerator.device.type, describe_precision(accelerator)
         what = f"{sum(map(Tensor.numel, self.parameters)):,} parameters, {count} x {kind}, precision {precision}"
@@ -298,9 +300,8 @@ class Run(Progress):
         reason = self.stop.reason if outcome == "stopped" else self.reason or self.early_end
         if self.folder:
             self.folder.record_end(outcome, self.step, reason)
-        resume = "; the same command resumes it" if outcome == "stopped" else ""
-        end = f"{self.config.run_name} {outcome} at step {self.step}{f' ({reason})' if reason else ''}"
-        self.metrics.print(f"{end}{resume}")
+        end = f"{self.config.run_name} {outcome} at step {self.step}" + f" ({reason})" * bool(reason)
+        self.metrics.print(end + "; the same command resumes it" * (outcome == "stopped"))
         if best := self.best_checkpoint:
             self.metrics.print(f"lowest val_loss: {self.best.val_loss:.4f}, in {best}")
 
@@ -313,8 +314,7 @@ class Run(Progress):
         self.accelerator.end_training()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state without weights and optimizer state, in plain JSON values; complete on the main process.
-        Collective; waits for the device."""
+        """The state without tensors, in plain JSON values, on the main process. Collective; waits for the device."""
         epoch_loss, epoch_units, _ = self.epoch.state_dict()
         scaler, task = self.accelerator.scaler, self.task
         return {
@@ -332,14 +332,13 @@ class Run(Progress):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict` returned, on all ranks. A missing field takes its default. Collective."""
+        """Loads what `state_dict` returned, on all ranks. Collective."""
         super().load_state_dict(state)
-        guard = state.get("guard", {})
+        guard, units = state.get("guard", {}), state.get("epoch_units", 0)
         self.guard.load_state_dict(guard, self.first_step)
         self.optimizer.norms.load_state_dict(guard.get("norms"))
         self.task.feed.load_state_dict(state)
         self.skipped.fill_(state.get("skipped", 0))
-        units = state.get("epoch_units", 0)
         self.epoch.load_state_dict((state.get("epoch_loss", 0.0), units, units))
         self.since_row.load_state_dict(state.get("since_row", (0, 0, 0)))
         if state.get("scaler") and self.accelerator.scaler:
@@ -347,19 +346,17 @@ class Run(Progress):
         self.task.load_state_dict(state)
 
     def snapshot(self) -> Snapshot | None:
-        """Content of a checkpoint of the current step, on the main process; None on the others. Its tensors are the
-        run's own, so the next step changes them. Collective."""
+        """Content of a checkpoint, of the run's own tensors, on the main process; None on the others. Collective."""
         state, model = finite(self.state_dict()), self.task.model
         if self.folder is None:
             return None
         optimizer_state = checkpoint.optimizer_state(model, self.optimizer.plain)
         if optimizer_state and not self.config.saves_optimizer:
             state, optimizer_state = {**state, "moments": False}, {}
-        return Snapshot(state, dump(self.config), checkpoint.model_state(model), optimizer_state, self.task.files)
+        return Snapshot(state, dump(self.config), model.state_dict(), optimizer_state, self.task.files)
 
     def load(self, snapshot: Snapshot | None) -> None:
-        """Loads a snapshot of the main process (None on the others) on all ranks. Collective. Works at any step and in
-        place, so graphs and connections stay."""
+        """Loads a snapshot of the main process (None on the others) on all ranks, in place. Collective."""
         loaded = snapshot or Snapshot({}, "", {}, {})
         state = on_main(self.accelerator, lambda: loaded.state)
         checkpoint.load_model_state(self.accelerator, loaded.model, self.task.model)
@@ -377,25 +374,28 @@ class Run(Progress):
         with self.stop.timed("save"):
             self.wait_for_save()
             self.check_replicas()
-            snapshot, checkpoints = self.snapshot(), self.checkpoints
+            snapshot, folder = self.snapshot(), self.folder
             self.watchdog.heartbeat("save", timeout=snapshot.bytes / SLOW_DISK if snapshot else 0.0)
             # the last step gets no verdict
             good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
             wait = self.is_complete or self.stop.is_agreed
-            on_main(
-                self.accelerator, lambda: checkpoints.save(snapshot, good, wait) if checkpoints and snapshot else None
-            )
+            save = lambda: folder.checkpoints.save(snapshot, good, wait) if folder and snapshot else None  # noqa: E731
+            on_main(self.accelerator, save)
         self.stop.sync()
 
+    def check_folder(self) -> None:
+        """Raises: UserError, on every rank, if the run folder was removed or another trainer has it. Collective."""
+        on_main(self.accelerator, lambda: self.folder.check_lock() if self.folder else None)
+
     def wait_for_save(self) -> None:
-        """Waits for the background save. Collective. Raises: UserError, on every rank, if writing failed."""
+        """Waits for the background save. Collective. Raises: UserError if writing failed, or as `check_folder`."""
+        self.check_folder()
         checkpoints = self.checkpoints
         self.watchdog.heartbeat("save", timeout=checkpoints.background.timeout if checkpoints else 0.0)
         on_main(self.accelerator, lambda: checkpoints.background.wait() if checkpoints else None)
 
     def poll_save(self) -> None:
-        """Checks the background save after a step. If it failed, asks all ranks to stop. If it is overdue, waits; the
-        watchdog still applies."""
+        """Checks the background save after a step: if it failed, asks all ranks to stop; if it is overdue, waits."""
         if checkpoints := self.checkpoints:
             background = checkpoints.background
             if background.is_overdue:
@@ -403,7 +403,7 @@ class Run(Progress):
                 background.join()
             if background.error:
                 self.stop.request("a checkpoint could not be written")
-            self.stop.record_duration("save", 2 * background.seconds)  # the last save may have to wait for it
+            self.stop.record_duration("write", background.seconds)
 
     def check_replicas(self) -> None:
         """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch, on every rank."""
@@ -413,8 +413,7 @@ class Run(Progress):
             check_replicas(self.accelerator, self.task.model, self.optimizer.plain, self.step)
 
     def record_step(self, step: int, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
-        """Records a step. `loss_sum`: its losses over this rank's `n_valid` units; `skipped`: 1 if it changed nothing;
-        both are fp32 scalars."""
+        """Records a step. `loss_sum`: over this rank's `n_valid` units; `skipped`: 1 if it changed nothing."""
         self.step = step
         self.skipped += skipped
         self.epoch.add(loss_sum, n_valid, skipped)
@@ -430,8 +429,7 @@ class Run(Progress):
         return scores
 
     def sample(self) -> list[Sample] | None:
-        """Samples, generated on the main process; None on the others, and after a failure. Collective. Raises:
-        Interrupted, on all ranks."""
+        """Samples of the main process; None on the others, and after a failure. Collective. Raises: Interrupted."""
         stop, metrics = self.stop, self.metrics
         self.watchdog.heartbeat("sample")
         done, samples = False, None

@@ -3,7 +3,8 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -15,8 +16,8 @@ from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second
 
 T = TypeVar("T")
 
-SIGNAL_SECONDS = 3.0
-"""Longest delay between machines, in seconds, for a signal that is sent to all of them."""
+SIGNAL_SECONDS = 3.0  # longest delay between machines for a signal that is sent to all of them
+RECENT = 9  # newest steps or saves whose median duration is typical
 
 
 class Interrupted(BaseException):
@@ -27,16 +28,12 @@ class StopRequest:
     """A stop that all ranks agree on, requested by a signal to any rank or by the main process's clock.
 
     A single process stops after the current step. Several stop after it or the next one, since they agree one call
-    late (`AsyncSum`). A SIGINT more than a second after the first signal ends the process at once.
-
-    Args:
-        begun: `time.monotonic()` when the run began, from which `max_minutes` count; None: only Slurm's limit.
-        progress: called before each poll.
+    late (`AsyncSum`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
+    from `begun`, a `time.monotonic()`. `progress` is called before each poll.
 
     Attributes:
         reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
-        is_elastic: whether signals stop only the machines that received them. The elastic launchers of the others start
-            their ranks again. Any other reason stops all.
+        is_elastic: whether signals stop only the machines that received them; their launchers start the others again.
         reserve: seconds before a deadline at which to stop, so that the checkpoint is saved in time.
     """
 
@@ -51,14 +48,14 @@ class StopRequest:
         self._progress, self._is_main = progress, accelerator.is_main_process
         self._alone = accelerator.num_processes == 1
         self._deadlines: list[tuple[float, str]] = []
-        if self._is_main:
-            if max_minutes:
-                self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
-            if end := os.environ.get("SLURM_JOB_END_TIME", ""):  # in seconds since 1970
-                self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
+        if self._is_main and max_minutes:
+            self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
+        if self._is_main and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
+            self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
         self.is_elastic = self._is_by_signal = False
         self._sums, self._done, self._ends_all = AsyncSum(accelerator, 3), 0, True
-        self._slowest = {"step": 0.0, "save": 0.0}
+        kept = {"first step": 1, "step": RECENT, "save": RECENT, "write": 1}
+        self._seconds = {name: deque[float](maxlen=most) for name, most in kept.items()}
         self.restore_handlers = install_handlers(self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -79,13 +76,15 @@ class StopRequest:
         self.record_duration(what, time.perf_counter() - begun)
 
     def record_duration(self, what: str, seconds: float) -> None:
-        """Records how long a `step` or a `save` takes; `reserve` is two of the slowest steps and 1.5 saves."""
-        self._slowest[what] = max(self._slowest[what], seconds)
-        self.reserve = 2 * self._slowest["step"] + 1.5 * self._slowest["save"]
+        """Records how long a `step` or a `save` takes, or the newest background `write` so far, for `reserve`. A save
+        may wait for a write. The first step compiles graphs: it does not count."""
+        is_first = what == "step" and not self._seconds["first step"]
+        self._seconds["first step" if is_first else what].append(seconds)
+        step, save, write = (_median(self._seconds[name]) for name in ("step", "save", "write"))
+        self.reserve = 2 * step + 1.5 * max(save, 2 * write)
 
     def check(self, done: bool = False) -> bool:
-        """Whether all ranks stop now; equal on every rank. Each rank calls it at the same places, at least once a step.
-        `done`: the main process has finished its part of `run_on_main`."""
+        """Whether all ranks stop now. Each rank calls it at the same places. `done`: of the work of `run_on_main`."""
         for deadline, reason in self._deadlines:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
@@ -97,8 +96,7 @@ class StopRequest:
         return self.is_agreed
 
     def is_of_other_machines(self) -> bool:
-        """Whether an elastic launcher must start this rank again: only other machines' launchers ended their ranks.
-        Waits up to `SIGNAL_SECONDS` for a signal to this one."""
+        """Whether an elastic launcher must start this rank again, as only other machines had signals; waits for one."""
         deadline = time.monotonic() + SIGNAL_SECONDS
         while not self._ends_all and not has_signal() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -115,8 +113,8 @@ class StopRequest:
             raise Interrupted
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
-        """The result of `work`, which polls, on the main process; None on the others, which poll until it returns.
-        Raises: Interrupted, on all ranks; a stop right at the end may raise it on the others alone."""
+        """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
+        Interrupted, on all ranks; a stop right at the end may raise it on the others alone."""
         result, self._done = None, 0
         if self._is_main:
             result = work()
@@ -126,3 +124,8 @@ class StopRequest:
             while not self._done:
                 self.poll()
         return result
+
+
+def _median(values: Collection[float]) -> float:
+    """The larger one of two; 0 of none."""
+    return sorted(values)[len(values) // 2] if values else 0.0

@@ -28,34 +28,24 @@ class Due(NamedTuple):
 
 
 class Task(Protocol):
-    """One kind of training: data, model, loss, optimizer, evaluation. Run and loop are the same for all.
+    """One kind of training: data, model, loss, optimizer, evaluation. Run and loop are the same for all. A `MakeTask`
+    constructs it, and raises the user errors found in small files. `feed`, `files` and `model` exist after `load`."""
 
-    A `MakeTask` constructs it, and raises the user errors found in small files. `load` does the long work; the
-    attributes below the line exist after it.
-
-    Args:
-        config: the resolved configuration, complete after `load`.
-        unit: unit of the mean loss, in the plural: tokens, samples.
-        units_per_item: units in an item of the feed.
-        flops_per_unit: training FLOPs per unit, for the MFU; 0 for none.
-        ---
-        feed: the items of each step.
-        files: files that each checkpoint contains, such as a tokenizer.
-        model: plain, fp32, on the CPU. Other ranks receive the main process's weights.
-    """
-
-    config: Any
-    unit: str
-    units_per_item: int
-    flops_per_unit: int
-    feed: Feed
-    files: tuple[Path, ...]
+    config: Any  # resolved, complete after `load`
+    unit: str  # of the mean loss, in the plural: tokens, samples
+    units_per_item: int  # in an item of the feed
+    flops_per_unit: int  # of training, for the MFU; 0 for none
+    feed: Feed  # the items of each step
+    files: tuple[Path, ...]  # that each checkpoint contains, such as a tokenizer
 
     @property
-    def model(self) -> nn.Module: ...
+    def model(self) -> nn.Module:
+        """Plain, fp32, on the CPU. Other ranks receive the main process's weights."""
+        ...
 
-    def load(self, watchdog: Watchdog) -> None:
-        """Reads the data and makes `feed` and `model`. Raises: UserError, on every rank alike."""
+    def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
+        """Compares the data with the run's and, unless it `is_complete`, makes `feed` and `model`. Raises: UserError,
+        on every rank alike."""
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """Optimizer steps of the whole run; None if they depend on an unknown `epoch_size`, in items."""
@@ -77,8 +67,8 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
-        """Scores of the model (without DDP; compiled, if the run compiles), equal on every rank; empty for none.
-        Collective. Every rank calls `poll` equally often, about once a batch."""
+        """Scores of the model (without DDP), equal on every rank; empty for none. Collective. Every rank calls `poll`
+        equally often, about once a batch."""
         ...
 
     def sample(self, poll: Poll) -> list[Sample] | None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,7 +110,8 @@ def disturb(cell: Cell, folder: Path, corpus: Path) -> Seen:
         }[cell.target]()
         begun = time.monotonic()
         for pid in targets:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # the parent forwards the signal, and a rank may end before its turn
+                os.kill(pid, number)
         seconds = {}
         while (family := _family(mark)) and time.monotonic() < begun + 30:
             if "stopped" not in seconds and _status(folder).get("state") == "stopped":

@@ -1,1 +1,1 @@
-"""Images and their classes: where they come from (`sources`, `archives`), as pixels (`decode`), as samples (`load`)."""
+"""Images and their classes: where they come from (`sources`), as pixels and samples (`load`)."""

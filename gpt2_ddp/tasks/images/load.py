@@ -30,7 +30,6 @@ from gpt2_ddp.tasks.supervised import Samples, SampleSet, as_batches, hash_of
 
 Stored = bytes | Path | np.ndarray | dict[str, Any]
 """A file's content, a file, pixels uint8 [H, W] or [H, W, 3], or a row of `datasets` with the keys bytes and path."""
-CIFAR = (32, 32, 3)
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 PLAIN = ("1", "L", "P", "RGB", "CMYK", "YCbCr", "HSV", "LAB")
 """Pillow's modes of 8 bits that have no transparency, or say it elsewhere."""
@@ -46,12 +45,11 @@ class Images:
     test: SampleSet
     classes: list[str]
     shape: tuple[int, ...]
-    by_class: bool  # each class has its share of held-out test images; older runs drew from all images
 
     @property
     def facts(self) -> dict[str, Any]:
         """What a checkpoint keeps of them."""
-        return {"classes": self.classes, "image_shape": [*self.shape], "held_out_by_class": self.by_class}
+        return {"classes": self.classes, "image_shape": [*self.shape]}
 
 
 @dataclass
@@ -111,9 +109,8 @@ class StoredImages:
 
 def _decode(split: Split, rows: list[int], config: ClassifierDataConfig) -> Iterator[np.ndarray]:
     """uint8 [H, W, 3] of each row."""
-    as_stored = config.name in CIFAR_CLASSES and config.image_size is None
     for row, stored in zip(rows, split.images[rows], strict=True):
-        yield decode_image(stored, split.where(row), config.image_size, as_stored)
+        yield decode_image(stored, split.where(row), config.image_size)
 
 
 def load_images(
@@ -155,10 +152,9 @@ def read_images(
     train = splits["train"]
     shape = tuple(facts.get("image_shape") or (3, *next(_decode(train, [0], config)).shape[:2]))
     rows = {name: np.arange(len(split.images)) for name, split in splits.items()}
-    by_class = facts.get("held_out_by_class", not facts)
     if "test" not in splits:
         splits["test"], numbers["test"] = train, numbers["train"]
-        rows, note = _hold_out(np.array(numbers["train"]), source, config, seed, by_class)
+        rows, note = _hold_out(np.array(numbers["train"]), source, config, seed)
         notes.append(note)
     stored = {
         name: StoredImages(split, torch.tensor(numbers[name])[rows[name]], rows[name], config, shape, config.workers)
@@ -170,23 +166,23 @@ def read_images(
         notes += _notes(source, classes, stored, {name: digests for name, (_, digests) in scanned.items()})
         for note in notes:
             print(f"note: {truncate(note, NOTE)}", file=sys.stderr)
-    return Images(scanned["train"][0], scanned["test"][0], classes, shape, by_class)
+    return Images(scanned["train"][0], scanned["test"][0], classes, shape)
 
 
 def _hold_out(
-    labels: np.ndarray, source: str, config: ClassifierDataConfig, seed: int, by_class: bool
+    labels: np.ndarray, source: str, config: ClassifierDataConfig, seed: int
 ) -> tuple[dict[str, np.ndarray], str]:
-    """The rows of images that are for training and for testing, in order; and a note. `labels`: int64 [n]. `by_class`:
-    the shares of each class differ by less than an image; otherwise the draw ignores the classes."""
+    """The rows of images that are for training and for testing, in order; and a note. `labels`: int64 [n]. The
+    shares of each class differ by less than an image."""
     n = len(labels)
     held = min(max(round(n * config.test_fraction), 1), n - 1)
     if held < 1:
         raise UserError("data.path", source, "has one image; training and testing need at least one each")
-    order, chosen = Order(seed, n).items_at(np.arange(n)).astype(np.int64), np.arange(held)
-    if by_class:  # places at equal distances in the images sorted by class, in random order within each
-        order, chosen = order[np.argsort(labels[order], kind="stable")], (2 * chosen + 1) * n // (2 * held)
+    # places at equal distances in the images sorted by class, in random order within each
+    order = Order(seed, n).items_at(np.arange(n)).astype(np.int64)
+    order, chosen = order[np.argsort(labels[order], kind="stable")], (2 * np.arange(held) + 1) * n // (2 * held)
     rows = {"test": np.sort(order[chosen]), "train": np.sort(np.delete(order, chosen))}
-    what = f"{held:,} of {n:,} images, drawn from {'each class' if by_class else 'all'} (seed {seed}), are test images"
+    what = f"{held:,} of {n:,} images, drawn from each class (seed {seed}), are test images"
     return rows, f"{source} has no split named test, val or validation: {what} (data.test_fraction)"
 
 
@@ -210,7 +206,7 @@ def number_classes(
     splits: Mapping[str, Split], source: str, known: Sequence[str] | None, count: int | None
 ) -> tuple[list[str], dict[str, list[int]]]:
     """The names of the classes of all splits, and the number of each image's class. `known`: those of a run, which
-    allows no others; None: those of the data. `count`: how many there may be, for CIFAR.
+    allows no others; None: those of the data. `count`: how many a data set has, if they are numbers.
     Raises: UserError if a label is none of these, or there are less than two."""
     given = next((of.names for of in splits.values() if of.names), None)
     named = {split: [_name(of.names or given, label) for label in of.labels] for split, of in splits.items()}
@@ -221,16 +217,13 @@ def number_classes(
     classes = [*(known or given or ())]
     number_of = {name: number for number, name in enumerate(classes)}
     allowed = join_first(classes) or "whole numbers from 0, or text"
-    allowed = f"0 to {len(classes) - 1}" if classes and classes == [*map(str, range(len(classes)))] else allowed
     for split, names in named.items():
         wrong = next((row for row, name in enumerate(names) if name not in number_of), None)
         if wrong is not None:
             hint = f"has the label {truncate(splits[split].labels[wrong])}; labels are {allowed}"
             raise UserError("data.path", splits[split].where(wrong), hint)
-    if not 2 <= len(classes) <= (count or len(classes)):
-        wanted = f"at most {count}" if count else "at least 2"
-        hint = f"has {len(classes)} classes ({allowed}), not {wanted}; data.name images allows any number of classes"
-        raise UserError("data.path", source, hint)
+    if len(classes) < 2:
+        raise UserError("data.path", source, f"has {len(classes)} classes ({allowed}), not at least 2")
     return classes, {split: [number_of[str(name)] for name in names] for split, names in named.items()}
 
 
@@ -243,31 +236,23 @@ def _name(names: Sequence[str] | None, label: Any) -> str | None:
     return names[label] if names else str(label)
 
 
-def decode_image(
-    stored: Stored, where: str, size: int | None, as_stored: bool = False, field: str = "data.path"
-) -> np.ndarray:
+def decode_image(stored: Stored, where: str, size: int | None, field: str = "data.path") -> np.ndarray:
     """uint8 [H, W, 3] of an image of any mode, the first frame where there are several. It is turned upright by
     its EXIF orientation; what is transparent is laid on white, and of 16 bits of grey the upper 8 count.
 
     `where` and `field`: the file or row, and where the user named it, for messages. `size`: the largest centred square
-    is scaled to so many pixels each way (bicubic). `as_stored`: take 32 x 32 x 3 alone, as CIFAR has it.
+    is scaled to so many pixels each way (bicubic).
     Raises: UserError if it is no image, or one of 32 bits per channel."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet
-            image = _open(stored)
-            found = np.asarray(image) if as_stored else np.asarray(_upright_rgb(image, where, size, field))
+            return np.asarray(_upright_rgb(_open(stored), where, size, field))
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         # by its own words, the file would be named again, or an object in memory
         reason = "Pillow does not know the format" if isinstance(error, UnidentifiedImageError) else error
         strerror = getattr(error, "strerror", None)  # where the system refused
         hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({reason})"
         raise UserError(field, where, hint) from error
-    if as_stored and (found.shape != CIFAR or found.dtype != np.uint8):
-        shape = " x ".join(map(str, found.shape))
-        hint = f"is an image of {shape} {found.dtype}; CIFAR's are 32 x 32 x 3 uint8: set data.name to images"
-        raise UserError("data.path", where, hint)
-    return found
 
 
 def _open(stored: Stored) -> Image.Image:
@@ -285,11 +270,6 @@ def _upright_rgb(image: Image.Image, where: str, size: int | None, field: str) -
     image = ImageOps.exif_transpose(image)
     if image.mode in SIXTEEN_BITS:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    elif image.mode == "I":  # how Pillow opens some files of 16 bits, and those of 32
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() >= 2**16:
-            raise UserError(field, where, "has 32 bits per pixel; save it with 8 or 16")
-        image = Image.fromarray((values >> 8).astype(np.uint8))
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "RGBa", "La"):
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

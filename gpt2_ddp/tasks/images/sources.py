@@ -12,7 +12,7 @@ import re
 import sys
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,6 @@ IMAGE_COLUMNS = ("img", "image")
 LABEL_COLUMNS = ("label", "fine_label", "labels", "class")
 SUFFIXES = {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".png", ".tga", ".tif", ".tiff", ".webp", ".avif"}
 SUFFIXES |= {".pbm", ".pgm", ".pnm", ".ppm"}
-BESIDE = {".csv", ".db", ".html", ".ini", ".json", ".jsonl", ".md", ".txt", ".xml", ".yaml", ".yml"}
-"""Suffixes of files that often accompany images; no note mentions them."""
 HINT = (
     "name a folder with train/CLASS/*.png and test/CLASS/*.png, with train and test parquet files, of save_to_disk, or "
     "of the unpacked archive of CIFAR or MNIST"
@@ -41,15 +39,16 @@ LARGEST = 2**31  # bytes of a file that is read whole
 ERRORS = OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, MemoryError
 ERRORS = *ERRORS, pickle.UnpicklingError, zlib.error
 """Errors of reading a damaged pickle, gzip, JSON or parquet file."""
-MNIST = ("train", "train"), ("test", "test"), ("test", "t10k")
-"""Splits, and the first word of their files' names; later ones take precedence."""
+MNIST = {"train": "train", "test": "t10k"}
+"""Splits of idx files, and the first word of their names."""
 CIFAR = {
-    "batches.meta": {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]},
-    "meta": {"train": ["train"], "test": ["test"]},
+    "batches.meta": ("label", {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]}),
+    "meta": ("fine_label", {"train": ["train"], "test": ["test"]}),
 }
-"""Files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
-ARRAYS = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
-"""Functions and classes that the pickle of an array calls, by name."""
+"""Labels and files of CIFAR-10's and CIFAR-100's archives, by the file that has the names of the classes."""
+PICKLED = {"_reconstruct": np.empty(0).__reduce__()[0], "ndarray": np.ndarray, "dtype": np.dtype}
+PICKLED |= {"encode": lambda text, encoding: text.encode("latin1")}
+"""What the pickle of an array calls, by name."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class Split:
     images: Any  # `Stored` ones, indexed by lists of rows: an array, or a column of `datasets`
     labels: list[Any]
     names: list[str] | None = None  # of the classes, by number, where the source has them
-    left_out: str = ""  # a line on files of the split that are not used; empty if there are none
 
     def where(self, row: int) -> str:
         """The image's name in messages."""
@@ -74,7 +72,8 @@ Splits = dict[str, Callable[[], Split]]  # a function for each split that reads 
 def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[str]]:
     """The splits `train` and, where there is one, `test`; and notes for the user. Raises: UserError."""
     field, source = ("data.path", config.path) if config.path else ("data.name", config.name)
-    splits = _open_folder(config, config.path) if config.path else _open_hub(config)
+    notes: list[str] = []
+    splits = _open_folder(config, config.path, notes) if config.path else _open_hub(config)
     if "train" not in splits:
         hint = f"has no split train ({', '.join(sorted(splits)) or 'none'}); name files or folders train and test"
         raise UserError(field, source, hint)
@@ -86,22 +85,21 @@ def read_source(config: ClassifierDataConfig) -> tuple[dict[str, Split], list[st
             used.append(name)
             break
     rest = sorted(name or "files without a split" for name in splits if name not in used)
-    notes = [f"{source}: {', '.join(rest)} not used; {' and '.join(used)} used"] if rest else []
-    return found, notes + [split.left_out for split in found.values() if split.left_out]
+    return found, notes + [f"{source}: {', '.join(rest)} not used; {' and '.join(used)} used"] * bool(rest)
 
 
-def _open_folder(config: ClassifierDataConfig, folder: str) -> Splits:
+def _open_folder(config: ClassifierDataConfig, folder: str, notes: list[str]) -> Splits:
     if not os.path.isdir(folder):
         raise UserError("data.path", folder, f"no such folder; {HINT}")
     files = _files_below(folder, "data.path")
     if any(os.path.isfile(os.path.join(folder, name)) for name in ("dataset_dict.json", "state.json")):
         return _open_saved(config, folder)
-    if archive := read_archive(Path(folder), config.label_column):
-        return {split: partial(Split, f"{folder}, split {split}", *content) for split, content in archive.items()}
+    if archive := _open_archive(Path(folder), config.label_column):
+        return archive
     if tables := [file for file in files if file.suffix == ".parquet"]:
         by_split = split_files(folder, tables)
         return {split: partial(_read_parquet, config, split, of_split) for split, of_split in by_split.items()}
-    return _open_class_folders(folder, files)
+    return _open_class_folders(folder, files, notes)
 
 
 @contextmanager
@@ -157,19 +155,13 @@ def _open_hub(config: ClassifierDataConfig) -> Splits:
 
 
 def _read_parquet(config: ClassifierDataConfig, split: str, files: Sequence[Path]) -> Split:
-    """The rows of parquet files. `datasets` keeps a copy of the two columns in its cache."""
+    """The rows of parquet files. `datasets` keeps a copy in its cache."""
     import datasets
-    import pyarrow.parquet
 
-    with _reading("data.path", str(config.path), f"split {split} {UNREADABLE}"):
-        schemas = [pyarrow.parquet.read_schema(file) for file in files]
-        features = datasets.Features.from_arrow_schema(schemas[0])
-        everywhere = [name for name in features if all(schema.names.count(name) == 1 for schema in schemas)]
-    columns = _pick_columns({name: features[name] for name in everywhere}, config, split)
     hint = f"split {split} {UNREADABLE}, and check the free space for HF_DATASETS_CACHE"
     with _reading("data.path", str(config.path), hint):
         names = {split: [glob.escape(str(file.absolute())) for file in files]}
-        rows = datasets.load_dataset("parquet", data_files=names, split=split, columns=columns)
+        rows = datasets.load_dataset("parquet", data_files=names, split=split)
     return _read_rows(config, split, rows)
 
 
@@ -190,16 +182,15 @@ def _pick_columns(features: Mapping[str, Any], config: ClassifierDataConfig, spl
     Raises: UserError where there are none."""
     import datasets
 
-    labels = {"cifar10": ("label",), "cifar100": ("fine_label", "label")}.get(config.name, LABEL_COLUMNS)
+    wanted = ("image", IMAGE_COLUMNS, datasets.Image), ("label", LABEL_COLUMNS, datasets.ClassLabel)
     found = []
-    for field, usual, kind in (("image", IMAGE_COLUMNS, datasets.Image), ("label", labels, datasets.ClassLabel)):
+    for field, usual, kind in wanted:
         given = getattr(config, f"{field}_column")
         typed = [name for name, feature in features.items() if isinstance(feature, kind)]
         names = [name for name in ((given,) if given else usual) if name in features]
         if not names and (given or len(typed) != 1):
-            wanted = given or " or ".join(usual)
-            hint = f"split {split} has no column {wanted} in all of its files (found: {', '.join(features) or 'none'})"
-            raise UserError(f"data.{field}_column", given, f"{hint}; name it")
+            hint = f"split {split} has no column {given or ' or '.join(usual)}"
+            raise UserError(f"data.{field}_column", given, f"{hint} (found: {', '.join(features) or 'none'}); name it")
         found.append([*names, *typed][0])
     return found
 
@@ -260,18 +251,18 @@ def _no_images(files: Iterable[Path]) -> str:
 
 
 def _others(files: Iterable[Path]) -> str:
-    """Numbers of files by suffix, without images and the suffixes BESIDE; the most frequent first."""
+    """Numbers of files by suffix, without images; the most frequent first."""
     counts = Counter(truncate(file.suffix or "without a suffix", 20) for file in files if not _is_image(file))
-    return join_first([f"{n:,} {suffix}" for suffix, n in counts.most_common() if suffix.lower() not in BESIDE])
+    return join_first([f"{n:,} {suffix}" for suffix, n in counts.most_common()])
 
 
-def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
+def _open_class_folders(folder: str, files: Sequence[Path], notes: list[str]) -> Splits:
     """The splits of `train/CLASS/1.png`; or `train` alone of `CLASS/1.png`, if there is no folder `train` of folders.
+    `notes` get a line on other files.
 
     Files in folders below a class's folder belong to the class, which the `imagefolder` of `datasets` does otherwise.
     """
-    parts = {file: file.relative_to(folder).parts for file in files}
-    images = {file: names for file, names in parts.items() if _is_image(file)}
+    images = {file: file.relative_to(folder).parts for file in files if _is_image(file)}
     if not images:
         raise UserError("data.path", folder, f"{_no_images(files)}; {HINT}")
     of_splits = any(names[0].lower() == "train" and len(names) > 2 for names in images.values())
@@ -282,23 +273,14 @@ def _open_class_folders(folder: str, files: Sequence[Path]) -> Splits:
     if wrong := [file for file, names in images.items() if len(names) < 2 + of_splits]:
         depth = "SPLIT/CLASS" if of_splits else "CLASS"
         raise UserError("data.path", wrong[0], f"is not in a folder {depth}, but others are; {HINT}")
+    if others := _others(files):
+        notes.append(f"{folder}: not used: {others}; save images as .png or .jpg")
     splits: Splits = {}
     for split in sorted({names[0].lower() if of_splits else "train" for names in images.values()}):
-        here = [file for file, names in parts.items() if not of_splits or names[0].lower() == split]
-        chosen = [file for file in here if file in images]
-        labels = [parts[file][of_splits] for file in chosen]
-        left_out = _left_out(Path(folder, *parts[chosen[0]][:of_splits]), here, {*labels})
-        splits[split] = partial(Split, f"{folder}, split {split}", np.array(chosen, object), labels, None, left_out)
+        chosen = [file for file, names in images.items() if not of_splits or names[0].lower() == split]
+        labels = [images[file][of_splits] for file in chosen]
+        splits[split] = partial(Split, f"{folder}, split {split}", np.array(chosen, object), labels)
     return splits
-
-
-def _left_out(folder: Path, files: Iterable[Path], classes: Set[str]) -> str:
-    """A line on the files in a split's folder that are not used, and the folders without images; empty if none."""
-    folders = {entry.name for entry in os.scandir(folder) if os.path.isdir(entry) and entry.name[0] != "."}
-    notes = [f"not used: {others}; save images as .png or .jpg"] if (others := _others(files)) else []
-    if empty := sorted(folders - classes):
-        notes.append(f"no images in {join_first(empty)}")
-    return f"{folder}: {'; '.join(notes)}" if notes else ""
 
 
 def join_first(names: Sequence[str]) -> str:
@@ -306,33 +288,39 @@ def join_first(names: Sequence[str]) -> str:
     return ", ".join([*map(str, names[:8]), *(["..."] if len(names) > 8 else [])])
 
 
-def read_archive(folder: Path, label_column: str | None) -> dict[str, tuple[np.ndarray, list[Any]]]:
-    """Images uint8 [N, H, W] or [N, 32, 32, 3] of each split, and their labels; {} for a folder of other files. CIFAR's
-    archive may be the folder, or in it. Raises: UserError for a damaged or missing file, or several archives."""
-    places = [folder, *sorted(folder.glob("cifar-*"))]
-    archives = [(place, *content) for place in places for content in CIFAR.items() if _is_cifar(place, *content)]
+def _open_archive(folder: Path, label_column: str | None) -> Splits:
+    """The splits of CIFAR's archive, which may be the folder or in it, or of idx files; {} for a folder of other files.
+    Raises: UserError for several archives."""
+    places = [(place, names) for place in (folder, *sorted(folder.glob("cifar-*"))) for names in CIFAR]
+    archives = [(place, names) for place, names in places if (place / names).is_file()]
     if len(archives) > 1:
-        known = join_first([place.name for place, *_ in archives])
+        known = join_first([place.name for place, _ in archives])
         raise UserError("data.path", folder, f"has several archives; name one of {known}")
-    for place, names, splits in archives:
-        kinds = [f"{label_column.rstrip('s')}s"] if label_column else ["labels", "fine_labels"]
-        return {split: _read_cifar(place, names, files, kinds) for split, files in splits.items()}
-    found = {}
-    for split, word in MNIST:
-        images, labels = (sorted(folder.glob(f"{word}-{kind}?idx?-ubyte*")) for kind in ("images", "labels"))
-        if images and labels:
-            pixels, numbers = _read_idx(images[0]), _read_idx(labels[0])
-            if pixels.ndim != 3 or numbers.shape != pixels.shape[:1]:
-                hint = f"has {pixels.shape} pixels for {numbers.shape} labels; use files of one set"
-                raise UserError("data.path", images[0], hint)
-            found[split] = pixels, numbers.tolist()
-    return found
+    splits: Splits = {}
+    for place, names in archives:
+        label, files = CIFAR[names]
+        for split, of_split in files.items():
+            rows = partial(_cifar_rows, place / names, [place / file for file in of_split], label_column or label)
+            splits[split] = partial(_gather, f"{folder}, split {split}", rows)
+    for split, word in MNIST.items():
+        files = [sorted(folder.glob(f"{word}-{kind}?idx?-ubyte*")) for kind in ("images", "labels")]
+        if all(files):
+            splits[split] = partial(_gather, f"{folder}, split {split}", partial(_idx_rows, files[0][0], files[1][0]))
+    return splits
 
 
-def _is_cifar(folder: Path, names: str, splits: Mapping[str, list[str]]) -> bool:
-    """Whether most files of an archive are there; the missing ones are then named."""
-    there = [(folder / file).is_file() for files in ([names], *splits.values()) for file in files]
-    return 2 * sum(there) > len(there)
+def _gather(place: str, read: Callable[[], Iterable[tuple[np.ndarray, Any]]]) -> Split:
+    """The rows that `read` yields: uint8 [H, W] or [H, W, 3] each, and a label."""
+    images, labels = zip(*read(), strict=True)
+    return Split(place, np.stack(images), [*labels])
+
+
+def _idx_rows(images: Path, labels: Path) -> Iterator[tuple[np.ndarray, int]]:
+    pixels, numbers = _read_idx(images), _read_idx(labels)
+    if pixels.ndim != 3 or numbers.shape != pixels.shape[:1]:
+        hint = f"has {pixels.shape} pixels for {numbers.shape} labels; use files of one set"
+        raise UserError("data.path", images, hint)
+    yield from zip(pixels, numbers.tolist(), strict=True)
 
 
 def _read_idx(path: Path) -> np.ndarray:
@@ -348,33 +336,28 @@ def _read_idx(path: Path) -> np.ndarray:
         raise UserError("data.path", path, f"cannot be read ({error}); use MNIST's original files") from error
 
 
-def _read_cifar(folder: Path, names: str, files: list[str], kinds: list[str]) -> tuple[np.ndarray, list[str]]:
-    """Images and the names of their classes; `kinds` are lists of labels, of which the first that is there counts."""
-    images, labels, path = [], [], folder / names
+def _cifar_rows(names: Path, files: Iterable[Path], label: str) -> Iterator[tuple[np.ndarray, str]]:
+    """Images and the names of their classes. `names`: the file of those; `label`: label, fine_label or coarse_label."""
+    path = names
     try:
-        known = _unpickle(path)
-        for path in (folder / file for file in files):
+        classes = _unpickle(names)[f"{label}_names"]
+        for path in files:
             batch = _unpickle(path)
-            kind = next((kind for kind in kinds if kind in batch), kinds[0])
-            classes = known[f"{kind[:-1]}_names"]
-            pixels, numbers = batch["data"], batch[kind]
+            pixels, numbers = batch["data"], batch[f"{label}s"]
             if pixels.dtype != np.uint8 or min(numbers, default=0) < 0:
                 raise ValueError("not pixels and labels")
-            images.append(pixels.reshape(len(numbers), 3, 32, 32).transpose(0, 2, 3, 1))
-            labels += [str(classes[number]) for number in numbers]
+            images = pixels.reshape(len(numbers), 3, 32, 32).transpose(0, 2, 3, 1)
+            yield from zip(images, [str(classes[number]) for number in numbers], strict=True)
     except ERRORS as error:
         hint = f"is not a file of CIFAR's archive ({error}); unpack the archive again"
         raise UserError("data.path", path, hint) from error
-    return np.concatenate(images), labels
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What the pickles of arrays call. Raises: UnpicklingError for all other names, so that nothing else runs."""
-        if module.partition(".")[0] == "numpy" and name in ARRAYS:
-            return ARRAYS[name]
-        if (module, name) == ("_codecs", "encode"):
-            return lambda text, encoding: text.encode("latin1")
+        if module.partition(".")[0] in ("numpy", "_codecs") and name in PICKLED:
+            return PICKLED[name]
         raise pickle.UnpicklingError(f"it loads {module}.{name}")
 
 

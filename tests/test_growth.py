@@ -1,0 +1,100 @@
+"""Long runs: memory and time of a resume, a report and a check of 300,000 rows."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import reseal, training_config
+from safetensors.torch import load_file, save_file
+
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoint_ref
+from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, HASH, METRICS, NO_SAMPLES, STATUS, next_chain
+from gpt2_ddp.config.cli import dump
+from gpt2_ddp.data.feed import Feed, GlobalBatch
+from gpt2_ddp.data.order import Order
+from gpt2_ddp.model.optim import lr_at
+from gpt2_ddp.project import PROJECT
+from gpt2_ddp.tasks.supervised import contiguous
+
+SCORES = {"val_loss": 5.5, "val_tokens": 512, "val_bits_per_byte": 3.0}
+MEASURED = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    print(*(line for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
+"""
+
+
+def make_long_run(trained: Path, folder: Path, steps: int) -> None:
+    """A stopped run of so many steps, each with a row, and a checkpoint at the last. All records agree."""
+    rare = {"eval.every": 10**9, "checkpoint.every": 10**9}
+    config = training_config(trained.parent / "data", folder, {"train.steps": steps, "optim.decay_steps": 10, **rare})
+    run, last = folder / "run", f"checkpoints/step-{steps:08d}"
+    shutil.copytree(trained / "checkpoints/step-00000010", run / last)
+    facts = next(json.loads(line) for line in (trained / METRICS).read_text().splitlines())
+    facts |= {"steps": steps, "config": config.model_dump(mode="json"), "kept": [], HASH: NO_SAMPLES}
+    feed = Feed(Order(config.seed, facts["epoch_size"]), GlobalBatch(12, contiguous(1, 1)))
+    chain = FIRST_CHAIN
+    with (run / METRICS).open("w") as stream:
+
+        def append(row: dict) -> None:
+            nonlocal chain
+            text = json.dumps({name: value for name, value in row.items() if name != "chain"})
+            chain = next_chain(chain, text)
+            stream.write(f'{text[:-1]}, "chain": "{chain}"}}\n')
+
+        append(facts)
+        append({"step": 0, "epoch": 0.0, "tokens": 0, **SCORES})
+        for step in range(1, steps + 1):
+            feed.next_step()
+            row = {"step": step, "epoch": round(feed.position / len(feed.order), 4), "tokens": step * 12 * 32}
+            row |= {"loss": 5.0, "loss_mean": 5.0, "lr": lr_at(step, config.optim), "grad_norm": 1.0 + 1 / step}
+            row |= {"skipped": 0, "tokens_per_second": 5000.5 + step % 7, "mfu": None, "data_share": 0.01}
+            row["order_digest"] = feed.order_digest
+            append(row | (SCORES if step == steps else {}))
+        state = json.loads((run / last / STATE).read_text()) | feed.state_dict()
+        state |= {name: value for name, value in facts.items() if name in state}
+        state |= {"step": steps, "tokens": steps * 12 * 32, "metrics": SCORES, "val_loss": SCORES["val_loss"]}
+        state |= {"best_evaluation": [0, 5.5, 512, 1], "metrics_chain": chain}
+        (run / last / STATE).write_text(json.dumps(state))
+        (run / last / CONFIG).write_text(dump(config))
+        moments = load_file(run / last / OPTIMIZER)
+        moments |= {name: value.fill_(steps) for name, value in moments.items() if name.startswith("step.")}
+        save_file(moments, run / last / OPTIMIZER)
+        for name in (STATE, CONFIG, OPTIMIZER):
+            reseal(run / last / name)
+        append({"event": "checkpoint", **checkpoint_ref(run / last), "kept": [steps]})
+        append({"event": "end", "step": steps, "outcome": "stopped", "kept": [steps]})
+    (run / CONFIG).write_text(dump(config))
+    (run / STATUS).write_text(json.dumps({"state": "stopped", "step": steps, "reason": ""}))
+
+
+def measured(script: str, *args: object) -> tuple[float, float]:
+    """Peak memory of a script in GB, and its time in seconds."""
+    begun = time.monotonic()
+    command = [sys.executable, "-c", MEASURED, str(PROJECT / f"scripts/{script}.py"), *map(str, args)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    *_, peak = (line for line in result.stderr.splitlines() if line.startswith("VmHWM"))
+    return int(peak.split()[1]) / 1e6, time.monotonic() - begun
+
+
+@pytest.mark.slow
+def test_the_memory_of_300_000_rows(trained: Path, tmp_path: Path) -> None:
+    """290,000 further rows take less than 0.12 GB. Libraries take 0.3 GB with torch's CPU build, else more."""
+    peaks = []
+    for steps in (10_000, 300_000):
+        folder = tmp_path / str(steps)
+        make_long_run(trained, folder, steps)
+        found = {"verify_run": measured("verify_run", folder / "run"), "report": measured("report", folder / "run")}
+        again = ("--config", folder / "run/config.yaml", "--train.steps", steps + 1)
+        found["train_gpt2"] = measured("train_gpt2", *again)
+        print(steps, {script: f"{peak:.3f} GB, {seconds:.1f} s" for script, (peak, seconds) in found.items()})
+        peaks.append([peak for peak, _ in found.values()])
+    assert all(after - before < 0.12 for before, after in zip(*peaks, strict=True)), peaks
