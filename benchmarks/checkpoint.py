@@ -20,7 +20,6 @@ import torch
 from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Table, interleave, make_case
 from benchmarks.step import random_tokens, short_run
-from gpt2_ddp.checkpoint.checkpointer import Background
 from gpt2_ddp.files import fsync_file, fsync_folder
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
@@ -34,7 +33,14 @@ def measure(config: BenchmarkConfig) -> Table:
     """Seconds of each of `FIGURES`."""
     with TemporaryDirectory(prefix="checkpoint-", dir=config.output) as name:
         folder = Path(name)
-        training = short_run(config, folder, 1, "no", "off", {"model.block_size": 64, "checkpoint.keep_last": 1})
+        training = short_run(
+            config,
+            folder,
+            1,
+            "no",
+            "off",
+            {"model.block_size": 64, "checkpoint.keep_last": 1, "checkpoint.background": True},
+        )
         random_tokens(Path(training.data.paths[0]))
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), Run(training, Pretraining) as run:
             run.build()
@@ -43,7 +49,6 @@ def measure(config: BenchmarkConfig) -> Table:
             pairs = contenders(run, folder / "save")
             turns = {name: partial(turn, run, folder / "save", *pair) for name, pair in pairs.items()}
             found = interleave(turns, config.repeats)
-    assert snapshot
     cases = [make_case(what, "s", found, itemgetter(n), more_is_better=False) for n, what in enumerate(FIGURES)]
     where = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}" if device == "cpu" else device
     return cases, [f"{snapshot.bytes / 1e9:.2f} GB, {where}; only ours hash what they write, and verify it"]
@@ -51,16 +56,17 @@ def measure(config: BenchmarkConfig) -> Table:
 
 def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
     """How each contender saves and resumes a run. Ours use its own folder, the others use `folder`."""
-    model, optimizer, checkpoints = run.task.model, run.optimizer.plain, run.checkpoints
-    assert checkpoints
+    model, optimizer, store = run.task.model, run.optimizer.plain, run.store
 
     def save_ours(background: bool) -> None:
-        checkpoints.wish = background
-        run.save()
+        store.wait()
+        run.check_replicas()
+        store.save(run.snapshot(), run.guard.last_good, wait=not background)
 
     def resume_ours() -> None:
-        newest = run.newest()
-        run.load(newest.read() if newest else None)
+        newest = store.newest()
+        assert newest
+        run.load(newest)
 
     def save_torch() -> None:
         folder.mkdir()
@@ -92,16 +98,15 @@ def contenders(run: Run, folder: Path) -> dict[str, tuple[Callable[[], None], Ca
 def turn(run: Run, folder: Path, save: Callable[[], None], resume: Callable[[], None]) -> tuple[float, ...]:
     """Saves while the training continues, and resumes; returns the seconds of `FIGURES`. The time lost is that of the
     save, and the excess of the steps until the checkpoint is on disk over the median of the steps before."""
-    assert run.checkpoints
     shutil.rmtree(folder, ignore_errors=True)
     os.sync()
-    background = run.checkpoints.background = Background()  # counts the seconds of this turn
     usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
     still = lost = seconds(run, save)
+    background, writes = run.store.background, run.store.background.is_working
     while background.is_working:
         lost += seconds(run, partial(train_step, run)) - usual
     run.wait_for_save()
-    return still, still + background.seconds, lost, seconds(run, resume)
+    return still, still + background.seconds * writes, lost, seconds(run, resume)
 
 
 def seconds(run: Run, work: Callable[[], object]) -> float:

@@ -159,14 +159,14 @@ def _find(run: str | os.PathLike[str], checkpoint: Which) -> "Checkpoint":
 def _best_step(run: Path) -> int:
     """The step of the checkpoint with the lowest val_loss."""
     from gpt2_ddp.checkpoint.checkpoint import find_checkpoint, list_checkpoints
-    from gpt2_ddp.training.progress import Best
+    from gpt2_ddp.state import Best
 
     best = Best()
     for place in list_checkpoints(run / "checkpoints"):
         with suppress(UserError):  # a damaged one, or one that was removed meanwhile
-            state = find_checkpoint(place, "checkpoint", weights=False).state
-            if (loss := state.get("val_loss")) is not None:
-                best = best.after(state["step"], {**(state.get("metrics") or {}), "val_loss": loss})
+            progress = find_checkpoint(place, "checkpoint", weights=False).state.progress
+            if progress.val_loss is not None:
+                best = best.after(progress.step, progress.scores)
     if best.tokens is None:
         raise UserError("checkpoint", "best", f"{run} has no checkpoint with a val_loss; use newest, or a step")
     return best.step

@@ -6,7 +6,6 @@ or committed in `golden/`: no case may change, or what was recorded is worth not
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +14,11 @@ import torch.nn.functional as F
 from runs import rows
 from safetensors.torch import load_file
 
+from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import ClassifierConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.state import State
 
 GOLDEN = Path(__file__).parent / "golden"
 CORPUS = GOLDEN / "corpus"
@@ -185,10 +186,13 @@ def change(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def summary(run: Path) -> dict[str, Any]:
     """What a run came to: its metrics but for timings, and its newest checkpoint's state and weights."""
     checkpoint = max((run / "checkpoints").glob("step-*"))
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state, config = State.parse((checkpoint / "state.json").read_text()), read_yaml(str(run / "config.yaml"), "run")
+    items = state.feed.consumed
+    units = {"tokens": items * config["model"]["block_size"]} if state.kind == "gpt2" else {"samples": items}
+    found = state.record | units | {"epoch_loss": state.losses.epoch[0]}
     return {
         "rows": [{name: value for name, value in row.items() if name not in TIMINGS} for row in rows(run)],
-        "state": {name: state[name] for name in STATE if name in state},
+        "state": {name: found[name] for name in STATE if name in found},
         "weights": weights(load_file(checkpoint / "model.safetensors")),
     }
 

@@ -18,13 +18,14 @@ import torch
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, seal
-from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, next_chain
+from gpt2_ddp.checkpoint.run_files import next_chain
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.state import FIRST_CHAIN
 
 KINDS: dict[str, tuple[type[JobConfig], dict[str, Any]]] = {
     "regression": (

@@ -17,8 +17,8 @@ from ranks import run_ranks, start_ranks
 from runs import same, training_config, weights
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot, list_checkpoints, steps_of, verify
-from gpt2_ddp.checkpoint.checkpointer import Background, Checkpointer, should_save_async
 from gpt2_ddp.checkpoint.run_files import read_lines
+from gpt2_ddp.checkpoint.store import Background, Checkpointer, should_save_async
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig

@@ -40,8 +40,8 @@ from gpt2_ddp.checkpoint.checkpoint import (
     steps_of,
     verify,
 )
-from gpt2_ddp.checkpoint.checkpointer import Checkpointer
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
+from gpt2_ddp.checkpoint.store import Checkpointer
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed

@@ -23,7 +23,7 @@ from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data import feed as loader
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, padding_rows, split_batch
 from gpt2_ddp.data.manifest import Manifest, Shard, read_manifest
-from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
+from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
@@ -31,6 +31,7 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.memory import micro_batches
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify_rows import consumed_after
+from gpt2_ddp.state import FIRST_DIGEST
 from gpt2_ddp.tasks.supervised import contiguous, smallest_micro_batch
 
 SHARES = {"interleaved": interleaved, "contiguous": contiguous}

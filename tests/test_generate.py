@@ -12,7 +12,7 @@ import torch
 from commands import expect_error
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
-from gpt2_ddp.checkpoint.checkpointer import Checkpointer
+from gpt2_ddp.checkpoint.store import Checkpointer
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig

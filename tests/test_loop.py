@@ -23,8 +23,8 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.state import Pending
 from gpt2_ddp.training.loop import Result, finish_pending
-from gpt2_ddp.training.progress import Pending
 
 
 def losses(run: Path) -> list[float]:

@@ -15,8 +15,8 @@ from runs import edit_manifest, rows, said, state_of, training_config, untimed
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.state import Best
 from gpt2_ddp.training.meters import LossSum
-from gpt2_ddp.training.progress import Best
 
 ALONE = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, reduce=lambda tensor, reduction: tensor)
 

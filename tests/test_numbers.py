@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.checkpointer import Checkpointer
+from gpt2_ddp.checkpoint.store import Checkpointer
 from gpt2_ddp.config.training import TrainingConfig
 
 CHANGES = {

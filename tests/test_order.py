@@ -8,7 +8,8 @@ import pytest
 from runs import by_definition
 
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
-from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
+from gpt2_ddp.data.order import Order, next_digest, skipped_digest
+from gpt2_ddp.state import FIRST_DIGEST
 
 
 @pytest.mark.parametrize("n_items", [1, 2, 3, 4, 5, 10, 97, 100, 1000, 65_536, 65_537])

@@ -41,7 +41,7 @@ def one_rank_fails(failing: int) -> str:
     from gpt2_ddp.distributed.ranks import on_every_rank, on_main
 
     accelerator = build_accelerator("cpu", "no")
-    assert on_main(accelerator, lambda: accelerator.process_index) == 0
+    assert on_main(lambda: accelerator.process_index) == 0
 
     def work() -> int:
         if accelerator.process_index == failing:
@@ -49,7 +49,7 @@ def one_rank_fails(failing: int) -> str:
         return accelerator.process_index
 
     try:
-        return str(on_every_rank(accelerator, work))
+        return str(on_every_rank(work))
     except UserError as error:
         return str(error)
 

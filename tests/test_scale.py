@@ -14,10 +14,11 @@ import torch
 from gpt2_ddp.data import order as orders
 from gpt2_ddp.data.feed import Feed, GlobalBatch, _BatchSampler, interleaved
 from gpt2_ddp.data.mixture import MixedOrder, Phase
-from gpt2_ddp.data.order import FIRST_DIGEST, Order
+from gpt2_ddp.data.order import Order
 from gpt2_ddp.distributed import watchdog as watching
 from gpt2_ddp.distributed.process import this_process
 from gpt2_ddp.distributed.watchdog import Heartbeat, Observed, Watchdog, judge
+from gpt2_ddp.state import FIRST_DIGEST
 
 WORLD, WINDOWS, STEP, BATCH = 1024, 10**12 // 1024, 4096, 4
 LATE = 10**6

@@ -17,8 +17,8 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
 from gpt2_ddp.data.order import Order
+from gpt2_ddp.state import Scores
 from gpt2_ddp.tasks.supervised import contiguous
-from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
 
 # ---- A new kind of training, from scratch

@@ -15,7 +15,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,13 +28,12 @@ from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gpt2_ddp.checkpoint.run_files import is_data, state_defect
+from gpt2_ddp.checkpoint.run_files import is_data
 from gpt2_ddp.config.cli import parse_yaml
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import (
     free_name,
-    parse_json,
     read_small,
     regular,
     sha256_file,
@@ -44,6 +42,7 @@ from gpt2_ddp.files import (
     writing,
 )
 from gpt2_ddp.project import command_for
+from gpt2_ddp.state import GPTState, State
 
 FORMAT = 1
 """Format of a checkpoint folder."""
@@ -65,7 +64,7 @@ DTYPES = {_TYPES[name]: name for name in _ORDER}  # names of dtypes in a safeten
 class Snapshot:
     """The content of a checkpoint, on the main process."""
 
-    state: dict[str, Any]  # plain JSON values of state.json; `moments` is False if the optimizer state was left out
+    state: State
     config: str  # the run's configuration as YAML
     model: dict[str, Tensor]  # parameters and buffers by their plain names
     optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
@@ -82,7 +81,7 @@ class Snapshot:
         model, optimizer = ({name: _copy(value, memory, name) for name, value in part.items()} for part in parts)
         if any(tensor.is_cuda for tensor in self.model.values()):
             torch.cuda.synchronize()  # once for all copies
-        return replace(self, state=deepcopy(self.state), model=model, optimizer=optimizer)
+        return replace(self, state=self.state.model_copy(deep=True), model=model, optimizer=optimizer)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -96,7 +95,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
 
 def load_model_state(accelerator: Accelerator, weights: dict[str, Tensor], model: nn.Module) -> None:
     """Loads the main process's weights on all ranks, in place; collective. Raises: UserError, as `fit_weights`."""
-    on_main(accelerator, lambda: fit_weights(weights, model, "of this run"))
+    on_main(lambda: fit_weights(weights, model, "of this run"))
     broadcast_tensors(accelerator, model.state_dict())
 
 
@@ -121,7 +120,7 @@ def load_optimizer_state(
             raise UserError("checkpoint", OPTIMIZER, f"{wrong}; restore the file, or resume from another checkpoint")
         return [(key, value.shape, value.dtype) for key, value in state.items()]
 
-    layout = on_main(accelerator, check)
+    layout = on_main(check)
     before = {parameter: optimizer.state.pop(parameter, {}) for parameter in parameters.values()}
     loaded: dict[str, Tensor] = {}
     for key, shape, dtype in layout:
@@ -196,13 +195,17 @@ class Checkpoint:
     """A verified checkpoint, with the content of state.json and config.yaml."""
 
     path: Path
-    state: dict[str, Any]
+    state: State
     config: dict[str, Any]
 
     @property
     def kind(self) -> str:
         """The kind of its run, like `gpt2`."""
-        return self.state["kind"]
+        return self.state.kind
+
+    @property
+    def step(self) -> int:
+        return self.state.step
 
     def read(self) -> Snapshot:
         """The whole content, weights and optimizer state included."""
@@ -253,11 +256,14 @@ def verify(checkpoint: Path, weights: bool = True) -> Checkpoint:
     for name, (size, sha256) in files.items():
         is_hashed = weights or name not in (MODEL, OPTIMIZER)
         content[name] = _read(checkpoint / name, _check_file, size, sha256 if is_hashed else "")
-    state = _parse_fields(checkpoint / STATE, content[STATE], parse_json)
-    config = _parse_fields(checkpoint / CONFIG, content[CONFIG], parse_yaml)
-    if defect := state_defect(state, files[MODEL][0]):
-        raise CorruptCheckpoint(checkpoint / STATE, defect)
-    if defect := _config_defect(config, state["kind"]):
+    try:
+        state = State.parse(content[STATE])
+    except ValueError as error:
+        raise CorruptCheckpoint(checkpoint / STATE, " ".join(str(error).split())) from error
+    if isinstance(state, GPTState) and state.task.vocab_size > files[MODEL][0]:  # each id has some bytes of weights
+        raise CorruptCheckpoint(checkpoint / STATE, f"has vocab_size = {state.task.vocab_size}")
+    config = _parse_fields(checkpoint / CONFIG, content[CONFIG])
+    if defect := _config_defect(config, state.kind):
         raise CorruptCheckpoint(checkpoint / CONFIG, defect)
     return Checkpoint(checkpoint, state, config)
 
@@ -317,9 +323,9 @@ def _parse_manifest(checkpoint: Path, content: bytes) -> dict[str, tuple[int, st
     return files
 
 
-def _parse_fields(file: Path, content: bytes, parse: Callable[[str], Any]) -> dict[str, Any]:
+def _parse_fields(file: Path, content: bytes) -> dict[str, Any]:
     try:
-        fields = parse(content.decode()) or {}
+        fields = parse_yaml(content.decode()) or {}
     except ValueError as error:
         raise CorruptCheckpoint(file, f"cannot be read ({' '.join(str(error).split())})") from error
     if not isinstance(fields, dict):
@@ -363,7 +369,7 @@ def write(snapshot: Snapshot, folder: Path) -> None:
     contents = {
         MODEL: as_safetensors(snapshot.model),
         OPTIMIZER: as_safetensors(snapshot.optimizer),
-        STATE: [json.dumps(snapshot.state, indent=1).encode()],
+        STATE: [snapshot.state.to_json().encode()],
         CONFIG: [snapshot.config.encode()],
         **{file.name: (source.read_bytes() for source in [file]) for file in snapshot.files},
     }

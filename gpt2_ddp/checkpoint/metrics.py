@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, finite
-from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_files import finite
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -104,27 +104,25 @@ class Metrics:
     """Rows of a run: the main process writes them to metrics.jsonl and the trackers, and prints them: each, but to a
     terminal only those with an evaluation. Stderr, if it is a terminal and there is no pipe (`| tee`), gets a bar."""
 
-    def __init__(self, run: RunFolder | None, step: int, steps: int):
-        self.run, self.steps = run, steps
+    def __init__(self, log: RunLog, step: int, steps: int):
+        self._log, self.steps = log, steps
         self._failed: set[str] = set()
         self.trackers: Trackers | None = None
-        hidden = run is None or not sys.stderr.isatty() or Path("/dev/stdout").is_fifo()
+        hidden = not log.is_main or not sys.stderr.isatty() or Path("/dev/stdout").is_fifo()
         self._bar = tqdm(total=steps, initial=step, dynamic_ncols=True, disable=hidden)
         self._bar.bar_format = bar_format({}, steps, shutil.get_terminal_size().columns)
 
     def start_trackers(self, config: RunConfig, run_id: str) -> None:
         """Starts the trackers of `tracking.log_with` on the main process."""
-        if self.run and config.tracking.log_with:
+        if self._log.is_main and config.tracking.log_with:
             from gpt2_ddp.checkpoint.trackers import Trackers
 
-            self.trackers = Trackers(self.attempt, config, run_id, self.run.path)
+            self.trackers = Trackers(self.attempt, config, run_id, self._log.path)
 
     def log(self, row: dict[str, Any]) -> None:
         """Writes and prints one row. JSON lacks numbers that are not finite; they become null."""
-        if self.run is None:
-            return
         row = finite(row)
-        self.run.append(METRICS, row)
+        self._log.append(row)
         if self.trackers:
             self.trackers.log(row)
         if self._bar.disable or "val_loss" in row or not os.isatty(1):
@@ -138,17 +136,14 @@ class Metrics:
 
     def print(self, text: str) -> None:
         """Prints a line on the main process, above the progress bar: warnings to stderr, others to standard output."""
-        if self.run is not None:
+        if self._log.is_main:
             stream = sys.stderr if text.startswith("warning") else sys.stdout
             with suppress(OSError), tqdm.external_write_mode(stream):  # a log file on a full disk must not end the run
                 print(text, file=stream, flush=True)
 
     def go_back(self, event: dict[str, Any]) -> None:
         """Records a rollback in the files and trackers."""
-        if self.run and (self.run.path / SAMPLES).exists():
-            self.run.append_sample(event, event)
-        elif self.run:
-            self.run.append(METRICS, event)
+        self._log.append_rollback(event)
         if self.trackers:
             self.trackers.go_back(event["step"])
         self._bar.update(event["step"] - self._bar.n)
@@ -156,8 +151,7 @@ class Metrics:
     def show_samples(self, step: int, samples: list[Sample] | None) -> None:
         """Prints the samples of a step and appends them to samples.jsonl."""
         for sample in samples or ():
-            if self.run is not None:
-                self.run.append_sample({"step": step, **sample._asdict()}, {"event": "sample", "step": step})
+            self._log.append_sample({"step": step, **sample._asdict()}, {"event": "sample", "step": step})
             self.print(f"--- sample at step {step} ---\n{sample.text}\n---")
 
     def attempt(self, what: str, action: Callable[[], T]) -> T | None:

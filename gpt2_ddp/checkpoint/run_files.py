@@ -1,4 +1,4 @@
-"""The files of a run folder: names, fields of state.json, and rows of metrics.jsonl and samples.jsonl. No torch.
+"""The files of a run folder: names, and rows of metrics.jsonl and samples.jsonl. No torch.
 
 A row is of a step or, with an `event`, of the run: a start, a checkpoint, a rollback, a branch, an end. Each line of
 metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed and removed rows are detected.
@@ -12,20 +12,18 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError
-
-from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import free_name, fsync_file, parse_json, regular, writing
+from gpt2_ddp.state import FIRST_CHAIN
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
 HASH = "samples_sha256"
-NO_SAMPLES = hashlib.sha256().hexdigest()
+Outcome = Literal["completed", "stopped", "diverged"]
+"""How a run ended: `stopped` on request, with a checkpoint; `diverged` by too many bad steps, or useless weights."""
 
 
 def is_locked(folder: Path) -> bool:
@@ -41,90 +39,6 @@ def is_locked(folder: Path) -> bool:
 def is_data(folder: Path) -> bool:
     """Whether it is a folder of token shards, as people take it for a run."""
     return os.path.isfile(folder / "manifest.json") and any(folder.glob("*.bin"))
-
-
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Sums = tuple[float, float, float]
-
-
-class _Pending(BaseModel, extra="forbid"):
-    row: dict[str, Any] = {}
-    evaluate: bool = False
-    sample: bool = False
-
-
-class _Parent(BaseModel):
-    step: Count
-
-
-class _Mixture(BaseModel):
-    manifests: list[str]
-    phases: list[tuple[Count, list[str]]]
-
-
-class _Guard(BaseModel):
-    judged: Count = 0
-    first_bad: Count | None = None
-    losses: Sums | None = None
-    norms: Sums | None = None
-    noted: list[tuple[int, int, int, int]] = []
-
-
-class State(BaseModel):
-    """The fields of state.json that are read, for damage that a hash cannot show. Others are allowed."""
-
-    step: Count
-    position: Count
-    order_digest: str
-    kind: str
-    run_id: str = ""
-    rollbacks: Count = 0
-    skipped: Count = 0
-    epoch_size: Count | None = None
-    epoch_loss: float = 0.0
-    epoch_units: Count = 0
-    since_row: Sums = (0, 0, 0)
-    passed: list[tuple[Count, Count]] = []
-    owed: _Pending | None = None
-    branched_from: _Parent | None = None
-    metrics: dict[str, float | None] = {}
-    metrics_chain: str | None = None
-    val_loss: float | None = None
-    best_evaluation: tuple[Count, float, float | None, Count] | None = None
-    guard: _Guard = _Guard()
-    scaler: dict[str, float] | None = None
-    micro_batch: Positive = 1
-    processes: Positive = 1
-    threads: Positive | None = None
-    versions: dict[str, str] = {}
-    data_manifest: str | None = None
-    mixture: _Mixture | None = None
-    tasks: dict[str, str] = {}
-
-
-class GPTState(State):
-    """The same for GPT-2."""
-
-    tokenizer: Annotated[str, Field(pattern="^[^/]*$")]
-    vocab_size: Count
-    tokens: Count = 0
-
-
-def state_defect(state: dict[str, Any], model_bytes: int) -> str:
-    """The first field of a state.json that is missing or has another type or size; empty if there is none.
-    `model_bytes`: size of the weights, of which each id of a GPT has some."""
-    is_gpt = state.get("kind") == "gpt2"
-    try:
-        (GPTState if is_gpt else State).model_validate_json(json.dumps(state), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
-        return f"has no {name}" if is_missing else f"has {name} = {truncate(first['input'], 40)}"
-    return f"has vocab_size = {state['vocab_size']}" if is_gpt and state["vocab_size"] > model_bytes else ""
-
-
-FIRST_CHAIN = "0" * 64  # chain before the first row
 
 
 def next_chain(chain: str, text: str) -> str:
@@ -202,37 +116,37 @@ def _is_sound(line: Line) -> bool:
     return False
 
 
-def kept_lines(
-    file: Path, is_last: Callable[[Line], bool] | None, step: int, rollbacks: int, missing: str
-) -> Iterator[Line]:
-    """The lines that a resumed run keeps, read one at a time; their rows have a step. `is_last`: whether a line is the
-    last one to keep; None: no line is kept. If no line is the last, `missing` is the problem, and those up to rollback
-    number `rollbacks` are kept, then those of steps until `step`. A damaged file is copied aside, with a warning."""
-    if os.path.lexists(file) and not file.is_file():
-        _set_aside(file, "is not a file")
-    if is_last is None:
-        return iter(())
-    end, backs, problem = 0, [0], ""
-    with writing(file):
-        for line in read_lines(file):
-            if not _is_sound(line):
-                is_damage = not line.torn and bool(line.text.strip())
-                problem = problem or f"line {line.number} is not a row with a step" * is_damage
-                continue
-            if not end and is_last(line):
-                end = line.number
-            if line.row and is_rollback(line.row):
-                backs.append(line.number)
-    if problem := problem or missing * (not end):
-        _set_aside(file, problem)
-    ahead = end or backs[: rollbacks + 1][-1]
-
-    sound = filter(_is_sound, takewhile(lambda line: not end or line.number <= end, read_lines(file)))
-    rows = ((line, line.row or {}) for line in sound)
-    return (line for line, row in rows if line.number <= ahead or (row["step"] <= step and not is_rollback(row)))
+def head(file: Path, size: int) -> Iterator[bytes]:
+    """The lines of a file's first `size` bytes; none if the file is missing."""
+    if file.is_file():
+        with file.open("rb") as stream:
+            while size > 0 and (line := stream.readline(size)):
+                size -= len(line)
+                yield line
 
 
-def _set_aside(file: Path, problem: str) -> None:
+def chain_of(file: Path, size: int) -> str:
+    """The chain of the rows in the first `size` bytes; empty if they are no whole rows with right chains."""
+    chain = FIRST_CHAIN
+    for line in head(file, size):
+        text, own = split_chain(line.decode(errors="replace").removesuffix("\n"))
+        chain, size = next_chain(chain, text), size - len(line)
+        if own != chain or not line.endswith(b"\n"):
+            return ""
+    return "" if size else chain
+
+
+def repaired(file: Path, step: int, rollbacks: int) -> Iterator[Line]:
+    """The sound lines of a damaged file up to rollback number `rollbacks`, and those of steps until `step` after it."""
+    backs = [0, *(line.number for line in read_lines(file) if _is_sound(line) and is_rollback(line.row or {}))]
+    last = backs[: rollbacks + 1][-1]
+    for line in filter(_is_sound, read_lines(file)):
+        row = line.row or {}
+        if line.number <= last or (row["step"] <= step and not is_rollback(row)):
+            yield line
+
+
+def set_aside(file: Path, problem: str) -> None:
     """Copies a damaged file, for repair, with a warning; moves what is no file. Raises: UserError."""
     where, aside = "", free_name(file.with_name(f"{file.name}.damaged"))
     with writing(file):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.state import Scores
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
@@ -46,7 +47,7 @@ class RunResult:
     seconds: float  # wall time of the timed steps on the slowest rank
     peak_memory: tuple[int, ...]  # bytes of each rank until then
     communication: CommFraction | None  # mean over the ranks; None for one process
-    metrics: dict[str, float | int]  # val_loss and others of the final parameters
+    metrics: Scores  # val_loss and others of the final parameters
     parameters: int
     threads: int  # of each process
     steps_per_epoch: int

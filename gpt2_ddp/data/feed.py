@@ -17,8 +17,9 @@ from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gpt2_ddp.data.order import FIRST_DIGEST, Order, next_digest, skipped_digest
+from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.state import FIRST_DIGEST, FeedState
 
 if TYPE_CHECKING:
     from gpt2_ddp.data.mixture import MixedOrder
@@ -166,13 +167,14 @@ class Feed:
         self._end_loading: Callable[[], None] = lambda: None
         self._first: MicroBatch | None = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position, skipped ranges (`passed`) and order digest."""
-        return {"position": self.position, "passed": list(self.skipped_ranges), "order_digest": self.order_digest}
+    def state_dict(self) -> FeedState:
+        """Position, skipped ranges and order digest."""
+        ranges = list(self.skipped_ranges)
+        return FeedState(position=self.position, skipped_ranges=ranges, order_digest=self.order_digest)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Seeks to what `state_dict` returned. A missing field takes its default."""
-        self.seek(state.get("position", 0), state.get("order_digest", FIRST_DIGEST), state.get("passed", []))
+    def load_state_dict(self, state: FeedState) -> None:
+        """Seeks to what `state_dict` returned."""
+        self.seek(state.position, state.order_digest, state.skipped_ranges)
 
     def seek(self, position: int, order_digest: str, skipped_ranges: list[tuple[int, int]]) -> None:
         """Moves to `position` in O(1)."""
@@ -225,7 +227,7 @@ class Feed:
     @property
     def consumed(self) -> int:
         """Items trained on so far, over all ranks."""
-        return self.position - sum(max(min(stop, self.position) - start, 0) for start, stop in self.skipped_ranges)
+        return self.state_dict().consumed
 
     def by_source(self, unit: str, per_item: int) -> dict[str, float]:
         """Row fields of each source (`MixedOrder.by_source`); empty for a single source."""

@@ -7,7 +7,6 @@ equals `Order` while all weight is on source 0. docs/verify.md specifies it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from gpt2_ddp.config.training import WINDOWS_PER_BLOCK as BLOCK
@@ -24,6 +22,7 @@ from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.data.shards import Windows, count_windows
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.state import Mixture, State
 
 SOURCE_BITS = 48
 """An item of a mixture is source · 2^48 + window, so the items of source 0 are its windows."""
@@ -162,39 +161,31 @@ def read_manifests(paths: Sequence[str]) -> list[Manifest]:
     return manifests
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Identity of a mixture as JSON values: hashes of the manifests; first position and weights of each phase."""
-
-    manifests: list[str]
-    phases: list[tuple[int, list[str]]]
-
-
-def identity(manifests: Sequence[Manifest], phases: Sequence[Phase]) -> Identity:
+def identity(manifests: Sequence[Manifest], phases: Sequence[Phase]) -> Mixture:
     """Identity of these sources and phases."""
     weights = [(phase.begins, [str(weight) for weight in phase.weights]) for phase in phases]
-    return Identity([manifest.hash for manifest in manifests], weights)
+    return Mixture(manifests=[manifest.hash for manifest in manifests], phases=weights)
 
 
-def recorded(record: Mapping[str, Any]) -> Identity | None:
-    """Identity in a state or a start, for a single source too; None without one. Raises: ValueError for bad fields."""
+def recorded(record: Mapping[str, Any]) -> Mixture | None:
+    """Identity in a start, or a state's `record`, for a single source too; None without one. Raises: ValueError for bad
+    fields."""
     single = {"manifests": [record.get("data_manifest")], "phases": [(0, ["1"])]}
     known = record.get("mixture") or (single if record.get("data_manifest") else None)
-    return TypeAdapter(Identity | None).validate_python(known)
+    return None if known is None else Mixture.model_validate(known)
 
 
-def past(mixture: Identity, position: int, sources: int) -> list[tuple[int, list[str]]]:
+def past(mixture: Mixture, position: int, sources: int) -> list[tuple[int, list[str]]]:
     """Phases before `position`, with weight 0 for sources that came later."""
     begun = [(begins, weights) for begins, weights in mixture.phases if begins < max(position, 1)]
     return [(begins, weights + ["0"] * (sources - len(weights))) for begins, weights in begun]
 
 
-def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identity) -> None:
+def check_goes_on(config: TrainingConfig, saved: State, now: Mixture) -> None:
     """Checks the data of a resumed run. The saved sources must come first; new ones may follow. Weights must be equal
     for all positions that the run has reached. Raises: UserError if they differ."""
-    before = recorded(state)
-    if before is None:
-        return
+    before = recorded(saved.record)
+    assert before, "a GPT's state has the hash of its data"
     paths, known, size = config.data.paths, before.manifests, config.model.block_size
     then = "start a new run with train.init_from" if config.branch_from else "choose another run_name"
     if len(paths) < len(known):
@@ -204,7 +195,7 @@ def check_goes_on(config: TrainingConfig, state: Mapping[str, Any], now: Identit
         if ours != theirs:
             hint = f"its tokens differ from those that the run was started with; restore them, or {then}"
             raise UserError("data.path", path, hint)
-    position = max([state.get("position", 0), *(stop for _, stop in state.get("passed", []))])
+    position = max([saved.feed.position, *(stop for _, stop in saved.feed.skipped_ranges)])
     ours, theirs = (past(one, position, len(paths)) for one in (now, before))
     if ours != theirs:
         number = next(i for i, pair in enumerate(zip_longest(ours, theirs)) if pair[0] != pair[1])
@@ -249,7 +240,7 @@ class MixedWindows:
 
 def mix(
     config: TrainingConfig, manifests: Sequence[Manifest], windows: Sequence[Windows]
-) -> tuple[MixedWindows, MixedOrder, dict[int, float], Identity]:
+) -> tuple[MixedWindows, MixedOrder, dict[int, float], Mixture]:
     """Windows, order, validation weights (`source_weights`) and identity of a mixture."""
     sizes = [len(source) for source in windows]
     phases = phases_of(config, sizes)

@@ -9,9 +9,6 @@ import math
 
 import numpy as np
 
-FIRST_DIGEST = "0" * 64
-"""The order digest before the first step."""
-
 ROUNDS = 8
 FEW, AHEAD = 256, 2048
 """Requests for fewer than FEW positions compute and cache AHEAD items. 4 items take as long as 400 (estimate)."""

@@ -23,13 +23,29 @@ CONTROL = "control"  # description of the control group
 MOST = 5  # differences between ranks that an error lists
 
 
-def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T:
+def is_main() -> bool:
+    """Whether this is the main process, rank 0."""
+    return world_size() == 1 or dist.get_rank() == 0
+
+
+def world_size() -> int:
+    """Number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def on_main(function: Callable[[], T]) -> T:
     """The picklable result of `function` on the main process, on every rank. Raises its UserError on every rank."""
-    outcome = [_attempt(function) if accelerator.is_main_process else (None, None)]
-    broadcast_object_list(outcome)
+    outcome = [_attempt(function) if is_main() else (None, None)]
+    if world_size() > 1:
+        broadcast_object_list(outcome)
     result, error = outcome[0]
     _raise_on_every_rank([error])
     return result  # pyright: ignore[reportReturnType]
+
+
+def from_main(value: T) -> T:
+    """The main process's picklable value, on every rank."""
+    return on_main(lambda: value)
 
 
 def control_group() -> dist.ProcessGroup:
@@ -44,13 +60,13 @@ def control_group() -> dist.ProcessGroup:
     return group
 
 
-def on_every_rank(accelerator: Accelerator, function: Callable[[], T], patience: timedelta = COLLECTIVE) -> T:
+def on_every_rank(function: Callable[[], T], patience: timedelta = COLLECTIVE) -> T:
     """This rank's result of `function`, once all ranks have succeeded, within `patience`. Raises, on every rank, the
     first UserError of any rank."""
     result, error = _attempt(function)
     errors = [error]
-    if accelerator.num_processes > 1:
-        group, errors = control_group(), [error] * accelerator.num_processes
+    if world_size() > 1:
+        group, errors = control_group(), [error] * world_size()
         _set_pg_timeout(patience, group)
         dist.all_gather_object(errors, error, group=group)
         _set_pg_timeout(COLLECTIVE, group)

@@ -75,7 +75,7 @@ def require_package(name: str, purpose: str) -> None:
 
 def default_output(checkpoint: Checkpoint) -> Path:
     """The folder exports/RUN-step-STEP."""
-    return Path("exports", f"{read_settings(checkpoint).run_name}-step-{checkpoint.state['step']:08d}")
+    return Path("exports", f"{read_settings(checkpoint).run_name}-step-{checkpoint.step:08d}")
 
 
 def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings:
@@ -96,7 +96,7 @@ def export(checkpoint: Checkpoint, output: Path, gguf: bool = False) -> Findings
         with still_there(checkpoint):
             model, tokenizer = load_model(checkpoint)
             shutil.copyfile(checkpoint.path / CONFIG, folder / TRAINING)
-            definition = checkpoint.path / checkpoint.state["tokenizer"]
+            definition = checkpoint.path / checkpoint.state.record["tokenizer"]
             definition = definition.read_bytes() if definition.is_file() else None
             sha256 = sha256_file(checkpoint.path / MANIFEST)
         write_tokenizer(tokenizer, definition, model.config.block_size, folder)
@@ -185,7 +185,7 @@ def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> dict[str, Any]:
     """Description of the data; longer if the folders still exist unchanged."""
-    mixture, paths, said = recorded(checkpoint.state), data.paths, {}
+    mixture, paths, said = recorded(checkpoint.state.record), data.paths, {}
     hashes, weights = mixture.manifests if mixture else (), data.weights or repeat(None)
     for path, digest, weight in zip(paths, hashes, weights, strict=False):
         which = f" {path}" if len(paths) > 1 else ""
@@ -202,19 +202,18 @@ def _data_rows(checkpoint: Checkpoint, data: DataConfig) -> dict[str, Any]:
 
 def _training_rows(checkpoint: Checkpoint, sha256: str) -> dict[str, Any]:
     """Training and scores of the model; `sha256` is of the checkpoint's manifest."""
-    state = checkpoint.state
-    scores = state.get("metrics") or {"val_loss": state.get("val_loss")}
-    epoch = state.get("epoch_size")
-    passes = f", {state['position'] / epoch:.3g} epochs" if epoch else ""
+    state, setup = checkpoint.state, checkpoint.state.setup
+    scores = state.progress.scores
+    tokens = state.feed.consumed * checkpoint.config["model"]["block_size"]
     rows = {
-        "trained on": f"{state.get('tokens', 0):,} tokens in {state['step']:,} steps{passes}",
-        "order digest": f"`{state['order_digest']}`",
+        "trained on": f"{tokens:,} tokens in {state.step:,} steps, {state.feed.position / setup.epoch_size:.3g} epochs",
+        "order digest": f"`{state.feed.order_digest}`",
         "checkpoint": f"{checkpoint.path.name}, SHA-256 of its manifest `{sha256}`",
-        "run": state.get("run_id"),
+        "run": state.progress.run_id,
         "seed": checkpoint.config.get("seed"),
-        "processes": state.get("processes"),
-        "device": state.get("device"),
-        "versions": ", ".join(f"{name} {version}" for name, version in (state.get("versions") or {}).items()) or None,
+        "processes": setup.processes,
+        "device": setup.device,
+        "versions": ", ".join(f"{name} {version}" for name, version in setup.versions.items()) or None,
     }
     rows |= {label: f"{scores[key]:.4f}" for key, label in SCORES.items() if scores.get(key) is not None}
     return rows | ({"validation tokens": f"{scores['val_tokens']:,}"} if scores.get("val_tokens") else {})

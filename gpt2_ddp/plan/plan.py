@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpt2_ddp.checkpoint.checkpointer import should_save_async
 from gpt2_ddp.checkpoint.run_files import METRICS, read_lines
+from gpt2_ddp.checkpoint.store import should_save_async
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.mistakes import differences
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
@@ -196,7 +196,7 @@ class Plan:
         self._config, self._corpus, self._model = config, corpus, model
         self._place = machine.kind, machine.processes, precision
         self._devices = {"processes": machine.processes, "device": machine.device}
-        self._resolved = seen.state if self._devices.items() <= seen.state.items() else {}
+        self._resolved = seen.record if self._devices.items() <= seen.record.items() else {}
         self.run_name, self.machine = config.run_name, machine
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.vocab_size, self.vocab_size_is_known = corpus.vocab_size, corpus.is_known

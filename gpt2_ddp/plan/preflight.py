@@ -30,7 +30,7 @@ class Seen:
     """Results of a dry run."""
 
     mistakes: list[str] = field(default_factory=list)  # user errors, as the lines printed after `error:`
-    state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint to resume from; empty for a fresh run
+    record: dict[str, Any] = field(default_factory=dict)  # of the checkpoint's state; empty for a fresh run
     task: Pretraining | None = None  # with its data open; None where they could not be opened
     step: int = 0  # of the checkpoint
     base: float | None = None  # bytes of a process without its model (`base_memory`)
@@ -42,7 +42,7 @@ def preflight(config: TrainingConfig, processes: int) -> Seen:
     seen = Seen()
 
     def make_task(config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None) -> Pretraining:
-        seen.state = saved.state if saved else {}
+        seen.record = saved.state.record if saved else {}
         split_batch(config.global_batch_windows, processes, 1)
         return Pretraining(config, accelerator, saved)
 
@@ -74,7 +74,6 @@ def _look_at(run: Run, seen: Seen) -> None:
         with torch.device("cpu" if task.config.train.init_from else "meta"):  # a real training checks the weights
             task.build_model()
         task.check_hashes(record=False)
-        run.newest()
 
 
 def base_memory(config: TrainingConfig) -> float:

@@ -21,7 +21,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, OPTIMIZER, Checkpoint, list_checkpoints, steps_of
-from gpt2_ddp.checkpoint.run_files import CONFIG, METRICS, finite, is_event, is_rollback, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import (
+    CONFIG,
+    METRICS,
+    Outcome,
+    finite,
+    is_event,
+    is_rollback,
+    read_lines,
+    valid_rows,
+)
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
@@ -32,12 +41,12 @@ from gpt2_ddp.distributed.launch import pick_device
 from gpt2_ddp.distributed.spawn import run_processes
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify_rows import are_ranges
+from gpt2_ddp.state import FeedState, TaskState
 from gpt2_ddp.tasks.jobs import make_job
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import Supervised
 from gpt2_ddp.training.loop import train
 from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.progress import Outcome
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.task import Due, MakeTask, Task
 
@@ -54,7 +63,7 @@ class Span(NamedTuple):
     start: int  # step of a checkpoint; training begins after it
     stop: int
     rows: Rows
-    passed: Any = None  # positions [start, stop] that a rollback to `start` skipped: its checkpoint lacks them
+    skipped: Any = None  # positions [start, stop] that a rollback to `start` skipped: its checkpoint lacks them
 
 
 def plan(run: Path, steps: str) -> Span:
@@ -81,7 +90,7 @@ def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
     the `intact` checkpoints, since each stretch may have its own number of processes. Yields for each stretch a text
     and its defects, None if it cannot be trained again. Raises: UserError if the data are not those of the run, or
     this machine cannot train it; SystemExit 75 after a signal."""
-    checkpoints = {checkpoint.state["step"]: checkpoint for checkpoint in intact}
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in intact}
     if span.start not in checkpoints:
         what = f"replay from step {span.start}"
         yield what, [f"{what}: its checkpoint is damaged, so it cannot be trained again"]
@@ -94,8 +103,8 @@ def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
         maker = next((checkpoints[step] for step in saved if step >= stop), None)
         rows = {step: row for step, row in span.rows.items() if start < step <= stop}
         back = [row for row in rollbacks if row["step"] <= start][-1:]
-        passed = next((row.get("passed") for row in back if row["step"] == start), None)
-        yield _replay_stretch(run, Span(start, stop, rows, passed), checkpoints, maker, data)
+        skipped = next((row.get("skipped_range") for row in back if row["step"] == start), None)
+        yield _replay_stretch(run, Span(start, stop, rows, skipped), checkpoints, maker, data)
 
 
 def _replay_stretch(
@@ -103,26 +112,27 @@ def _replay_stretch(
 ) -> Finding:
     what = f"replay from step {span.start} to {span.stop}"
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
-    if not begin.state.get("moments", True):  # whether the run continued with zeros is not recorded
+    if not begin.state.has_optimizer_state:  # whether the run continued with zeros is not recorded
         return f"{what}: not possible, its checkpoint has no optimizer state (checkpoint.save_optimizer)", None
-    if not _are_skippable(span.passed, begin.state):
-        return what, [f"{what}: its checkpoint does not match a rollback to it, which skipped {span.passed}"]
-    files, state = [*([maker.path / CONFIG] if maker else []), run / CONFIG], (maker or begin).state
-    found = {file.relative_to(run): setting_defects(read_yaml(str(file), "run"), file, begin) for file in files}
+    if not _are_skippable(span.skipped, begin.state.feed):
+        return what, [f"{what}: its checkpoint does not match a rollback to it, which skipped {span.skipped}"]
+    files, state = [*([maker.path / CONFIG] if maker else []), run / CONFIG], (maker or begin).state.record
+    same = (begin.kind, begin.config, begin.step)
+    found = {file.relative_to(run): setting_defects(read_yaml(str(file), "run"), file, *same) for file in files}
     if any(found.values()):
         return what, [f"{file}: {defect}" for file, defects in found.items() for defect in defects]
     with _copied(begin, files[0], data, state) as (config, processes, reasons):
         again, bits = Path(config.output_dir) / config.run_name, end is not None and not reasons
-        if run_processes(_train_again, processes, config, span, bits, state.get("threads")) == "stopped":
+        if run_processes(_train_again, processes, config, span, bits, state["threads"]) == "stopped":
             raise SystemExit(STOPPED)
         rows = {row["step"]: row for row in valid_rows(_rows(again))}
         defects = compare_rows(span.rows, rows, exact=not reasons)
         if end and bits:
             ours = again / "checkpoints" / f"step-{span.stop:08d}"
             defects += [defect for name in (MODEL, OPTIMIZER) for defect in _tensors(run, end.path / name, ours / name)]
-    saved = "weights and optimizer state" if end and end.state.get("moments", True) else "weights"
+    saved = "weights and optimizer state" if end and end.state.has_optimizer_state else "weights"
     compared = f"{len(span.rows)} row{'s' * (len(span.rows) != 1)}" + f", {saved}" * bits
-    compared += " (without task scores)" * bool(begin.state.get("tasks"))
+    compared += " (without task scores)" * bool(begin.state.record.get("tasks"))
     how = f"to {NEARLY:.0e} ({'; '.join(reasons)}), weights not compared" if reasons else "bit for bit"
     return f"{what} by {processes} process{'es' * (processes > 1)}: {compared}, {how}", defects
 
@@ -147,14 +157,14 @@ def rescore(
     """Evaluates each of the `intact` checkpoints whose step has a val_loss in the valid `rows` again. Yields a text for
     each, and its defects; None if there is nothing to compare. Raises: as `replay`."""
     scores = {row["step"]: row for row in rows if "val_loss" in row}
-    for checkpoint in sorted(intact, key=lambda checkpoint: checkpoint.state["step"]):
-        step, state = checkpoint.state["step"], checkpoint.state
+    for checkpoint in sorted(intact, key=lambda checkpoint: checkpoint.step):
+        step, state = checkpoint.step, checkpoint.state.record
         what = f"scores of step {step}"
-        if step not in scores or state.get("val_loss") is None:
+        if step not in scores or state["val_loss"] is None:
             yield f"{what}: not evaluated, so nothing confirms these weights; --replay trains them again", None
             continue
         with _copied(checkpoint, checkpoint.path / CONFIG, data, state) as (config, processes, reasons):
-            new = run_processes(_score_again, processes, config, step, state.get("threads"))
+            new = run_processes(_score_again, processes, config, step, state["threads"])
         defects = []
         for name in (name for name in new if name in scores[step]):
             old, tolerance = scores[step][name], NEARLY if reasons else 0.0
@@ -170,13 +180,13 @@ def _score_again(config: RunConfig, step: int, threads: int | None) -> dict[str,
         return finite(run.evaluate(lambda: None))
 
 
-def _are_skippable(passed: Any, state: dict[str, Any]) -> bool:
+def _are_skippable(skipped: Any, feed: FeedState) -> bool:
     """Whether a feed in this state can skip the positions [start, stop], or has skipped them; None: there are none."""
-    known = state.get("passed", [])
-    if not are_ranges(known) or passed is None or passed in known:
+    known = [[*one] for one in feed.skipped_ranges]
+    if not are_ranges(known) or skipped is None or skipped in known:
         return are_ranges(known)
-    free = are_ranges([passed]) and state.get("position", 0) <= passed[0]
-    return free and all(stop <= passed[0] or passed[1] <= start for start, stop in known)
+    free = are_ranges([skipped]) and feed.position <= skipped[0]
+    return free and all(stop <= skipped[0] or skipped[1] <= start for start, stop in known)
 
 
 def compare_rows(rows: Rows, again: Rows, exact: bool) -> list[str]:
@@ -210,11 +220,11 @@ class ReplayTask:
     def total_steps(self, epoch_size: int | None) -> int:
         return self._span.stop
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: TaskState) -> None:
         """Loads the task's state. Its feed then skips the ranges that the run skipped here."""
         self._task.load_state_dict(state)
-        if self._span.passed and tuple(self._span.passed) not in self._task.feed.skipped_ranges:
-            self._task.feed.skip_range(*self._span.passed)
+        if self._span.skipped and tuple(self._span.skipped) not in self._task.feed.skipped_ranges:
+            self._task.feed.skip_range(*self._span.skipped)
 
     def due(self, step: int, last: bool) -> Due:
         row = self._span.rows.get(step)
@@ -245,10 +255,12 @@ def _moves(row: dict[str, Any]) -> bool:
     return is_rollback(row) or not is_event(row)
 
 
-def setting_defects(settings: dict[str, Any], file: object, saved: Checkpoint) -> list[str]:
-    """The settings of `file` that do not match the training of a checkpoint."""
+def setting_defects(
+    settings: dict[str, Any], file: object, kind: str, saved: dict[str, Any], step: int = 0
+) -> list[str]:
+    """The settings of `file` that do not match the training of a checkpoint with the configuration `saved`."""
     try:
-        read_config(saved.kind, settings, file).check_resumable(saved.kind, saved.config, saved.state.get("step", 0))
+        read_config(kind, settings, file).check_resumable(kind, saved, step)
     except UserError as error:
         return error.mistakes
     return []
@@ -260,8 +272,8 @@ def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[st
     config = read_config(kind, read_yaml(str(file), "run"), file)
     values: dict[str, Any] = config.model_dump(mode="json") | {"output_dir": folder, "run_name": "replay"}
     values["train"] |= {"max_minutes": None, "profile_steps": 0}
-    if state.get("device") == device_name(pick_device(config.train.device, "train.")):
-        settled = {"compile": state.get("compile"), "micro_batch_size": state.get("micro_batch")}
+    if state["device"] == device_name(pick_device(config.train.device, "train.")):
+        settled = {"compile": state["compile"], "micro_batch_size": state.get("micro_batch")}
         values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     values["tracking"] |= {"log_with": "none"}
     if isinstance(config, TrainingConfig):
@@ -276,12 +288,12 @@ def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[st
 
 def _how_exactly(config: RunConfig, state: dict[str, Any]) -> tuple[int, list[str]]:
     """Number of processes for the replay of a stretch that ends with `state`, and reasons for different last digits."""
-    trained = processes = state.get("processes", 1)
-    version = state.get("versions", {}).get("torch", torch.__version__)
+    trained = processes = state["processes"]
+    version = state["versions"].get("torch", torch.__version__)
     reasons = [] if version == torch.__version__ else [f"the run had torch {version}"]
     device = pick_device(config.train.device, "train.")
     here = device_name(device)
-    there = state.get("device", here)
+    there = state["device"]
     if there != here:
         reasons.append(f"the run was on {there}, this machine has {here}")
     if device.type == "cuda":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, MODEL, STATE, Checkpoint
-from gpt2_ddp.checkpoint.run_files import CONFIG, HASH, METRICS, NO_SAMPLES, SAMPLES, STATUS, is_rollback, read_lines
+from gpt2_ddp.checkpoint.run_files import CONFIG, HASH, METRICS, SAMPLES, STATUS, Outcome, is_rollback, read_lines
 from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.cli import read_yaml
 from gpt2_ddp.config.kinds import CONFIGS, guess_kind, read_config
@@ -21,7 +21,7 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, token_dtype
-from gpt2_ddp.data.mixture import Identity, identity, past, phases_of, read_manifests, recorded, source_weights
+from gpt2_ddp.data.mixture import identity, past, phases_of, read_manifests, recorded, source_weights
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
@@ -34,7 +34,7 @@ from gpt2_ddp.reports.verify_checkpoints import (
     read_checkpoints,
 )
 from gpt2_ddp.reports.verify_rows import Log, Record, Records, Schedule, Values, in_parts, replay_order
-from gpt2_ddp.training.progress import Outcome
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Mixture
 
 LINE = 1000
 """Most characters of a printed line."""
@@ -72,7 +72,7 @@ class Recorded:
 
     @property
     def states(self) -> Records:
-        return {place: checkpoint.state for place, checkpoint in self.checkpoints.items()}
+        return {place: checkpoint.state.record for place, checkpoint in self.checkpoints.items()}
 
     @property
     def end(self) -> int:
@@ -124,8 +124,8 @@ def _read(run: Path, anchor: Record) -> Recorded:
     checkpoints, damaged = read_checkpoints(run)
     status, samples = _read_status(run), _read_samples(run)
     states = [checkpoint.state for checkpoint in checkpoints.values()]
-    chains = {anchor.get("chain"), *(state.get("metrics_chain") for state in states)}
-    log = Log(run / METRICS, {state["step"] for state in states}, chains - {None})
+    chains = {anchor.get("chain"), *(state.log.chain for state in states)}
+    log = Log(run / METRICS, {state.step for state in states}, chains)
     if log.last.get("event") == "end":  # the samples are complete by now
         samples = _read_samples(run)
     status = _read_status(run) if status is None else status
@@ -171,7 +171,7 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
         yield from _check_data(config, folders, manifests, command, log.events | found.states)
     yield from _check_training(found, manifests)
     for branch in found.events("branch"):
-        manifest = Path(str(branch.get("from"))) / MANIFEST
+        manifest = Path(str(branch.get("parent"))) / MANIFEST
         same = manifest.is_file() and sha256_file(manifest) == branch.get("checkpoint_sha256")
         there = "is unchanged" if same else "is missing or changed"
         yield f"the parent checkpoint {manifest.parent} {there}: verify its own run, too", None
@@ -193,10 +193,13 @@ def _check_configuration(found: Recorded) -> list[str]:
     documents = {place: row["config"] for place, row in starts.items()}
     documents |= {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in found.checkpoints.items()}
     documents[CONFIG] = found.settings
-    first = Checkpoint(Path(), {"kind": found.config.kind}, next(iter(documents.values())))
+    first = next(iter(documents.values()))
     defects: list[str] = []
     for place, document in documents.items():
-        defects += [f"{place}: {defect.partition(';')[0]}" for defect in setting_defects(document, CONFIG, first)]
+        defects += [
+            f"{place}: {defect.partition(';')[0]}"
+            for defect in setting_defects(document, CONFIG, found.config.kind, first)
+        ]
     known: dict[str, tuple[str, Record]] = {}  # the first record of each field
     for place, record in (starts | found.states).items():
         for name in (name for name in FIXED if record.get(name) is not None):
@@ -207,7 +210,7 @@ def _check_configuration(found: Recorded) -> list[str]:
         return differing(place, now, start, right, dict.fromkeys([*now, *right]))
 
     for place, state in found.states.items():
-        before = list(events)[: found.log.seen.get(state.get("metrics_chain") or "", 0)]
+        before = list(events)[: found.log.seen.get(found.checkpoints[place].state.log.chain, 0)]
         if start := next((place for place in reversed(before) if place in starts), ""):
             same = [name for name in starts[start] if name in state and name != "step"]
             defects += differing(place, state, start, starts[start], same)
@@ -281,7 +284,7 @@ def _check_data(
     """Whether the run was trained on these manifests, with the weights of config.yaml, and whether the shards are those
     of the manifests. Raises: UserError for other manifests, if the command line named their folders."""
     hashes = [manifest.hash for manifest in manifests]
-    known: dict[str, Identity] = {}
+    known: dict[str, Mixture] = {}
     defects: list[str] = []
     for place, record in records.items():
         try:
@@ -376,10 +379,10 @@ def _read_anchor(file: str) -> Record:
 
 def _write_anchor(file: Path, found: Recorded) -> str:
     """Writes step, chain and SHA-256 of the weights of the newest checkpoint. Returns a line of output."""
-    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.state["step"], default=None)
-    if newest is None or not newest.state.get("metrics_chain"):
+    newest = max(found.checkpoints.values(), key=lambda checkpoint: checkpoint.step, default=None)
+    if newest is None or newest.state.log.chain == FIRST_CHAIN:
         return "note    no checkpoint holds a chain yet: no anchor is written"
-    step, chain = newest.state["step"], newest.state["metrics_chain"]
+    step, chain = newest.step, newest.state.log.chain
     write_atomically(file, json.dumps({"step": step, "chain": chain, "sha256": _weights_hash(newest)}) + "\n")
     return f"ok      the anchor of step {step} is in {file}"
 
@@ -394,6 +397,6 @@ def _check_anchor(anchor: Record, found: Recorded) -> list[str]:
     if anchor["chain"] not in found.log.seen:
         defects += [f"{METRICS}: lacks the anchor's chain, of step {step}: earlier rows were rewritten or cut off"]
     for checkpoint in found.checkpoints.values():
-        if checkpoint.state["step"] == step and _weights_hash(checkpoint) != anchor["sha256"]:
+        if checkpoint.step == step and _weights_hash(checkpoint) != anchor["sha256"]:
             defects += [f"checkpoints/{checkpoint.path.name}/{MODEL}: differs from the anchor's weights"]
     return defects

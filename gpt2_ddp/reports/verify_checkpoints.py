@@ -22,8 +22,8 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify_rows import Log, Record, Records
+from gpt2_ddp.state import FIRST_CHAIN, Best, GPTState, State
 from gpt2_ddp.tasks.trained_model import outline, shape_defect, tensor_shapes
-from gpt2_ddp.training.progress import Best
 
 OF_STEP = ("skipped", "val_loss")
 """Fields of a row and of the state of the same step, besides those of the order of the data."""
@@ -42,7 +42,7 @@ def read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
             if folder.is_dir():  # not deleted meanwhile by a running training
                 defects.append(f"{damage.file.relative_to(run)}: {damage.reason}")
             continue
-        place, step = f"checkpoints/{folder.name}/{STATE}", checkpoint.state["step"]
+        place, step = f"checkpoints/{folder.name}/{STATE}", checkpoint.step
         if folder.name != f"step-{step:08d}":
             defects.append(f"{place}: holds the state of step {step}")
         found[place] = checkpoint
@@ -67,7 +67,7 @@ def check_checkpoints(run: Path, config: RunConfig, log: Log, checkpoints: Check
     first = next((row["step"] for row in events.values() if row["event"] == "start"), math.inf)
     ended = max((row["step"] for row in events.values() if row["event"] in ("checkpoint", "end")), default=0)
     for place, checkpoint in checkpoints.items():
-        folder, chain = checkpoint.path, checkpoint.state.get("metrics_chain")
+        folder, chain = checkpoint.path, checkpoint.state.log.chain
         try:
             step, sha256 = int(folder.name[5:]), sha256_file(folder / MANIFEST)
             misshapen = [f"checkpoints/{folder.name}/{defect}" for defect in _check_files(checkpoint, config)]
@@ -76,13 +76,13 @@ def check_checkpoints(run: Path, config: RunConfig, log: Log, checkpoints: Check
         name, is_newest, is_own = f"checkpoints/{folder.name}", [folder] == there[-1:], step > first
         right, saved_at = saved.get(step, (sha256, 0))
         # a kill may have come before the row of a step saved again, after pending work
-        is_again = is_newest and log.seen.get(chain or "", 0) > saved_at
+        is_again = is_newest and log.seen.get(chain, 0) > saved_at
         if sha256 != right and not is_again:
             yield f"{name}: its manifest's SHA-256 differs from metrics.jsonl's"
         if is_own and step not in saved and (not is_newest or step <= ended):  # or a kill came before its row
             yield f"{name}: is not recorded in metrics.jsonl"
-        if chain not in log.seen and (is_own or chain):
-            yield f"{place}: its metrics_chain is not in metrics.jsonl"
+        if chain not in log.seen and (is_own or chain != FIRST_CHAIN):
+            yield f"{place}: its chain is not in metrics.jsonl"
         yield from compare_state(place, checkpoint.state, log.by_step)
         yield from misshapen
 
@@ -130,22 +130,23 @@ def _keep_last(start: Record) -> int:
     return max(number, 0) if type(number) is int else 0
 
 
-def compare_state(place: str, state: Record, rows: dict[int, Record]) -> Iterator[str]:
+def compare_state(place: str, state: State, rows: dict[int, Record]) -> Iterator[str]:
     """Defects between a state and the valid rows, by step."""
-    row, origin = rows.get(state["step"], {}), f"the row of step {state['step']}"
-    both = [field for field in OF_STEP if None not in (state.get(field), row.get(field))]
-    yield from differing(place, state, origin, row, both)
-    if "loss" in row and any(state.get("since_row") or ()):
-        yield f"{place}: since_row is {state['since_row']}, after {origin}"
-    if state.get("val_loss") is not None and "val_loss" in row:
-        scores = state.get("metrics", {})
+    row, origin, record = rows.get(state.step, {}), f"the row of step {state.step}", state.record
+    both = [field for field in OF_STEP if None not in (record[field], row.get(field))]
+    yield from differing(place, record, origin, row, both)
+    if "loss" in row and any(state.losses.since_row):
+        yield f"{place}: since_row is {state.losses.since_row}, after {origin}"
+    if state.progress.val_loss is not None and "val_loss" in row:
+        scores = state.progress.scores
         yield from differing(place, scores, origin, row, [name for name in scores if name in row])
         best = Best()
         for step, other in rows.items():
-            if step <= state["step"] and "val_loss" in other:
-                best = best.after(step, other | {"val_loss": other["val_loss"] or math.nan})
-        if (state.get("best_evaluation") or [])[:2] != [*best[:2]]:
-            yield f"{place}: best_evaluation is {state.get('best_evaluation')}, in metrics.jsonl {[*best]}"
+            if step <= state.step and "val_loss" in other:
+                best = best.after(step, other)
+        found = state.progress.best
+        if (found.step, found.val_loss) != (best.step, best.val_loss):
+            yield f"{place}: best is {found!r}, in metrics.jsonl {best!r}"
 
 
 def differing(place: str, found: Record, origin: str, right: Record, names: Iterable[str]) -> list[str]:
@@ -165,26 +166,27 @@ def check_tokenizer_file(file: Path, sha256: object, origin: str) -> Iterator[st
 def _check_files(checkpoint: Checkpoint, config: RunConfig) -> Iterator[str]:
     """Defects of a checkpoint's tokenizer and tensors: other hashes, names, types or shapes, or a number not finite."""
     state, folder = checkpoint.state, checkpoint.path
-    yield from check_tokenizer_file(folder / str(state.get("tokenizer")), state.get("tokenizer_sha256"), STATE)
+    if isinstance(state, GPTState):
+        yield from check_tokenizer_file(folder / state.task.tokenizer, state.task.tokenizer_sha256, STATE)
     for file in (MODEL, OPTIMIZER):
         yield from _check_numbers(folder / file, state, config)
-    if not isinstance(config, TrainingConfig) or "vocab_size" not in state:
+    if not (isinstance(config, TrainingConfig) and isinstance(state, GPTState)):
         return
-    if defect := shape_defect(config.model, state["vocab_size"], tensor_shapes(folder / MODEL)):
+    if defect := shape_defect(config.model, state.task.vocab_size, tensor_shapes(folder / MODEL)):
         yield f"{MODEL}: {defect}"
         return
     optimizer_state = {name: shape for name, (_, shape) in tensor_shapes(folder / OPTIMIZER).items()}
-    if problem := misfit(optimizer_state, outline(config.model, state["vocab_size"])):
+    if problem := misfit(optimizer_state, outline(config.model, state.task.vocab_size)):
         yield f"{OPTIMIZER}: {problem}"
-    elif not optimizer_state and state["step"] > state.get("skipped", 0):
+    elif not optimizer_state and state.step > state.losses.skipped:
         yield f"{OPTIMIZER}: has no tensors"
 
 
-def _check_numbers(file: Path, state: Record, config: RunConfig) -> Iterator[str]:
+def _check_numbers(file: Path, state: State, config: RunConfig) -> Iterator[str]:
     """The first tensor that no training writes: not finite, a negative square, or Adam's number of steps."""
-    taken = state["step"] - state.get("skipped", 0)
+    taken = state.step - state.losses.skipped
     # a loss scaler's skips are not counted; small jobs may begin with a new optimizer state
-    is_exact = isinstance(config, TrainingConfig) and config.guard.skip and not state.get("scaler")
+    is_exact = isinstance(config, TrainingConfig) and config.guard.skip and not state.optimizer.scaler
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118, it is not a dict
             tensor, kind = tensors.get_tensor(name), name.partition(".")[0] if file.name == OPTIMIZER else ""

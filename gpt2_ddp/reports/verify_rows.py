@@ -16,10 +16,9 @@ from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpt2_ddp.checkpoint.run_files import (
-    FIRST_CHAIN,
     HASH,
     METRICS,
     Line,
@@ -42,6 +41,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import count_scored
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.scoring import METRICS as SCORES
+from gpt2_ddp.state import FIRST_CHAIN, FeedState
 from gpt2_ddp.tasks import pretraining, supervised
 from gpt2_ddp.training.task import Due
 
@@ -238,14 +238,6 @@ class Values:
                 yield f"{what} is {now}, in earlier rows {right}"
 
 
-class DataState(NamedTuple):
-    """State of a `data.feed.Feed` after a step."""
-
-    position: int
-    order_digest: str
-    passed: list[tuple[int, int]]
-
-
 class OrderReplay:
     """The state of the data after each step, replayed by `feed`. Rows count in `unit`; an item has `per_item` units.
 
@@ -261,7 +253,7 @@ class OrderReplay:
         self.ends: dict[int, int] = {}
         self.inherited: list[tuple[int, int]] = []  # positions that the parent run skipped
         self._steps, self._stood = {*steps}, {0: self._now()}
-        self._left: dict[int, DataState] = {}  # after a step that a later rollback returned to, as in its checkpoint
+        self._left: dict[int, FeedState] = {}  # after a step that a later rollback returned to, as in its checkpoint
 
     def check(self, record: Record) -> Iterator[str]:
         """Defects of the next row or state. After a rollback, other data are expected."""
@@ -272,7 +264,7 @@ class OrderReplay:
         elif not is_event(record) and record["step"] > 0:
             yield from self._check(record)
 
-    def at(self, step: int) -> DataState | None:
+    def at(self, step: int) -> FeedState | None:
         """The state after `step`, in the part of the run that was checked last; None if it is unknown."""
         if not self.step <= step <= self.step + MOST_STEPS:
             return self._stood.get(step)
@@ -294,18 +286,18 @@ class OrderReplay:
         step, digest, position = record["step"], record.get("order_digest"), record.get("position")
         items, count = consumed_after(self.feed, step), record.get(self.unit)
         gaps = sum(stop - start for start, stop in self.feed.skipped_ranges + self.inherited)
-        is_right = count == items * self.per_item and position in (None, items + gaps)
+        is_right = count == items * self.per_item if position is None else position == items + gaps
         if not is_right or (stood := self.at(step)) is None:
             yield f"step {step} does not match {self.unit} {count}, position {position}"
             return
         if digest != stood.order_digest:
             yield f"order_digest of step {step} is {str(digest)[:12]}, not {stood.order_digest[:12]}"
-        elif "passed" in record and json.dumps(record["passed"]) != json.dumps(stood.passed):
-            yield f"skipped {record['passed']}, not {stood.passed}"
+        elif "skipped_ranges" in record and json.dumps(record["skipped_ranges"]) != json.dumps(stood.skipped_ranges):
+            yield f"skipped {record['skipped_ranges']}, not {stood.skipped_ranges}"
         elif "chain" in record and record.get("epoch") != (epoch := round(stood.position / len(self.feed.order), 4)):
             yield f"epoch of step {step} is {record.get('epoch')}, not {epoch}"
         elif "chain" in record and isinstance(self.feed.order, MixedOrder):
-            right = self.feed.order.by_source(stood.position, stood.passed, self.unit, self.per_item)
+            right = self.feed.order.by_source(stood.position, stood.skipped_ranges, self.unit, self.per_item)
             yield from self._check_sources(record, right)
 
     def _check_sources(self, record: Record, right: Mapping[str, float]) -> Iterator[str]:
@@ -317,33 +309,33 @@ class OrderReplay:
 
     def _go_back(self, record: Record) -> Iterator[str]:
         feed, step, digest = self.feed, record["step"], record.get("order_digest")
-        begun, passed = record.get("from", -1), record.get("passed", [])
-        fits = type(begun) is int and 0 <= step < begun and are_ranges([passed])
-        fits = fits and consumed_after(feed, begun) <= passed[1]
+        begun, skipped = record.get("from", -1), record.get("skipped_range", [])
+        fits = type(begun) is int and 0 <= step < begun and are_ranges([skipped])
+        fits = fits and consumed_after(feed, begun) <= skipped[1]
         reached, stood = (self.at(begun), self.at(step)) if fits else (None, None)
         if reached is None or stood is None:
-            yield f"from step {begun} to {step} does not match the skipped positions {passed}"
+            yield f"from step {begun} to {step} does not match the skipped positions {skipped}"
             return
         for one in (self._left.get(step, stood), stood):  # the checkpoint may be the same again, or a newer one
-            feed.seek(one.position, one.order_digest, one.passed)
+            feed.load_state_dict(one)
             start = int(feed.positions_from(one.position)[0])
-            if [start, reached.position] == passed:
+            if [start, reached.position] == skipped:
                 break
         self._left = {number: left for number, left in self._left.items() if number < step} | {step: one}
         feed.skip_range(start, reached.position)
         self._stood = {number: kept for number, kept in self._stood.items() if number < step}
         self.ends = {number: epochs for number, epochs in self.ends.items() if number <= step}
         self._stand(step)
-        if (passed, digest) != ([start, reached.position], feed.order_digest):
+        if (skipped, digest) != ([start, reached.position], feed.order_digest):
             right = f"{[start, reached.position]}, order_digest {feed.order_digest[:12]}"
-            yield f"skipped {passed}, order_digest {str(digest)[:12]}, not {right}"
+            yield f"skipped {skipped}, order_digest {str(digest)[:12]}, not {right}"
 
     def _begin(self, record: Record) -> Iterator[str]:
         """A branch continues the order of its parent run, which is replayed from the beginning."""
-        step, position, passed = record["step"], record.get("position"), record.get("passed") or []
-        gaps = sum(stop - start for start, stop in passed) if are_ranges(passed) else -1
+        step, position, skipped = record["step"], record.get("position"), record.get("skipped_ranges") or []
+        gaps = sum(stop - start for start, stop in skipped) if are_ranges(skipped) else -1
         is_right = step >= self.step and position == consumed_after(self.feed, step) + gaps
-        self.inherited = [(start, stop) for start, stop in passed] if is_right else []
+        self.inherited = [(start, stop) for start, stop in skipped] if is_right else []
         if not is_right or self.at(step) is None:
             yield f"branched off at step {step}, which does not match position {position}"
             return
@@ -356,8 +348,8 @@ class OrderReplay:
     def _stand(self, step: int) -> None:
         self.step, self._stood[step] = step, self._now()
 
-    def _now(self) -> DataState:
-        return DataState(self.feed.position, self.feed.order_digest, list(self.feed.skipped_ranges))
+    def _now(self) -> FeedState:
+        return self.feed.state_dict()
 
 
 def are_ranges(value: Any) -> bool:

@@ -43,7 +43,7 @@ PICTURES, COLUMNS = 24, 6  # most wrongly classified images to draw, and images 
 def evaluate_checkpoint(config: EvaluateConfig) -> int:
     """evaluate.py: prints the scores of a checkpoint; returns the exit code. Raises: UserError on every rank."""
     accelerator = build_accelerator(config.device, config.mixed_precision)
-    checkpoint = on_every_rank(accelerator, lambda: find_checkpoint(Path(config.checkpoint)))
+    checkpoint = on_every_rank(lambda: find_checkpoint(Path(config.checkpoint)))
     check_ranks_agree({"checkpoint": str(checkpoint.path)})
     accelerator.print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     score = _score_small_job if checkpoint.kind != "gpt2" else _score_tasks if config.tasks else _score_gpt
@@ -87,7 +87,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
         manifests, streams = open_splits(folders, config.split, tokenizer)
         return model, tokenizer, streams, source_weights(settings, manifests, config.split) if len(folders) > 1 else {}
 
-    model, tokenizer, streams, weights = on_every_rank(accelerator, load)
+    model, tokenizer, streams, weights = on_every_rank(load)
     size, lengths = model.config.block_size, tokenizer.token_bytes()
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     found = {
@@ -109,7 +109,7 @@ def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Che
 def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """The scores of `config.tasks` as a table. Saves items and scores after each task; other items of a task, by split,
     data or number, have another file."""
-    model, tokenizer = on_every_rank(accelerator, lambda: load_model(checkpoint))
+    model, tokenizer = on_every_rank(lambda: load_model(checkpoint))
     size, path = model.config.block_size, checkpoint.path
     folder, folders = Path(config.output or _evaluations(checkpoint)), _settings(config, checkpoint)[1]
 
@@ -121,12 +121,12 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
 
     prepared = accelerator.prepare_model(model, evaluation_mode=True)
     results: dict[str, tuple[ItemSet, Result]] = {}
-    for items in on_main(accelerator, load):
+    for items in on_main(load):
         if items.cut:
             note = f"{items.cut:,} of {len(items.requests):,} texts are longer than the model's {size} tokens"
             accelerator.print(f"note: {items.name}: {note}; their beginning is cut off", file=sys.stderr)
         result = judge(items, answer(accelerator, prepared, items.requests, config.batch_size))
-        facts = {"checkpoint": str(path), "step": checkpoint.state["step"], "precision": accelerator.mixed_precision}
+        facts = {"checkpoint": str(path), "step": checkpoint.step, "precision": accelerator.mixed_precision}
         facts |= {"task_items": config.task_items}
         names: list[object] = [items.name]
         if "cloze" in config.tasks and items.name == "cloze":  # made from a split
@@ -136,7 +136,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
                 config.data and Path(config.data).absolute().name,
             ]
         place = folder / "-".join(map(str, filter(None, [*names, config.task_items])))
-        on_main(accelerator, partial(save, place, items, result, facts))
+        on_main(partial(save, place, items, result, facts))
         results[items.name] = items, result
     return f"items and scores are in {folder}\n{task_table(results)}"
 
@@ -172,12 +172,12 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
         saved["data"] = {**own, "path": config.data}
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
-    job = make_job(settings, accelerator, checkpoint.state)
-    hashed = checkpoint.state.get("data_hash")  # of training and test samples
-    if hashed and not config.data and not hashed.endswith(job.test.sha256()):
+    job = make_job(settings, accelerator, checkpoint.state.record)
+    hashed = checkpoint.state.record["data_hash"]  # of training and test samples
+    if not config.data and not hashed.endswith(job.test.sha256()):
         hint = "has other test samples than the run was started with; restore them"
         raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
-    on_every_rank(accelerator, lambda: load_weights(checkpoint, job.model))
+    on_every_rank(lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
     names = job.facts.get("classes")
 
@@ -196,9 +196,9 @@ def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoin
     found = values[:, plain:].T.numpy()
     counts = confusion(found, len(names))
     if not config.data:  # other samples than the run's own are not saved
-        step, folder = checkpoint.state["step"], _evaluations(checkpoint)
+        step, folder = checkpoint.step, _evaluations(checkpoint)
         try:
-            on_main(accelerator, lambda: save_classes(folder, step, found, counts, names, job.test))
+            on_main(lambda: save_classes(folder, step, found, counts, names, job.test))
             line += f"; {folder} has the classes"
         except UserError as error:  # the run's folder may be read-only
             accelerator.print(f"note: {error}", file=sys.stderr)
@@ -289,18 +289,18 @@ def predict(config: PredictConfig) -> int:
     if config.output:
         check_writable(config.output)
     print(note_best(run, checkpoint), end="", file=sys.stderr)
-    model = image_model(settings, checkpoint.state)
+    model = image_model(settings, checkpoint.state.record)
     load_weights(checkpoint, model)
     model.to(device).eval()
     files = [*image_files(named, "run_and_images")]
     lines = []
     for start in range(0, len(files), config.batch_size):
         batch = files[start : start + config.batch_size]
-        images = _read_batch(batch, settings.data.image_size, checkpoint.state["image_shape"]).to(device)
+        images = _read_batch(batch, settings.data.image_size, checkpoint.state.record["image_shape"]).to(device)
         with torch.no_grad():
             probabilities = model(normalise(images)).float().softmax(1).tolist()
         for file, row in zip(batch, probabilities, strict=True):
-            ranked = sorted(zip(checkpoint.state["classes"], row, strict=True), key=lambda pair: -pair[1])
+            ranked = sorted(zip(checkpoint.state.record["classes"], row, strict=True), key=lambda pair: -pair[1])
             best = ", ".join(f"{name} {share:.2%}" for name, share in ranked[: config.top])
             print(f"{truncate(file, LONGEST_NAME)}: {best}")
             lines.append({"file": str(file), "class": ranked[0][0], "probabilities": dict(ranked)})

@@ -66,8 +66,9 @@ def load_initial_weights(config: TrainingConfig, path: Path, model: GPT, tokeniz
         path = _fetch(named, NEEDED)
     if not os.path.isfile(path / TRANSFORMERS):
         checkpoint = find_checkpoint(path, FIELD)
-        if checkpoint.state.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
-            hint = f"has another tokenizer ({checkpoint.state['tokenizer']}) than the data"
+        data = checkpoint.state.record
+        if data.get("tokenizer_sha256", tokenizer.sha256) != tokenizer.sha256:
+            hint = f"has another tokenizer ({data['tokenizer']}) than the data"
             raise UserError(FIELD, path, f"{hint} ({tokenizer.name}); prepare the text with that one")
         fit_weights(load_file(path / MODEL), model, path)
         return

@@ -3,9 +3,8 @@
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,12 +30,12 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
+from gpt2_ddp.state import GPTData, Mixture, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
-from gpt2_ddp.training.progress import Scores
 from gpt2_ddp.training.task import Due, Poll
 
 if TYPE_CHECKING:
-    from gpt2_ddp.data.mixture import Identity, MixedOrder, MixedWindows
+    from gpt2_ddp.data.mixture import MixedOrder, MixedWindows
     from gpt2_ddp.scoring import ItemSet
 
 
@@ -54,7 +53,7 @@ class Corpus(NamedTuple):
     source: "Windows | MixedWindows"  # of the training splits
     order: "Order | MixedOrder"  # of these windows
     validation: dict[str, tuple[float, TokenStream]]  # loss weight and validation split, by the name of the folder
-    mixture: "Identity | None"  # manifests and phases of several folders; None for one folder
+    mixture: Mixture | None  # manifests and phases of several folders; None for one folder
 
 
 def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
@@ -98,13 +97,13 @@ def open_corpus(config: TrainingConfig, check: bool = True) -> Corpus:
     return Corpus(manifests, tokenizer, source, order, validation, mixture)
 
 
-def check_same_data(config: TrainingConfig, corpus: Corpus, state: Mapping[str, Any]) -> None:
+def check_same_data(config: TrainingConfig, corpus: Corpus, saved: State, data: GPTData) -> None:
     """Compares the data with those of the saved run. Raises: UserError if they differ."""
-    now, saved = corpus.manifests[0].hash, state.get("data_manifest")
-    if corpus.mixture or state.get("mixture") or saved not in (None, now):
-        from gpt2_ddp.data.mixture import Identity, check_goes_on
+    now = corpus.manifests[0].hash
+    if corpus.mixture or data.mixture or data.data_manifest != now:
+        from gpt2_ddp.data.mixture import check_goes_on
 
-        check_goes_on(config, state, corpus.mixture or Identity([now], []))
+        check_goes_on(config, saved, corpus.mixture or Mixture(manifests=[now], phases=[]))
 
 
 class Pretraining:
@@ -117,19 +116,19 @@ class Pretraining:
 
     def __init__(self, config: TrainingConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config, self.accelerator, self._saved = config, accelerator, saved
-        self._state = saved.state if saved else {}
+        self._data: Any = saved.state.task if saved else None
         self.units_per_item = config.model.block_size
         split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
         self._initial_weights = None
         self._resolve_eval_tokens()
         if saved:
-            epoch_size = self._state.get("epoch_size")
+            epoch_size = saved.state.setup.epoch_size
             self._resolve_schedule(epoch_size)
             self._check_branch(self.total_steps(epoch_size))
         elif config.train.init_from:
             from gpt2_ddp.tasks.initial_weights import find_initial_weights
 
-            self._initial_weights = on_main(accelerator, lambda: find_initial_weights(config))
+            self._initial_weights = on_main(partial(find_initial_weights, config))
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size."""
@@ -143,9 +142,9 @@ class Pretraining:
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
         only opens the data. Raises: UserError."""
-        accelerator, long = self.accelerator, PREPARATION.total_seconds()
+        long = PREPARATION.total_seconds()
         watchdog.heartbeat("preparing data", timeout=long)
-        on_every_rank(accelerator, self._prepare_missing_data, patience=PREPARATION)
+        on_every_rank(self._prepare_missing_data, patience=PREPARATION)
         self.open_data()
         if is_complete:
             return
@@ -161,21 +160,22 @@ class Pretraining:
         """Opens the data by their small files; makes `feed`; resolves micro-batch and schedule. Raises: UserError."""
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
         check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
-        self._corpus = corpus = on_every_rank(accelerator, lambda: open_corpus(config, check))
+        self._corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
         self.manifests, self.tokenizer, self.manifest = corpus.manifests, corpus.tokenizer, corpus.manifests[0]
         numbered = [(f" ({number})" * (len(paths) > 1), one.parts) for number, one in enumerate(self.manifests)]
         check_ranks_agree({f"{name} of data.path{n}": value for n, part in numbered for name, value in part.items()})
         if config.eval.patience and not self.validates:
             hint = f"{' '.join(paths)} has no validation split; set it to null"
             raise UserError("eval.patience", config.eval.patience, hint)
-        check_same_data(config, corpus, self._state)
+        if self._saved:
+            check_same_data(config, corpus, self._saved.state, self._data)
         self._resolve_micro_batch()
         shares = interleaved(accelerator.num_processes, self.micro_batch)
         batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
         self.feed = Feed(corpus.order, batch, corpus.source, accelerator, config.data.workers)
         self._resolve_schedule(len(corpus.order))
         steps = self.total_steps(len(corpus.order)) or 0
-        if note := schedule_note(self._state.get("step", 0), steps, self.config.optim):
+        if note := schedule_note(self._saved.step if self._saved else 0, steps, self.config.optim):
             self._note(note)
         if not self._saved:
             passes = steps * config.global_batch_windows / len(corpus.order)
@@ -196,8 +196,8 @@ class Pretraining:
 
             first = next((stream for _, stream in self._corpus.validation.values()), None)
             read = partial(sets_of_run, self.config, self.tokenizer, first)
-            self.item_sets = on_main(self.accelerator, read)
-            for note in notes_on(self.item_sets, self._state.get("tasks", {})):
+            self.item_sets = on_main(read)
+            for note in notes_on(self.item_sets, self._data.tasks if self._data else {}):
                 self._note(note)
 
     def build_model(self) -> None:
@@ -214,7 +214,7 @@ class Pretraining:
             from gpt2_ddp.tasks.initial_weights import load_initial_weights
 
             load = lambda: load_initial_weights(config, path, self.model, self.tokenizer)  # noqa: E731
-            on_every_rank(accelerator, load if accelerator.is_main_process else lambda: None, patience=PREPARATION)
+            on_every_rank(load if accelerator.is_main_process else lambda: None, patience=PREPARATION)
 
     def check_hashes(self, record: bool = True) -> None:
         """Hashes the shards that `data.verify_hashes` selects (`verify_shards`). Raises: UserError."""
@@ -224,7 +224,7 @@ class Pretraining:
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", str(accelerator.num_processes)))
         share = (accelerator.local_process_index, local_world, data.verify_hashes == "changed", record)
         for path, manifest in zip(data.paths, self.manifests, strict=True):
-            on_every_rank(accelerator, partial(verify_shards, Path(path), manifest, *share))
+            on_every_rank(partial(verify_shards, Path(path), manifest, *share))
 
     def build_optimizer(self) -> Optimizer:
         return build_optimizer(self.model, self.config.optim, self.accelerator.mixed_precision != "no")
@@ -287,20 +287,19 @@ class Pretraining:
         texts = sample_texts(self.model, self.tokenizer, prompts, sampling, poll)
         return [Sample(*pair) for pair in zip(prompts, texts, strict=True)]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> GPTData:
         """Identity of the data, and the micro-batch."""
-        manifest, mixture = self.manifest, self._corpus.mixture
-        return {
-            "tokenizer": manifest.tokenizer,
-            "tokenizer_sha256": manifest.tokenizer_sha256,
-            "vocab_size": manifest.vocab_size,
-            "data_manifest": manifest.hash,
-            "micro_batch": self.micro_batch,
-            **({"tasks": {items.name: items.sha256 for items in self.item_sets}} if self.item_sets else {}),
-            **({"mixture": asdict(mixture)} if mixture else {}),
-        }
+        return GPTData(
+            tokenizer=self.manifest.tokenizer,
+            tokenizer_sha256=self.manifest.tokenizer_sha256,
+            vocab_size=self.manifest.vocab_size,
+            data_manifest=self.manifest.hash,
+            micro_batch=self.micro_batch,
+            tasks={items.name: items.sha256 for items in self.item_sets},
+            mixture=self._corpus.mixture,
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
 
     def _resolve_eval_tokens(self) -> None:
@@ -327,7 +326,7 @@ class Pretraining:
             kept, train = values["optim"]["decay_steps"], values["train"]
             default = default_decay_steps(self._total_steps(train["steps"], train["epochs"], epoch_size) or 0, optim)
             before = optim.model_copy(update={"decay_steps": kept})
-            if kept != default or not before.may_end_at(length, self._state["step"]):
+            if kept != default or not before.may_end_at(length, saved.step):
                 length = kept or length
             elif length != kept:
                 self._note(f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it")
@@ -335,11 +334,11 @@ class Pretraining:
 
     def _resolve_micro_batch(self) -> None:
         """Resolves `train.micro_batch_size`. `auto` keeps the saved value on as many devices of the same kind."""
-        config, accelerator, state = self.config, self.accelerator, self._state
+        config, accelerator, before = self.config, self.accelerator, self._saved.state.setup if self._saved else None
         processes, size = accelerator.num_processes, config.train.micro_batch_size
-        before = state.get("processes"), state.get("device")
-        if size == "auto" and before == (processes, device_name(accelerator.device)):
-            size = state.get("micro_batch", size)
+        here = (processes, device_name(accelerator.device))
+        if size == "auto" and before and (before.processes, before.device) == here:
+            size = self._data.micro_batch
         self._is_estimate = size == "auto"
         if size == "auto":
             from gpt2_ddp.model.memory import estimated_micro_batch
@@ -361,16 +360,17 @@ class Pretraining:
             windows = self.config.global_batch_windows
             self.micro_batch = tried_micro_batch(self.model, self.accelerator, windows, self.micro_batch)
             self.feed.share, self.feed.rows = interleaved(processes, self.micro_batch), self.micro_batch
-        before, now = self._state.get("micro_batch", self.micro_batch), self.micro_batch
+        now = self.micro_batch
+        before = self._data.micro_batch if self._data else now
         if self.config.model.dropout and before != now:
             self._note(f"dropout masks differ from now on: the micro-batch was {before} and is {now}")
 
     def _check_branch(self, steps: int | None) -> None:
         """Raises: UserError if a branch has no step after its parent's."""
-        begins, train = self._state.get("branched_from"), self.config.train
-        if begins and steps is not None and steps <= begins["step"]:
+        begins, train = self._saved and self._saved.state.progress.branched_from, self.config.train
+        if begins and steps is not None and steps <= begins.step:
             field = "steps" if train.epochs is None else "epochs"
-            hint = f"{begins['from']} is at step {begins['step']}, which counts; choose a larger value"
+            hint = f"{begins.parent} is at step {begins.step}, which counts; choose a larger value"
             raise UserError(f"train.{field}", getattr(train, field), hint)
 
     def _set(self, section: str, **values: Any) -> None:

@@ -25,7 +25,7 @@ from gpt2_ddp.distributed.ranks import PREPARATION, check_ranks_agree
 from gpt2_ddp.distributed.watchdog import Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.optim import lr_at, without_dynamo
-from gpt2_ddp.training.progress import Scores
+from gpt2_ddp.state import JobData, Scores, TaskState
 from gpt2_ddp.training.task import Due, Poll
 
 
@@ -119,7 +119,7 @@ class Supervised:
         accelerator: Accelerator,
         saved: Checkpoint | None,
     ):
-        self.config, self.accelerator, self._make_job, self._saved = config, accelerator, make_job, saved
+        self.config, self.accelerator, self._make_job = config, accelerator, make_job
         launched, processes = config.launch.processes, accelerator.num_processes
         if config.launch.threads:
             torch.set_num_threads(config.launch.threads)
@@ -131,9 +131,9 @@ class Supervised:
         if self.batch_size < processes:
             hint = f"should be at least 1 for each of the {processes} processes"
             raise UserError("train.global_batch_size", self.batch_size, hint)
-        before = saved.state if saved else {"global_batch_size": self.batch_size, "lr": self.lr}
-        if (before.get("global_batch_size"), before.get("lr")) != (self.batch_size, self.lr):
-            hint = f"the run's batch of {before.get('global_batch_size')} would become {self.batch_size}"
+        self._data: Any = saved.state.task if saved else None
+        if saved and (self._data.global_batch_size, self._data.lr) != (self.batch_size, self.lr):
+            hint = f"the run's batch of {self._data.global_batch_size} would become {self.batch_size}"
             hint += "; start as many processes as before"
             raise UserError("scale_with_processes", config.scale_with_processes, hint)
 
@@ -146,14 +146,13 @@ class Supervised:
         config, accelerator = self.config, self.accelerator
         watchdog.heartbeat("preparing data", timeout=PREPARATION.total_seconds())
         torch.manual_seed(config.seed)
-        saved = self._saved.state if self._saved else None
-        self.job = self._make_job(config, accelerator, saved)
+        self.job = self._make_job(config, accelerator, self._data and self._data.model_dump())
         hashes = {"training samples": self.job.train.sha256(), "test samples": self.job.test.sha256()}
         self.data_hash = "".join(hashes.values())
         data = config.model_dump().get("data", {})
         name = str(data.get("path") or data.get("name") or "generated")
         check_ranks_agree(hashes)
-        if saved and saved.get("data_hash", self.data_hash) != self.data_hash:
+        if self._data and self._data.data_hash != self.data_hash:
             hint = "has other data than the run was started with; restore them, or choose another run_name"
             raise UserError("data", name, hint)
         shares = contiguous(accelerator.num_processes, config.train.micro_batch_size)
@@ -190,11 +189,11 @@ class Supervised:
     def sample(self, poll: Poll) -> None:
         """None: jobs have no samples of text."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JobData:
         """Batch and learning rate of all processes, and identity of the data."""
-        return {"global_batch_size": self.batch_size, "lr": self.lr, "data_hash": self.data_hash, **self.job.facts}
+        return JobData(global_batch_size=self.batch_size, lr=self.lr, data_hash=self.data_hash, **self.job.facts)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: batch, learning rate and data were compared already."""
 
 

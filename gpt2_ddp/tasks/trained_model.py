@@ -1,6 +1,7 @@
 """A trained GPT and its tokenizer from a checkpoint, and the text that it writes."""
 
 import io
+import math
 import os
 import sys
 import time
@@ -44,7 +45,7 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
     config = read_settings(checkpoint)
     assert isinstance(config, TrainingConfig), "a GPT's"
     with still_there(checkpoint):
-        vocab_size, name = checkpoint.state["vocab_size"], checkpoint.state["tokenizer"]
+        vocab_size, name = checkpoint.state.record["vocab_size"], checkpoint.state.record["tokenizer"]
         if defect := shape_defect(config.model, vocab_size, tensor_shapes(checkpoint.path / MODEL)):
             raise UserError("checkpoint", checkpoint.path / MODEL, f"{defect}; name another checkpoint")
     file = checkpoint.path / name
@@ -118,13 +119,13 @@ def still_there(checkpoint: Checkpoint) -> Iterator[None]:
 
 def note_best(named: str, checkpoint: Checkpoint) -> str:
     """A note if a run is named and another checkpoint than the newest has the lowest val_loss; or empty."""
-    best = checkpoint.state.get("best_evaluation")
-    if best is None:
+    best = checkpoint.state.progress.best
+    place = checkpoint.path.with_name(f"step-{best.step:08d}")
+    if not math.isfinite(best.val_loss):
         return ""
-    place = checkpoint.path.with_name(f"step-{best[0]:08d}")
     if os.path.realpath(named) == os.path.realpath(checkpoint.path) or place == checkpoint.path or not place.is_dir():
         return ""
-    lowest = f"the one with the lowest val_loss, {best[1]:.4f}, is {place}"
+    lowest = f"the one with the lowest val_loss, {best.val_loss:.4f}, is {place}"
     return f"note: using {checkpoint.path}, the newest; {lowest}\n"
 
 

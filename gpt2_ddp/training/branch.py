@@ -3,21 +3,28 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, find_checkpoint
 from gpt2_ddp.config.mistakes import differences
 from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
+from gpt2_ddp.state import LogEnd, Parent, Progress
 
 BRANCHES = "branches.jsonl"
 """In a run's folder: a line for each run that started from one of its checkpoints."""
 
 
-def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
-    """The checkpoint of `train.branch_from`, every file hashed, and the new run's first checkpoint. Raises: UserError
-    if there is none, or if fields that a branch must keep differ; names each of them."""
+def find_parent(config: RunConfig) -> Checkpoint:
+    """The checkpoint of `train.branch_from`, every file hashed. Collective. Raises: UserError if there is none, or if
+    fields that a branch must keep differ; names each of them."""
+    return on_main(partial(_find_parent, config))
+
+
+def _find_parent(config: RunConfig) -> Checkpoint:
     field, path = "train.branch_from", Path(config.branch_from or "")
     parent = find_checkpoint(path, field, weights=False)
     if parent.kind != config.kind:
@@ -30,8 +37,7 @@ def find_parent(config: RunConfig) -> tuple[Checkpoint, Checkpoint]:
         mistakes += UserError(name, now, f"{parent.path} was trained with {before}; {hints.get(name, hint)}").mistakes
     if mistakes:
         raise UserError.join(mistakes)
-    parent = find_checkpoint(path, field)  # hashes all files; may find an older checkpoint of the run
-    return parent, branch_off(parent, config)
+    return find_checkpoint(path, field)  # hashes all files; may find an older checkpoint of the run
 
 
 def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
@@ -40,15 +46,10 @@ def branch_off(parent: Checkpoint, config: RunConfig) -> Checkpoint:
     The state that the next step depends on is the parent's: position, order digest and skipped ranges, the guard's
     state, the loss scaler, unfinished sums. Ids, rollbacks, scores and pending work are the new run's.
     """
-    branched_from = {
-        "from": str(parent.path),
-        "run_id": parent.state.get("run_id"),
-        "step": parent.state["step"],
-        "checkpoint_sha256": sha256_file(parent.path / MANIFEST),
-    }
-    own = {"run_id": "", "rollbacks": 0, "owed": None, "branched_from": branched_from}
-    own |= {"metrics_chain": None, "val_loss": None, "metrics": {}, "best_evaluation": None}
-    return replace(parent, state=parent.state | own, config=config.model_dump(mode="json"))
+    sha256, run_id = sha256_file(parent.path / MANIFEST), parent.state.progress.run_id
+    begins = Parent(parent=str(parent.path), run_id=run_id, step=parent.step, checkpoint_sha256=sha256)
+    own = {"progress": Progress(step=parent.step, branched_from=begins), "log": LogEnd()}
+    return replace(parent, state=parent.state.model_copy(update=own), config=config.model_dump(mode="json"))
 
 
 def register_branch(parent: Checkpoint, run: Path, run_id: str) -> None:
@@ -57,7 +58,7 @@ def register_branch(parent: Checkpoint, run: Path, run_id: str) -> None:
     checkpoints = parent.path.absolute().parent
     if checkpoints.name != "checkpoints":
         return
-    row = {"step": parent.state["step"], "run": str(run), "run_id": run_id}
+    row = {"step": parent.step, "run": str(run), "run_id": run_id}
     file = checkpoints.parent / BRANCHES
     try:
         with file.open("a", encoding="utf-8") as stream:

@@ -2,8 +2,8 @@
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.distributed.ranks import AsyncSum, sum_over_ranks
+from gpt2_ddp.state import GuardState
 from gpt2_ddp.training.optimizer import RunningStatistics
 
 LATE = 2
@@ -26,16 +27,17 @@ Verdict = Enum("Verdict", ["OK", "BAD", "DIVERGED"])
 
 class Guard:
     """Verdicts on steps, equal on every rank: bad is a bad gradient, and a loss that is not finite or far too large.
+    `first_step`: the step that the run began after.
 
     Attributes:
         judged: the last step with a verdict. first_bad: first of the bad steps in a row; None after a good one.
         problem: reason of the last bad verdict. bad_steps: their number in this process.
     """
 
-    def __init__(self, config: GuardConfig, accelerator: Accelerator):
-        self.config, self._accelerator = config, accelerator
+    def __init__(self, config: GuardConfig, accelerator: Accelerator, first_step: int = 0):
+        self.config, self._accelerator, self._first_step = config, accelerator, first_step
         self.problem, self.bad_steps, self._sums = "", 0, AsyncSum(accelerator, SUMS)
-        self.load_state_dict({})
+        self.load_state_dict(GuardState())
 
     @property
     def last_good(self) -> int:
@@ -69,32 +71,27 @@ class Guard:
         self.first_bad = self.first_bad or step
         return Verdict.DIVERGED if step - self.first_bad + 1 >= self.config.patience else Verdict.BAD
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> GuardState:
         """State for checkpoints, so that a resumed run gives the same verdicts. Collective."""
         numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)
-        return {
-            "judged": self.judged,
-            "first_bad": self.first_bad,
-            "losses": self.losses.state_dict(),
-            "noted": sum_over_ranks(self._accelerator, numbers).tolist(),
-        }
+        numbers = sum_over_ranks(self._accelerator, numbers).tolist()
+        losses = self.losses.state_dict()
+        return GuardState(judged=self.judged, first_bad=self.first_bad, losses=losses, numbers=numbers)
 
-    def load_state_dict(self, state: dict[str, Any], first_step: int = 0) -> None:
-        """Loads what `state_dict` returned, for a run that started after `first_step`. Collective."""
-        self._first_step = first_step
-        self.judged: int = state.get("judged", 0)
-        self.first_bad: int | None = state.get("first_bad")
-        self.losses = RunningStatistics(state=state.get("losses"))
-        noted = state.get("noted") if self._accelerator.is_main_process else None  # the sums are of all ranks
-        self._numbers = deque([_Numbers(sums=sums) for sums in noted or [[0] * SUMS] * LATE], maxlen=LATE)
+    def load_state_dict(self, state: GuardState) -> None:
+        """Loads what `state_dict` returned. Collective."""
+        self.judged, self.first_bad = state.judged, state.first_bad
+        self.losses = RunningStatistics(state=state.losses)
+        saved = state if self._accelerator.is_main_process else GuardState()  # the sums are of all ranks
+        self._numbers = deque([_Numbers(sums=sums) for sums in saved.numbers], maxlen=LATE)
         self._sums.exchange(self._numbers[0].integers())  # the sum that was in flight at the checkpoint
 
 
 class _Numbers:
     """The loss and flag of a step, copied from the device without waiting; or their `SUMS` over all ranks."""
 
-    def __init__(self, values: Tensor | None = None, sums: list[int] | None = None):
-        self._sums, self._values, self._copied = sums or [0] * SUMS, values, None
+    def __init__(self, values: Tensor | None = None, sums: Sequence[int] = (0,) * SUMS):
+        self._sums, self._values, self._copied = list(sums), values, None
         if values is not None and values.device.type == "cuda":
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints
-from gpt2_ddp.checkpoint.run_files import finite
+from gpt2_ddp.checkpoint.run_files import Outcome, finite
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import STOPPED
-from gpt2_ddp.distributed.ranks import on_main, sum_over_ranks
+from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT
+from gpt2_ddp.state import Pending, Scores
 from gpt2_ddp.training.guard import Verdict
 from gpt2_ddp.training.meters import profile
-from gpt2_ddp.training.progress import Outcome, Pending, Scores
 from gpt2_ddp.training.run import Run
 from gpt2_ddp.training.stop import Interrupted
 from gpt2_ddp.training.task import MakeTask
@@ -51,80 +51,71 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
             run.record_completed()
         else:
             run.start()
-            outcome = train_loop(run)
-            run.finish(outcome)
-        seconds, folder = time.perf_counter() - begun, Path(config.output_dir) / config.run_name
-        result = Result(outcome, run.step, run.scores, seconds, folder, run.best_checkpoint)
+            outcome, reason = train_loop(run)
+            run.finish(outcome, reason)
+        seconds = time.perf_counter() - begun
+        result = Result(outcome, run.step, run.progress.scores, seconds, run.folder.path, run.best_checkpoint)
     if outcome == "stopped" and run.stop.is_of_other_machines():
         raise SystemExit(STOPPED)
     return result
 
 
-def train_loop(run: Run) -> Outcome:
+Ending = tuple[Outcome, str]
+"""How a training ended, and why; a stop and an early end know their reasons themselves."""
+
+
+def train_loop(run: Run) -> Ending:
     """Trains the remaining steps of a run that was started."""
-    task, stop = run.task, run.stop
-    if outcome := _before_first_step(run):
-        return outcome
+    progress = run.progress
+    if progress.is_new:
+        progress.pending = first_work(run)
+    elif progress.pending:  # the checkpoint does not have what it yields
+        progress.pending.save = True
+    if ending := finish_pending(run):
+        return ending
     run.warm_up()
     run.throughput.restart()
-    with profile(run.config.train.profile_steps, run.folder) as profiler_step:
-        while not run.is_complete:
-            with stop.timed("step"):
-                result = train_step(run)
-                run.throughput.add(result.units)
-                run.metrics.advance()
-                profiler_step()
-                run.poll_save()
-                stop.check()
-                verdict = run.guard.judge(run.step, result.loss_sum / result.units, run.optimizer.bad)
-            warn_of_bad_step(run, verdict)
-            if verdict is Verdict.DIVERGED:
-                if not roll_back(run):
-                    return "diverged"
-                continue
-            if (every := run.config.guard.check_every) and run.step % every == 0:
-                run.check_replicas()
-            due = task.due(run.step, last=run.step == run.steps)
-            row = finite(_row(run, result)) if due.log or due.evaluate else {}
-            run.pending = Pending(row, due.evaluate, due.sample)
-            if not (run.pending or due.save or stop.is_agreed):
-                continue
-            with run.throughput.paused():
-                finish_pending(run)
-                if run.is_complete and is_ruined(run):
-                    return "diverged"
-                if due.save or run.is_new_best or run.is_complete or stop.is_agreed:
-                    run.save()
-            if stop.is_agreed and not run.is_complete:
-                return "stopped"
-    return "completed"
+    with profile(run.config.train.profile_steps, run.log) as profiler_step:
+        while True:
+            diverged = next_step(run)
+            profiler_step()
+            if diverged:
+                return "diverged", diverged
+            pending = run.progress.pending
+            if pending or pending.save or run.stop.is_agreed:
+                with run.throughput.paused():
+                    if ending := finish_pending(run):
+                        return ending
 
 
-def _before_first_step(run: Run) -> Outcome | None:
-    """Evaluates a new run, or finishes pending work, and saves. Returns the outcome if the run ends here, else None."""
-    is_new, was_pending = run.is_new, bool(run.pending)
-    if is_new:
-        digest = {"order_digest": run.task.feed.order_digest} if run.step else {}
-        run.pending = Pending(_position(run) | digest, evaluate=True)
-    finish_pending(run)
-    if was_pending and run.is_complete and is_ruined(run):
-        return "diverged"
-    needed = run.config.rollbacks or run.pending or run.is_new_best  # a rollback may need it
-    if (is_new and needed) or (was_pending and not run.pending):
+def first_work(run: Run) -> Pending:
+    """The work before the first step of a new run: an evaluation, and a checkpoint if a rollback may need it."""
+    digest = {"order_digest": run.task.feed.order_digest} if run.step else {}
+    return Pending(row=_position(run) | digest, evaluate=True, save=run.config.rollbacks > 0)
+
+
+def finish_pending(run: Run) -> Ending | None:
+    """Evaluates, writes the row, samples and saves, as far as this is pending. Collective. A stop interrupts all but
+    the save, and the rest stays pending. Returns how the run ended; None if it goes on."""
+    progress, stop = run.progress, run.stop
+    _evaluate_log_sample(run)
+    if run.is_complete and (ruin := find_ruin(run)):
+        return "diverged", ruin
+    is_best = progress.is_best and run.config.eval_patience is not None
+    if progress.pending.save or is_best or run.is_complete or stop.is_agreed:
         run.save()
-    return "stopped" if run.stop.is_agreed else None
+    if run.is_complete:
+        return "completed", ""
+    return ("stopped", "") if stop.is_agreed else None
 
 
-def finish_pending(run: Run) -> None:
-    """Does the pending evaluation, row and sample. Collective. A stop interrupts them; the rest stays pending."""
-    pending, metrics, stop = run.pending, run.metrics, run.stop
+def _evaluate_log_sample(run: Run) -> None:
+    pending, metrics, stop = run.progress.pending, run.metrics, run.stop
     is_long = pending.evaluate or pending.sample
-    if stop.is_agreed:
-        run.check_folder()
     with suppress(Interrupted):
         if pending.evaluate:
             scores = run.evaluate(stop.poll)
-            has_row = bool(scores) or run.step > run.first_step  # before the first step: scores only
+            has_row = bool(scores) or run.step > run.progress.first_step  # before the first step: scores only
             pending.row, pending.evaluate = (pending.row | scores if has_row else {}), False
         if pending.row:
             metrics.log(pending.row)
@@ -138,15 +129,14 @@ def finish_pending(run: Run) -> None:
         stop.sync()
 
 
-def is_ruined(run: Run) -> bool:
-    """Whether weights or validation loss are not finite, or no step changed anything. Collective; sets `run.reason`."""
+def find_ruin(run: Run) -> str:
+    """Why the weights are useless: they or the validation loss are not finite, or no step changed anything; empty if
+    they are not. Collective."""
     finite_weights = torch.stack([parameter.isfinite().all() for parameter in run.parameters]).all().item()
     nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
-    loss = run.scores.get("val_loss")
+    loss = run.progress.scores.get("val_loss")
     ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
-    if ruined:
-        run.reason = "weights or validation loss are not finite, or no step changed the weights"
-    return ruined
+    return "weights or validation loss are not finite, or no step changed the weights" if ruined else ""
 
 
 class StepResult(NamedTuple):
@@ -178,8 +168,32 @@ def train_step(run: Run) -> StepResult:
         run.watchdog.heartbeat("step" if batch.last else "data")
     grad_norm, lr = optimizer.clip(run.parameters, run.config.optim.grad_clip), task.lr_at(number)
     skipped = optimizer.step(lr, grad_norm)
-    run.record_step(number, loss_sum, n_valid, skipped)
+    run.record_step(loss_sum, n_valid, skipped)
     return StepResult(loss_sum, grad_norm, lr, units)
+
+
+def next_step(run: Run) -> str:
+    """Takes the next step, and says in `run.progress.pending` what follows it. After too many bad steps, goes back to a
+    checkpoint, and takes the step after that. Returns why it cannot; else an empty text."""
+    while True:
+        with run.stop.timed("step"):
+            result = train_step(run)
+            run.throughput.add(result.units)
+            run.metrics.advance()
+            run.poll_save()
+            run.stop.check()
+            verdict = run.guard.judge(run.step, result.loss_sum / result.units, run.optimizer.bad)
+        warn_of_bad_step(run, verdict)
+        if verdict is not Verdict.DIVERGED:
+            break
+        if problem := roll_back(run):
+            return problem
+    if (every := run.config.guard.check_every) and run.step % every == 0:
+        run.check_replicas()
+    due = run.task.due(run.step, last=run.step == run.steps)
+    row = finite(_row(run, result)) if due.log or due.evaluate else {}
+    run.progress.pending = Pending(row=row, evaluate=due.evaluate, sample=due.sample, save=due.save)
+    return ""
 
 
 def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
@@ -189,39 +203,29 @@ def warn_of_bad_step(run: Run, verdict: Verdict) -> None:
         run.metrics.print(f"warning: step {run.guard.judged} is bad: {run.guard.problem}; {done}")
 
 
-def roll_back(run: Run) -> bool:
-    """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. If no rollback
-    or no good checkpoint is left: False, and sets `run.reason`."""
-    guard, checkpoints = run.guard, run.checkpoints
-    run.wait_for_save()
+def roll_back(run: Run) -> str:
+    """Loads the newest checkpoint from before the bad steps, and skips the data read since. Collective. Returns why it
+    cannot, if no rollback or no good checkpoint is left; else an empty text."""
+    guard, store, feed = run.guard, run.store, run.task.feed
+    diverged_at, end, rollbacks = run.step, feed.position, run.progress.rollbacks
     problem = f"{run.config.guard.patience} bad steps in a row up to step {guard.judged}: {guard.problem}"
-    if run.rollbacks < run.config.rollbacks and _load_good_checkpoint(run):
-        if checkpoints:  # once the rollback is recorded
-            checkpoints.remove_after(run.step)
-        a, b = run.task.feed.skipped_ranges[-1]
-        run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{a}, {b})")
-        run.throughput.restart()
-        return True
-    run.reason = problem + (f", after {run.rollbacks} rollbacks" if run.rollbacks else "")
-    if checkpoints and checkpoints.newest_until(guard.last_good):  # otherwise only bad ones exist
-        checkpoints.remove_after(guard.last_good)
-    return False
-
-
-def _load_good_checkpoint(run: Run) -> bool:
-    feed, checkpoints = run.task.feed, run.checkpoints
-    diverged_at, end, rollbacks = run.step, feed.position, run.rollbacks + 1
+    run.wait_for_save()
     run.watchdog.heartbeat("restore", timeout=FIRST_TIMEOUT)
-    good = on_main(run.accelerator, lambda: checkpoints.newest_until(run.guard.last_good) if checkpoints else None)
-    if not good:
-        return False
-    run.load(good.read() if checkpoints else None)
-    run.rollbacks, run.pending = rollbacks, Pending()
+    good = store.newest_until(guard.last_good)
+    if rollbacks >= run.config.rollbacks or not good:
+        if good:  # otherwise only bad ones exist
+            store.remove_after(guard.last_good)
+        return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
+    run.load(good)
+    run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
     start = int(feed.positions_from(feed.position)[0])
     feed.skip_range(start, end)
-    event = {"event": "rollback", "step": run.step, "from": diverged_at, "passed": [start, end]}
+    event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
     run.metrics.go_back(event | {"order_digest": feed.order_digest})
-    return True
+    store.remove_after(run.step)  # once the rollback is recorded
+    run.metrics.print(f"warning: {problem}; rolled back to step {run.step}; skips data positions [{start}, {end})")
+    run.throughput.restart()
+    return ""
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
@@ -265,5 +269,5 @@ def _row(run: Run, result: StepResult) -> dict[str, Any]:
         "order_digest": feed.order_digest,
     }
     if feed.ended_epoch:
-        run.scores["train_loss"] = row["train_loss"] = run.epoch.pop_mean()[0]
+        run.progress.scores["train_loss"] = row["train_loss"] = run.epoch.pop_mean()[0]
     return row

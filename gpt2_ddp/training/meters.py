@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.project import VERSION
+from gpt2_ddp.state import Sums
 from gpt2_ddp.training.task import Task
 
 
@@ -54,16 +55,16 @@ class LossSum:
         """Mean loss of the valid units, NaN for none, and the number of other units; resets the sum. Collective."""
         loss, valid, units = self.state_dict()
         self.load_state_dict((0, 0, 0))
-        return loss / valid if valid else math.nan, units - valid
+        return loss / valid if valid else math.nan, round(units - valid)
 
-    def state_dict(self) -> tuple[float, int, int]:
+    def state_dict(self) -> Sums:
         """Sum, valid units and all units, over all ranks. Collective; waits for the device."""
         self._sum_up()
         own = torch.stack([self._loss, self._valid, torch.full_like(self._loss, self._units)])
         loss, valid, units = sum_over_ranks(self._accelerator, own).tolist()
         return loss, round(valid), round(units)
 
-    def load_state_dict(self, state: Sequence[float]) -> None:
+    def load_state_dict(self, state: Sums) -> None:
         """Loads what `state_dict` returned, on the main process; the other ranks start at 0."""
         loss, valid, units = state if self._accelerator.is_main_process else (0, 0, 0)
         self._loss.fill_(loss)
@@ -153,13 +154,13 @@ def peak_of_ranks(device: torch.device, own: float | None = None) -> tuple[float
 
 
 @contextmanager
-def profile(steps: int, run: RunFolder | None) -> Iterator[Callable[[], None]]:
+def profile(steps: int, log: RunLog) -> Iterator[Callable[[], None]]:
     """Records `steps` steps, after three of warm-up, into the run folder's trace.json (chrome://tracing, Perfetto), on
     the main process. Yields a function to call after each step."""
-    if not steps or run is None:
+    if not (steps and log.is_main):
         yield lambda: None
         return
     schedule = torch.profiler.schedule(wait=0, warmup=3, active=steps, repeat=1)
-    save = lambda profiler: profiler.export_chrome_trace(str(run.path / "trace.json"))  # noqa: E731
+    save = lambda profiler: profiler.export_chrome_trace(str(log.path / "trace.json"))  # noqa: E731
     with torch.profiler.profile(schedule=schedule, on_trace_ready=save) as profiler:
         yield profiler.step

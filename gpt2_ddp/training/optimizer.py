@@ -1,7 +1,7 @@
 """The optimizer of a training step: loss scale, clipping, learning rates, and skipped steps."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.model.optim import reads_found_inf
+from gpt2_ddp.state import OptimizerState, Sums
 
 WINDOW, WARM_UP = 100, 20  # values that running statistics average over; fewest values for a limit
 
@@ -21,16 +22,16 @@ class RunningStatistics:
     """Mean and variance of the last values, exponentially weighted; equally weighted below `WINDOW` values. The
     arithmetic is in fp64, of tensors on `device` or, faster, of numpy's scalars. Only `state_dict` waits."""
 
-    def __init__(self, device: torch.device | None = None, state: Sequence[float] | None = None):
+    def __init__(self, device: torch.device | None = None, state: Sums = (0, 0, 0)):
         self._library: Any = torch if device else numpy
         exact = torch.float32 if device and device.type == "mps" else self._library.float64  # mps has no fp64
         self._scalar = partial(self._library.asarray, dtype=exact, device=device or "cpu")
         self._window = self._scalar(WINDOW)
         self.load_state_dict(state)
 
-    def load_state_dict(self, state: Sequence[float] | None) -> None:
-        """Loads what `state_dict` returned; None resets."""
-        self._values = tuple(map(self._scalar, state or (0.0, 0.0, 0.0)))
+    def load_state_dict(self, state: Sums) -> None:
+        """Loads what `state_dict` returned."""
+        self._values = tuple(map(self._scalar, state))
 
     def add(self, value: Tensor | float, valid: Tensor | bool = True) -> None:
         """Adds a scalar where the bool scalar `valid` is true."""
@@ -46,9 +47,10 @@ class RunningStatistics:
         limit = mean + sigmas * self._library.maximum(self._library.sqrt(variance), abs(mean) / 1000)
         return self._library.where(count < WARM_UP, math.inf, limit)
 
-    def state_dict(self) -> list[float]:
+    def state_dict(self) -> Sums:
         """Count, mean and variance. Waits for the device."""
-        return list(map(float, self._values))
+        count, mean, variance = map(float, self._values)
+        return count, mean, variance
 
 
 class GuardedOptimizer:
@@ -80,6 +82,17 @@ class GuardedOptimizer:
         self._flag = self.bad = torch.zeros(())
         self.plain.register_step_pre_hook(self._before_step)
         self.plain.register_step_post_hook(self._after_step)
+
+    def state_dict(self) -> OptimizerState:
+        """Statistics of the norms, and the loss scaler. Waits for the device."""
+        scaler = self._scaler.state_dict() if self._scaler else None
+        return OptimizerState(norms=self.norms.state_dict(), scaler=scaler)
+
+    def load_state_dict(self, state: OptimizerState) -> None:
+        """Loads what `state_dict` returned."""
+        self.norms.load_state_dict(state.norms)
+        if state.scaler and self._scaler:
+            self._scaler.load_state_dict(state.scaler)
 
     # Accelerate's backward, clip_grad_norm_, step and zero_grad compute the same. In every step they also divide by 1,
     # and search for DTensors, an optional package and signatures.

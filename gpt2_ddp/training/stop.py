@@ -5,13 +5,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
 
 from accelerate import Accelerator
 
-from gpt2_ddp.distributed.ranks import AsyncSum
+from gpt2_ddp.distributed.ranks import AsyncSum, from_main
 from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
 
 T = TypeVar("T")
@@ -29,11 +29,11 @@ class StopRequest:
 
     A single process stops after the current step. Several stop after it or the next one, since they agree one call
     late (`AsyncSum`). A SIGINT more than a second after the first signal ends the process at once. `max_minutes` count
-    from `begun`, a `time.monotonic()`. `progress` is called before each poll.
+    from `begun`, a `time.monotonic()`. `progress` is called before each poll. `by_machine`: signals stop only the
+    machines that received them; an elastic launcher starts the others again.
 
     Attributes:
         reason: of the stop, on this rank; empty without a stop. is_agreed: whether all ranks have agreed to it.
-        is_elastic: whether signals stop only the machines that received them; their launchers start the others again.
         reserve: seconds before a deadline at which to stop, so that the checkpoint is saved in time.
     """
 
@@ -43,8 +43,9 @@ class StopRequest:
         begun: float,
         max_minutes: float | None = None,
         progress: Callable[[], None] = lambda: None,
+        by_machine: bool = False,
     ):
-        self.reason, self.is_agreed, self.reserve = "", False, 0.0
+        self.reason, self.is_agreed, self.reserve, self._by_machine = "", False, 0.0, by_machine
         self._progress, self._is_main = progress, accelerator.is_main_process
         self._alone = accelerator.num_processes == 1
         self._deadlines: list[tuple[float, str]] = []
@@ -52,7 +53,7 @@ class StopRequest:
             self._deadlines.append((begun + 60 * max_minutes, f"train.max_minutes = {max_minutes}"))
         if self._is_main and (end := os.environ.get("SLURM_JOB_END_TIME", "")):  # in seconds since 1970
             self._deadlines.append((time.monotonic() + float(end) - time.time(), "the Slurm job's time limit"))
-        self.is_elastic = self._is_by_signal = False
+        self._is_by_signal = False
         self._sums, self._done, self._ends_all = AsyncSum(accelerator, 3), 0, True
         kept = {"first step": 1, "step": RECENT, "save": RECENT, "write": 1}
         self._seconds = {name: deque[float](maxlen=most) for name, most in kept.items()}
@@ -90,7 +91,7 @@ class StopRequest:
                 self.request(reason)
         requested, signals, self._done = self._sums.exchange([bool(self.reason), self._is_by_signal, done])
         if requested or (self._alone and self.reason):
-            self._ends_all = self._ends_all and (not self.is_elastic or requested > signals)
+            self._ends_all = self._ends_all and (not self._by_machine or requested > signals)
             self.reason = self.reason or "another rank"
             self.is_agreed = True
         return self.is_agreed
@@ -114,15 +115,18 @@ class StopRequest:
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
         """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
-        Interrupted, on all ranks; a stop right at the end may raise it on the others alone."""
-        result, self._done = None, 0
-        if self._is_main:
-            result = work()
-            if not self.check(done=True):
-                self.check()
-        else:
-            while not self._done:
+        Interrupted, on all ranks."""
+        result, is_done, self._done = None, False, 0
+        with suppress(Interrupted):
+            if self._is_main:
+                result = work()
+                if not self.check(done=True):
+                    self.check()
+            while not (self._is_main or self._done):
                 self.poll()
+            is_done = True
+        if not from_main(is_done):  # a stop right at the end may interrupt the others alone
+            raise Interrupted
         return result
 
 

@@ -12,7 +12,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.checkpoint.metrics import Sample
 from gpt2_ddp.data.feed import Feed, MicroBatch
 from gpt2_ddp.distributed.watchdog import Watchdog
-from gpt2_ddp.training.progress import Scores
+from gpt2_ddp.state import Scores, TaskState
 
 Poll = Callable[[], None]
 """Heartbeat of long work. Raises `training.stop.Interrupted` if a stop was requested."""
@@ -74,12 +74,12 @@ class Task(Protocol):
     def sample(self, poll: Poll) -> list[Sample] | None:
         """Samples, on the main process; None for a task without any. Calls `poll` for every token."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The task's fields of a checkpoint's state.json, in plain JSON values."""
+    def state_dict(self) -> TaskState | dict[str, Any]:
+        """The task's section of a checkpoint's state, in plain JSON values."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads its fields from a checkpoint's state.json. A missing field takes its default."""
+    def load_state_dict(self, state: Any) -> None:
+        """Loads what `state_dict` returned, a `TaskState`."""
 
 
 MakeTask = Callable[[Any, Accelerator, Checkpoint | None], Task]

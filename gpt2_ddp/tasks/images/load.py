@@ -124,8 +124,8 @@ def load_images(
     def read() -> Images:
         return read_images(config, seed, facts, look=first, tell=accelerator.is_main_process)
 
-    early = on_every_rank(accelerator, lambda: read() if first else None, patience=PREPARATION)
-    images = on_every_rank(accelerator, lambda: early or read(), patience=PREPARATION)
+    early = on_every_rank(lambda: read() if first else None, patience=PREPARATION)
+    images = on_every_rank(lambda: early or read(), patience=PREPARATION)
     for split in (images.train, images.test):
         if isinstance(split, StoredImages):
             of_ranks = gather_object([split.digest])  # collective: only local main processes have it

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saves them, in the background or not, and deletes old ones. Each is complete or absent."""
+"""The checkpoints of a run: found, read, saved in the background or not, and deleted. Each is complete or absent."""
 
 import math
 import shutil
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
     write,
 )
-from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
+from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.distributed.environment import free_memory
+from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import fsync_file, fsync_folder, writing
+from gpt2_ddp.files import fsync_folder, writing
+from gpt2_ddp.state import State
 
 SLOW_DISK = 20e6  # bytes per second of the slowest disk for checkpoints, in timeouts
 
@@ -87,52 +91,101 @@ class Background:
             raise error
 
 
-class Checkpointer:
-    """The checkpoints of one run in RUN/checkpoints, on the main process. `check_lock`: raises UserError if the process
-    has lost the run's lock; None: there is none, so nothing is repaired. `record`: called with each event row."""
+class CheckpointStore:
+    """The checkpoints of one run, on every rank: the main process reads and writes, the others take part. Methods are
+    collective, but where they say otherwise, and raise UserError on every rank. Events are recorded in `log`.
 
-    first_step = 0  # the step before the run's first; its checkpoint is only for rollbacks
-    wish: bool | str = False  # `checkpoint.background`
-    spare_core = False  # whether training leaves a core idle
-    patience = TIMEOUT  # allowed seconds of a background save, besides those for its size
+    Args:
+        keep_last: checkpoints to keep. wish: `checkpoint.background`.
+        patience: allowed seconds of a background save, besides those for its size.
+    """
 
     def __init__(
-        self,
-        folder: Path,
-        keep_last: int = 3,
-        check_lock: Callable[[], object] | None = lambda: None,
-        record: Callable[[dict[str, Any]], None] = lambda event: None,
+        self, folder: RunFolder, log: RunLog, keep_last: int = 3, wish: bool | str = False, patience: float = TIMEOUT
     ):
-        self.folder, self.keep_last, self._record = folder, keep_last, record
-        self._check_lock, self._is_locked = check_lock or (lambda: None), check_lock is not None
+        self.folder, self._run, self._log = folder.checkpoints, folder, log
+        self._keep_last, self._wish, self._patience = keep_last, wish, patience
         self.background = Background()
+        self._first_step = 0  # its checkpoint is only for rollbacks
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
-        self._states: dict[Path, dict[str, Any] | None] = {}  # of checkpoints written or read; None for damaged ones
+        self._states: dict[Path, State | None] = {}  # of checkpoints written or read; None for damaged ones
         self._hashed: set[Path] = set()  # those whose large files were hashed, too
 
-    def save(self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False) -> None:
-        """Saves the checkpoint of step `snapshot.state["step"]` durably, then prunes (`prune`); on a full disk, before.
-        In the background, of a copy, if `should_save_async` and not `wait`. Raises: UserError if writing failed; then
-        no partial checkpoint is left, and the kept checkpoints are unchanged."""
+    def peek(self) -> Checkpoint | None:
+        """The newest checkpoint whose small files are intact; the weights are not read."""
+        return on_main(partial(newest_intact, self.folder, weights=False, quiet=True))
+
+    def newest(self) -> Checkpoint | None:
+        """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames corrupt
+        ones to `*.corrupt`, with a warning. Raises: UserError if checkpoints exist, and none is intact."""
+        return on_main(self._newest)
+
+    def _newest(self) -> Checkpoint | None:
+        if self._run.wants_lock:
+            self._recover()
+        found = self._newest_until(math.inf)
+        if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
+            hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
+            raise UserError("run folder", self.folder, hint)
+        return found
+
+    def newest_until(self, step: float) -> Checkpoint | None:
+        """The same up to a step, without repairs; None if there is none."""
+        return on_main(partial(self._newest_until, step))
+
+    def _newest_until(self, step: float) -> Checkpoint | None:
+        self._run.check_lock()
+        found = newest_intact(self.folder, put_aside=self._run.wants_lock, until=step)
+        if found:
+            self._note(found.path, found.state)
+        return found
+
+    def read(self, checkpoint: Checkpoint) -> Snapshot:
+        """The content of a checkpoint; on other ranks than the main process without tensors."""
+        content: list[Snapshot] = []  # which is not sent
+
+        def read() -> None:
+            try:
+                content.append(checkpoint.read())
+            except CorruptCheckpoint as damage:  # since it was hashed
+                raise UserError("checkpoint", damage.file, f"{damage.reason}; run the same command again") from damage
+
+        on_main(read)
+        return content[0] if content else Snapshot(checkpoint.state, "", {}, {})
+
+    def save(
+        self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True
+    ) -> None:
+        """Saves the checkpoint of step `snapshot.state.step` durably, then prunes (`prune`); on a full disk, before. In
+        the background, of a copy, if `should_save_async` and not `wait`; it is on disk once `wait` returns. Raises:
+        UserError if writing failed; then no partial checkpoint is left, and the kept checkpoints are unchanged."""
+        on_main(partial(self._save, snapshot, last_good, wait, spare_core))
+
+    def _save(self, snapshot: Snapshot, last_good: int | None, wait: bool, spare_core: bool) -> None:
         self.background.wait()
         more = snapshot.bytes - sum(tensor.nbytes for tensor in self._memory.values())
-        if wait or not should_save_async(self.wish, more, self.spare_core):
+        if wait or not should_save_async(self._wish, more, spare_core):
             self._write(snapshot, last_good)
         else:
             copy = snapshot.copied(self._memory)
-            self.background.start(lambda: self._write(copy, last_good), self.patience + snapshot.bytes / SLOW_DISK)
+            self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
+
+    def wait(self) -> None:
+        """Waits for the background save. Raises: UserError if it failed, or if the run folder is gone."""
+        on_main(self._wait)
+
+    def _wait(self) -> None:
+        self._run.check_lock()
+        self.background.wait()
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
-        self._check_lock()
-        place = self.place(snapshot.state["step"])
-        for rows in (self.folder.parent / SAMPLES, self.folder.parent / METRICS):
-            if rows.is_file():  # the checkpoint has the chain of the last row, and a row the hash of all samples
-                with writing(rows):
-                    fsync_file(rows)
+        self._run.check_lock()
+        self._log.sync()
+        place = self.place(snapshot.state.step)
         temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
         if _free_bytes(self.folder) < snapshot.bytes:
             keep = self._to_keep(last_good, snapshot.state)
-            self._record({"event": "room", "step": snapshot.state["step"], "kept": steps_of(keep)})
+            self._log.append({"event": "room", "step": snapshot.state.step, "kept": steps_of(keep)})
             self._delete_except(keep)
         try:
             write(snapshot, temporary)
@@ -145,16 +198,16 @@ class Checkpointer:
                     shutil.rmtree(replaced)
         except UserError:
             with suppress(UserError):  # the next start deletes any rest
-                self.recover()
+                self._recover()
             raise
         self._note(place, snapshot.state)
         keep = self._to_keep(last_good)
-        self._record({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
+        self._log.append({"event": "checkpoint", **checkpoint_ref(place), "kept": steps_of(keep)})
         self._delete_except(keep)
 
-    def recover(self) -> None:
+    def _recover(self) -> None:
         """Repairs the folder after a killed or failed save: completes a replacement, and deletes partial folders."""
-        self._check_lock()
+        self._run.check_lock()
         with writing(self.folder):
             for replaced in self.folder.glob(".step-*.replaced"):
                 place = replaced.with_name(replaced.name[1 : -len(".replaced")])
@@ -164,31 +217,9 @@ class Checkpointer:
             for leftover in self.folder.glob(".step-*"):
                 shutil.rmtree(leftover)
 
-    def latest_metadata(self) -> Checkpoint | None:
-        """The newest checkpoint whose small files are intact; the weights are not read."""
-        return newest_intact(self.folder, weights=False, quiet=True)
-
-    def newest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames corrupt
-        ones to `*.corrupt`, with a warning. Raises: UserError if checkpoints exist, and none is intact."""
-        if self._is_locked:
-            self.recover()
-        found = self.newest_until(math.inf)
-        if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
-            hint = "has checkpoints, but none is intact; restore one from a copy, or choose another run_name"
-            raise UserError("run folder", self.folder, hint)
-        return found
-
-    def newest_until(self, step: float) -> Checkpoint | None:
-        """The same up to a step, without repairs; None if there is none."""
-        self._check_lock()
-        found = newest_intact(self.folder, put_aside=self._is_locked, until=step)
-        if found:
-            self._note(found.path, found.state)
-        return found
-
-    def _note(self, place: Path, state: dict[str, Any] | None, is_hashed: bool = True) -> None:
+    def _note(self, place: Path, state: State | None, is_hashed: bool = True) -> None:
         self._states[place] = state
+        self._first_step = state.progress.first_step if state else self._first_step
         if is_hashed:
             self._hashed.add(place)
 
@@ -196,20 +227,32 @@ class Checkpointer:
         """The folder of a step's checkpoint."""
         return self.folder / f"step-{step:08d}"
 
+    def listing(self) -> dict[str, Any]:
+        """The newest checkpoint and the steps of all, as rows have them. Not collective."""
+        there = list_checkpoints(self.folder)
+        return {"checkpoint": checkpoint_ref(there[-1]) if there else None, "kept": steps_of(there)}
+
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
-        self._delete_except([place for place in list_checkpoints(self.folder) if int(place.name[5:]) <= step])
+        on_main(lambda: self._delete_except([place for place in self._there() if int(place.name[5:]) <= step]))
 
     def prune(self, last_good: int | None = None) -> None:
         """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
         newest up to `last_good`, and all later ones. Deletes that of the first step once a later one is good."""
-        self._delete_except(self._to_keep(last_good))
+        on_main(lambda: self._delete_except(self._to_keep(last_good)))
 
-    def _to_keep(self, last_good: int | None = None, coming: dict[str, Any] | None = None) -> list[Path]:
+    def close(self) -> None:
+        """Waits until nothing is written any more. Not collective."""
+        self.background.join()
+
+    def _there(self) -> list[Path]:
+        return list_checkpoints(self.folder)
+
+    def _to_keep(self, last_good: int | None = None, coming: State | None = None) -> list[Path]:
         """The checkpoints that `prune` keeps. `coming`: state of one that a save is about to write, which counts; then
         the newest existing one is kept, too. All that count are hashed before one is deleted."""
-        there, first = list_checkpoints(self.folder), self.place(self.first_step)
-        if len(there) + (coming is not None) <= self.keep_last and first not in there:
+        there, first = self._there(), self.place(self._first_step)
+        if len(there) + (coming is not None) <= self._keep_last and first not in there:
             return there
         for place in there:
             if place not in self._states:
@@ -222,18 +265,19 @@ class Checkpointer:
             for place in unhashed:
                 self._look(place, weights=True)
 
-    def _choose(self, there: list[Path], last_good: int | None, coming: dict[str, Any] | None) -> list[Path]:
+    def _choose(self, there: list[Path], last_good: int | None, coming: State | None) -> list[Path]:
         """Those of the checkpoints `there` that `_to_keep` keeps, by their known states."""
-        first, intact = self.place(self.first_step), {place: state for place in there if (state := self._states[place])}
-        counted = intact | ({self.place(coming["step"]): coming} if coming else {})
+        first = self.place(self._first_step)
+        intact = {place: state for place in there if (state := self._states[place])}
+        counted = intact | ({self.place(coming.step): coming} if coming else {})
         best: dict[Any, tuple[float, Path]] = {}  # by the tokens scored: losses over other tokens do not compare
         for place, state in counted.items():
-            loss, tokens = state.get("val_loss"), (state.get("metrics") or {}).get("val_tokens")
+            loss, tokens = state.progress.val_loss, state.progress.scores.get("val_tokens")
             if loss is not None and math.isfinite(loss):
                 best[tokens] = min(best.get(tokens, (loss, place)), (loss, place))
-        keep = {*sorted(counted)[-self.keep_last :], *list(intact)[-1:]}
+        keep = {*sorted(counted)[-self._keep_last :], *list(intact)[-1:]}
         if last_good is not None:
-            until = [place for place, state in intact.items() if state["step"] <= last_good]
+            until = [place for place, state in intact.items() if state.step <= last_good]
             after = [place for place in intact if place not in until]
             if coming is None and first in until[:-1]:
                 keep.discard(first)
@@ -250,8 +294,8 @@ class Checkpointer:
             print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
 
     def _delete_except(self, keep: list[Path]) -> None:
-        self._check_lock()
-        for place in list_checkpoints(self.folder):
+        self._run.check_lock()
+        for place in self._there():
             if place not in keep:
                 hidden = place.with_name(f".{place.name}.removed")
                 with writing(place):

@@ -1,0 +1,262 @@
+"""The state of a run without its tensors: one typed value, the content of a checkpoint's state.json. No torch.
+
+Each part of a run returns its section of it (`state_dict`), and loads it (`load_state_dict`). Types, defaults and the
+JSON form stand here alone. What a file lacks takes its default; fields that are unknown here are ignored.
+"""
+
+import hashlib
+import json
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+
+from gpt2_ddp.errors import truncate
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]  # JSON lacks infinity
+Sums = tuple[float, float, float]
+FIRST_DIGEST = FIRST_CHAIN = "0" * 64
+"""The order digest before the first step, and the chain before the first row."""
+NO_SAMPLES = hashlib.sha256().hexdigest()
+
+Scores = dict[str, int | float | None]
+"""Results of an evaluation, by their names in metrics.jsonl. The lowest `val_loss` decides which checkpoint is best."""
+
+
+class Section(BaseModel, ser_json_inf_nan="null"):
+    """A part of the state."""
+
+
+class Pending(Section):
+    """The work that follows a step. If a stop interrupts it, the checkpoint keeps it, and a resumed run finishes it."""
+
+    row: dict[str, Any] = {}  # empty once it is written
+    evaluate: bool = False  # the scores join the row
+    sample: bool = False
+    save: bool = Field(default=False, exclude=True)  # not kept: a checkpoint has the rest
+
+    def __bool__(self) -> bool:
+        return bool(self.row) or self.evaluate or self.sample
+
+
+class Best(Section):
+    """The evaluation with the lowest val_loss."""
+
+    step: Count = 0
+    val_loss: Loss = math.inf
+    tokens: float | None = None  # scored; another number starts a new comparison: losses over other tokens differ
+    since: Count = 0  # number of evaluations after it
+
+    def after(self, step: int, scores: Scores) -> "Best":
+        """The best evaluation once `scores` are known. Scores without a val_loss change nothing."""
+        loss, tokens = scores.get("val_loss", math.nan), scores.get("val_tokens")
+        loss = math.nan if loss is None else loss
+        if math.isfinite(loss) and (loss < self.val_loss or tokens != self.tokens):
+            return Best(step=step, val_loss=loss, tokens=tokens)
+        counts = "val_loss" in scores and math.isfinite(self.val_loss)
+        return self.model_copy(update={"since": self.since + 1}) if counts else self
+
+
+class Parent(Section):
+    """The checkpoint that a branch started from (`train.branch_from`)."""
+
+    parent: str  # path of the checkpoint
+    run_id: str
+    step: Count
+    checkpoint_sha256: str  # of its manifest
+
+
+class Progress(Section):
+    """Steps taken, scores, and pending work.
+
+    `scores`: the newest value of each name. `scored_at`: step of the newest evaluation. `best`: the best evaluation."""
+
+    run_id: str = ""
+    step: Count = 0
+    rollbacks: Count = 0
+    pending: Pending = Pending()
+    scores: Scores = {}
+    scored_at: Count | None = None
+    best: Best = Best()
+    branched_from: Parent | None = None
+
+    @property
+    def first_step(self) -> int:
+        """The step that the run starts after: 0, or the step where it branched off."""
+        return self.branched_from.step if self.branched_from else 0
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run still lacks the evaluation before its first step."""
+        return self.step == self.first_step and not self.pending and not self.scores
+
+    @property
+    def val_loss(self) -> float | None:
+        """Validation loss of the weights of this step; None if they were not evaluated."""
+        return self.scores.get("val_loss") if self.scored_at == self.step else None
+
+    @property
+    def is_best(self) -> bool:
+        """Whether this step has the best evaluation."""
+        return self.scored_at == self.best.step == self.step
+
+    def early_end(self, patience: int | None) -> str:
+        """Reason to end the run before its last step; empty without one. `patience`: evaluations in a row without a new
+        lowest val_loss that end it; None: no limit."""
+        if patience is None or self.best.since < patience:
+            return ""
+        return f"eval.patience = {patience}: no val_loss below {self.best.val_loss:.4f} since step {self.best.step}"
+
+    def add_scores(self, scores: Scores) -> None:
+        """Records an evaluation of the current step."""
+        self.scores |= scores
+        self.best = self.best.after(self.step, scores)
+        self.scored_at = self.step
+
+
+class FeedState(Section):
+    position: Count = 0
+    skipped_ranges: list[tuple[Count, Count]] = []
+    order_digest: str = FIRST_DIGEST
+
+    @property
+    def consumed(self) -> int:
+        """Items trained on, over all ranks."""
+        return self.position - sum(max(min(stop, self.position) - start, 0) for start, stop in self.skipped_ranges)
+
+
+class GuardState(Section):
+    judged: Count = 0
+    first_bad: Count | None = None
+    losses: Sums = (0, 0, 0)  # running statistics of the good steps' losses
+    numbers: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * 2  # of the steps without a verdict
+
+
+class OptimizerState(Section):
+    norms: Sums = (0, 0, 0)  # running statistics of the good gradients' norms
+    scaler: dict[str, float] | None = None  # the loss scaler's, under fp16
+
+
+class Losses(Section):
+    """Sums of losses (sum, valid units, all units), and the number of steps that changed nothing."""
+
+    epoch: Sums = (0, 0, 0)
+    since_row: Sums = (0, 0, 0)
+    skipped: Count = 0
+
+
+class LogEnd(Section):
+    """The rows and samples before the checkpoint: the last row's chain, and the lengths of the files in bytes."""
+
+    chain: str = FIRST_CHAIN
+    bytes: Count = 0
+    samples_sha256: str = NO_SAMPLES
+    samples_bytes: Count = 0
+
+
+class Setup(Section):
+    """What the run trains on and with: items of an epoch, processes, device, threads, compilation and software."""
+
+    epoch_size: Count
+    processes: Positive = 1
+    device: str = ""
+    threads: Positive | None = None
+    compile: str = "off"
+    versions: dict[str, str] = {}
+
+
+class Mixture(Section):
+    """The data of several folders: hashes of their manifests, and their weights from a position on."""
+
+    manifests: list[str]
+    phases: list[tuple[Count, list[str]]]
+
+
+class TaskState(Section, extra="allow"):
+    """What the task of the run adds."""
+
+
+class GPTData(TaskState):
+    """Identity of a GPT's data, and the micro-batch."""
+
+    tokenizer: Annotated[str, Field(pattern="^[^/]*$")]
+    tokenizer_sha256: str
+    vocab_size: Count
+    data_manifest: str
+    micro_batch: Positive
+    tasks: dict[str, str] = {}  # SHA-256 of the items of each of `eval.tasks`
+    mixture: Mixture | None = None
+
+
+class JobData(TaskState):
+    """Batch and learning rate of all processes of a small job, and identity of its data."""
+
+    global_batch_size: Positive
+    lr: float
+    data_hash: str
+    classes: list[str] | None = None
+    image_shape: tuple[Positive, Positive, Positive] | None = None
+
+
+class State(Section):
+    """The state of a run after a step."""
+
+    kind: str
+    progress: Progress
+    feed: FeedState
+    guard: GuardState = GuardState()
+    optimizer: OptimizerState = OptimizerState()
+    losses: Losses = Losses()
+    log: LogEnd = LogEnd()
+    setup: Setup
+    task: TaskState
+    has_optimizer_state: bool = True
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The fields that rows have too, in plain JSON values."""
+        own = {"kind": self.kind, "run_id": self.progress.run_id, "step": self.step, "val_loss": self.progress.val_loss}
+        own |= {"rollbacks": self.progress.rollbacks, "skipped": self.losses.skipped}
+        task = self.task.model_dump(mode="json", exclude_defaults=True)
+        return {**own, **self.feed.model_dump(mode="json"), **self.setup.model_dump(mode="json"), **task}
+
+    @staticmethod
+    def of(kind: str, **sections: Any) -> "State":
+        """The state of a run of this kind."""
+        return KINDS.get(kind, State)(kind=kind, **sections)
+
+    @staticmethod
+    def parse(text: str | bytes) -> "State":
+        """The state in a file's text. Raises: ValueError that names the first wrong field."""
+        fields = json.loads(text)
+        kind = fields.get("kind") if isinstance(fields, dict) else None
+        try:
+            return KINDS.get(str(kind), State).model_validate_json(text, strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, is_missing = ".".join(map(str, first["loc"])), first["type"] == "missing"
+            problem = f"has no {name}" if is_missing else f"has {name or 'state'} = {truncate(first['input'], 40)}"
+            raise ValueError(problem) from error
+
+    def to_json(self) -> str:
+        """The text of state.json. Numbers that are not finite become null."""
+        return self.model_dump_json(indent=1)
+
+
+class GPTState(State):
+    task: GPTData
+
+
+class JobState(State):
+    task: JobData
+
+
+JOBS = ("regression", "classifier", "transformer")
+KINDS: dict[str, type[State]] = {"gpt2": GPTState, **dict.fromkeys(JOBS, JobState)}
+"""The class of each kind of run; `State` for others."""
