@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024) for matrices and AdamW for everything else, as one optimizer."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,18 +61,13 @@ class Muon(AdamW):
         return False
 
 
-def batches(matrices: Sequence[Tensor], numbers: Iterable[int], dtype: torch.dtype) -> list[list[int]]:
+def batches(matrices: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype) -> Iterator[list[int]]:
     """The numbers of matrices to orthogonalize together: of one shape and, in bf16, `TOGETHER` elements at most. Small
     products fill a processor better in a batch. In fp32 each matrix is alone: its bits are the same on any rank."""
-    found: list[list[int]] = []
-    last: dict[torch.Size, list[int]] = {}
-    for number in numbers:
-        shape, size = matrices[number].shape, matrices[number].numel()
-        if dtype == torch.float32 or (len(last.get(shape, ())) + 1) * size > TOGETHER or shape not in last:
-            found.append([])
-            last[shape] = found[-1]
-        last[shape].append(number)
-    return found
+    for shape in dict.fromkeys(matrices[number].shape for number in numbers):
+        same = [number for number in numbers if matrices[number].shape == shape]
+        size = 1 if dtype == torch.float32 else max(1, TOGETHER // shape.numel())
+        yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,16 +90,11 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product_of_polynomials(gram: Tensor) -> Tensor:
     """Product of the iteration's polynomials of G = X·Xᵀ. A step by P = a + b·G + c·G² turns G into P·G·P."""
-    polynomial = product = _polynomial(gram)
-    for _ in range(STEPS - 1):
-        gram = polynomial @ gram @ polynomial
-        polynomial = _polynomial(gram)
-        product = polynomial @ product
-    return product
-
-
-def _polynomial(gram: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
-    result = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-    result.diagonal().add_(a)
-    return result
+    polynomial = product = gram
+    for step in range(STEPS):
+        gram = polynomial @ gram @ polynomial if step else gram
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal().add_(a)
+        product = polynomial @ product if step else polynomial
+    return product
