@@ -341,7 +341,7 @@ def test_muon_sends_its_updates_in_bf16_in_a_bf16_run(bf16, monkeypatch):
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.randn(8, 8)
     group = {"params": [parameter], "momentum": 0.9, "weight_decay": 0.0, "bf16": bf16}
-    muon.Muon([group], lr=1.0).step()
+    muon.MuonAdamW([group], {"lr": 1.0}).step()
     assert parameter.abs().max() > 0.1
     assert torch.equal(parameter, parameter.bfloat16().float()) == bf16
 
