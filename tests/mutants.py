@@ -166,6 +166,24 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
         "end, low, last = config.decay_steps or False, config.min_lr, lr_at(steps, config)",
         "only read where decay_steps is set",
     ),
+    (
+        "model/muon.py",
+        "for parameter, update in zip(parameters, updates, strict=True):",
+        "for parameter, update in zip(parameters, updates):",
+        "both have a value per parameter",
+    ),
+    (
+        "model/muon.py",
+        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
+        "if False: # nearer to a square, it takes more arithmetic",
+        "the same matrix, by more arithmetic",
+    ),
+    (
+        "model/muon.py",
+        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(1): # nearer to a square, it takes more arithmetic",
+        "if dtype == torch.float32 and x.size(2) > 1.5 * x.size(2): # nearer to a square, it takes more arithmetic",
+        "the same matrix, by more arithmetic",
+    ),
 ]
 """Mutants that change nothing observable: module, line before, line after, and the reason."""
 

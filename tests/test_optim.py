@@ -16,7 +16,7 @@ from gpt2_ddp.distributed.launch import build_accelerator, multiplies_bf16
 from gpt2_ddp.model import muon
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.muon import orthogonal
-from gpt2_ddp.model.optim import OPTIMIZERS, build_optimizer, lr_at, muon_matrices, schedule_note
+from gpt2_ddp.model.optim import OPTIMIZERS, build_optimizer, default_decay_steps, lr_at, muon_matrices, schedule_note
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.optimizer import GuardedOptimizer, RunningStatistics
 
@@ -95,7 +95,8 @@ def test_what_may_surprise_about_a_schedule_is_said(changes, step, steps, words)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_matrices_and_embeddings_decay(name):
     model = GPT(TINY, 100)
-    optimizer = build_optimizer(model, OptimConfig.model_validate({"name": name, "weight_decay": 0.1}))
+    config = OptimConfig.model_validate({"name": name, "weight_decay": 0.1, "embedding_lr": 0.02})
+    optimizer = build_optimizer(model, config)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.0 if "ln_" in name or name.endswith("bias") else 0.1), name
@@ -173,9 +174,9 @@ def test_the_fp32_iteration_rounds_less_than_sending_in_bf16_does(shape, decades
 def test_matrices_of_one_shape_are_orthogonalized_together(monkeypatch):
     monkeypatch.setattr(muon, "TOGETHER", 3 * 8)
     matrices = [torch.zeros(shape) for shape in ((2, 4), (4, 2), (2, 4), (2, 4), (2, 4), (6, 6), (4, 2))]
-    assert muon.batches(matrices, range(7), torch.bfloat16) == [[0, 2, 3], [1, 6], [4], [5]]
-    assert muon.batches(matrices, range(1, 7, 2), torch.bfloat16) == [[1], [3], [5]]
-    assert muon.batches(matrices, range(2, 5), torch.float32) == [[2], [3], [4]]
+    assert [*muon.batches(matrices, range(7), torch.bfloat16)] == [[0, 2, 3], [4], [1, 6], [5]]
+    assert [*muon.batches(matrices, range(1, 7, 2), torch.bfloat16)] == [[1], [3], [5]]
+    assert [*muon.batches(matrices, range(2, 5), torch.float32)] == [[2], [3], [4]]
 
 
 @pytest.mark.parametrize(("has", "bf16"), [(True, True), (True, False), (False, True)])
@@ -195,7 +196,7 @@ def test_muon_steps_the_largest_first_and_no_embedding():
     model = GPT(TINY, 100)
     matrices = muon_matrices(model)
     assert [tuple(p.shape) for p in matrices] == [(32, 8), (8, 32), (24, 8), (8, 8)]
-    assert len(build_optimizer(model, OptimConfig()).param_groups) == 2
+    assert [group["bf16"] for group in build_optimizer(model, OptimConfig()).param_groups] == [False, False]
 
 
 def optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], Optimizer]]:
@@ -258,6 +259,8 @@ def test_under_a_loss_scaler_a_norm_that_overflows_skips_too(name):
     layer = torch.nn.Linear(6, 8)
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     optimizer = guarded(optimizers()[name](list(layer.parameters())), scaler)
+    waits = not getattr(optimizer.plain, "_step_supports_amp_scaling", False)
+    assert waits == (name == "plain sgd"), "a step would wait for the device"
 
     def step(size: float) -> float:
         optimizer.backward((layer(torch.ones(4, 6)) * size).sum())
@@ -307,6 +310,7 @@ def test_frozen_parameters_are_in_no_group(name):
 def test_a_decay_of_one_step():
     config = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10, decay_steps=11)
     assert [lr_at(step, config) for step in (10, 11)] == [1.0, pytest.approx(0.1)]
+    assert default_decay_steps(5, config) == 11
 
 
 def test_statistics_are_empty_at_first_and_set_a_limit_from_the_20th_value_on():
@@ -341,7 +345,7 @@ def test_muon_sends_its_updates_in_bf16_in_a_bf16_run(bf16, monkeypatch):
     parameter = torch.nn.Parameter(torch.zeros(8, 8))
     parameter.grad = torch.randn(8, 8)
     group = {"params": [parameter], "momentum": 0.9, "weight_decay": 0.0, "bf16": bf16}
-    muon.Muon([group], lr=1.0).step()
+    muon.MuonAdamW([group], {"lr": 1.0}).step()
     assert parameter.abs().max() > 0.1
     assert torch.equal(parameter, parameter.bfloat16().float()) == bf16
 

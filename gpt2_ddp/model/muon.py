@@ -1,13 +1,14 @@
 """Muon (Jordan et al., 2024) for matrices and AdamW for everything else, as one optimizer."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from gpt2_ddp.distributed.launch import multiplies_bf16
 
@@ -17,62 +18,67 @@ TOGETHER = 2**22
 """Most elements of matrices that are orthogonalized together."""
 
 
-class Muon(AdamW):
-    """`torch.optim.Muon` for groups with a `momentum`, and fused AdamW for the others.
+class MuonAdamW(Optimizer):
+    """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device."""
 
-    The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by √max(1, A/B) (the "original"
-    adjustment): its spectral norm is about the learning rate at any width. Each rank computes some updates and
-    broadcasts them. So ranks share the work, and stay replicas although processors round differently. A group with
-    `bf16` iterates in bf16, on devices with instructions for it, and sends bf16; otherwise all is fp32.
-    Unlike torch's, it reads `found_inf` on the device, so a skipped step changes nothing and needs no synchronization.
-    """
+    _step_supports_amp_scaling = True  # a loss scaler then sets found_inf
 
-    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Collects a group's tensors for AdamW's kernel. Steps Muon's groups at once, and leaves them out."""
-        if "momentum" not in group:
-            return super()._init_group(group, *lists)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
         assert getattr(self, "grad_scale", None) is None, "gradients are unscaled before they are clipped"
-        lr, momentum, parameters = group["lr"], group["momentum"], [p for p in group["params"] if p.grad is not None]
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        sent_dtype = torch.bfloat16 if group.get("bf16") else torch.float32
-        dtype = sent_dtype if multiplies_bf16(group["params"][0].device) else torch.float32
-        bad = getattr(self, "found_inf", torch.zeros((), device=group["params"][0].device)).bool()
-        buffers: list[Tensor] = []
-        sent: list[Any] = []
-        for parameter in parameters:
-            if parameter not in self.state:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-            buffers.append(self.state[parameter]["momentum_buffer"])
-            grad = torch.where(bad, buffers[-1], parameter.grad)  # lerp to itself keeps the moment
-            buffers[-1].lerp_(grad, 1 - momentum)
-        updates = [torch.empty_like(parameter, dtype=sent_dtype) for parameter in parameters]
-        for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
-            matrices = torch.stack([parameters[n].grad.lerp(buffers[n], momentum) for n in numbers])
-            for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
-                updates[number].copy_(update)
-        if world > 1:
-            sent = [dist.broadcast(update, n % world, async_op=True) for n, update in enumerate(updates)]
-        for work in sent:
-            work.wait()
-        for parameter, update in zip(parameters, updates, strict=True):
-            stepped = parameter * (1 - lr * group["weight_decay"])
-            stepped.add_(update, alpha=-lr * math.sqrt(max(1, parameter.size(0) / parameter.size(1))))
-            parameter.copy_(torch.where(bad, parameter, stepped))
-        return False
+        for group in self.param_groups:
+            if parameters := [p for p in group["params"] if p.grad is not None]:
+                bad = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device))
+                if "momentum" in group:
+                    muon_step(group, parameters, bad.bool(), *self._state(parameters, "momentum_buffer"))
+                else:
+                    adamw_step(group, parameters, bad, *self._state(parameters, "step", "exp_avg", "exp_avg_sq"))
+
+    def _state(self, parameters: list[Any], *kinds: str) -> list[list[Tensor]]:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {kind: p.new_zeros(() if kind == "step" else p.shape) for kind in kinds}
+        return [[self.state[p][kind] for p in parameters] for kind in kinds]
 
 
-def batches(matrices: Sequence[Tensor], numbers: Iterable[int], dtype: torch.dtype) -> list[list[int]]:
+def adamw_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, steps: Any, means: Any, squares: Any) -> None:
+    """Step of `torch.optim.AdamW`, by its fused kernel."""
+    settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused")}
+    settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
+    adamw(parameters, [p.grad for p in parameters], means, squares, [], steps, found_inf=bad, **settings)
+
+
+def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
+    """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by
+    √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width. Each rank
+    computes some updates and broadcasts them. So ranks share the work, and stay replicas although processors round
+    differently. A group with `bf16` iterates in bf16, on devices with instructions for it, and sends bf16; otherwise
+    all is fp32."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    sent_dtype = torch.bfloat16 if group.get("bf16") else torch.float32
+    dtype = sent_dtype if multiplies_bf16(parameters[0].device) else torch.float32
+    for parameter, buffer in zip(parameters, buffers, strict=True):
+        buffer.lerp_(torch.where(bad, buffer, parameter.grad), 1 - group["momentum"])  # lerp to itself keeps it
+    updates = [torch.empty_like(parameter, dtype=sent_dtype) for parameter in parameters]
+    for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
+        matrices = torch.stack([parameters[n].grad.lerp(buffers[n], group["momentum"]) for n in numbers])
+        for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
+            updates[number].copy_(update)
+    for sent in [dist.broadcast(one, n % world, async_op=True) for n, one in enumerate(updates) if world > 1]:
+        sent.wait()  # pyright: ignore[reportOptionalMemberAccess]
+    for parameter, update in zip(parameters, updates, strict=True):
+        stepped = parameter * (1 - group["lr"] * group["weight_decay"])
+        stepped.add_(update, alpha=-group["lr"] * math.sqrt(max(1, parameter.size(0) / parameter.size(1))))
+        parameter.copy_(torch.where(bad, parameter, stepped))
+
+
+def batches(matrices: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype) -> Iterator[list[int]]:
     """The numbers of matrices to orthogonalize together: of one shape and, in bf16, `TOGETHER` elements at most. Small
     products fill a processor better in a batch. In fp32 each matrix is alone: its bits are the same on any rank."""
-    found: list[list[int]] = []
-    last: dict[torch.Size, list[int]] = {}
-    for number in numbers:
-        shape, size = matrices[number].shape, matrices[number].numel()
-        if dtype == torch.float32 or (len(last.get(shape, ())) + 1) * size > TOGETHER or shape not in last:
-            found.append([])
-            last[shape] = found[-1]
-        last[shape].append(number)
-    return found
+    for shape in dict.fromkeys(matrices[number].shape for number in numbers):
+        same = [number for number in numbers if matrices[number].shape == shape]
+        size = 1 if dtype == torch.float32 else max(1, TOGETHER // shape.numel())
+        yield from (same[first : first + size] for first in range(0, len(same), size))
 
 
 def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,16 +101,11 @@ def orthogonal(matrices: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _product_of_polynomials(gram: Tensor) -> Tensor:
     """Product of the iteration's polynomials of G = X·Xᵀ. A step by P = a + b·G + c·G² turns G into P·G·P."""
-    polynomial = product = _polynomial(gram)
-    for _ in range(STEPS - 1):
-        gram = polynomial @ gram @ polynomial
-        polynomial = _polynomial(gram)
-        product = polynomial @ product
-    return product
-
-
-def _polynomial(gram: Tensor) -> Tensor:
     a, b, c = COEFFICIENTS
-    result = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-    result.diagonal().add_(a)
-    return result
+    polynomial = product = gram
+    for step in range(STEPS):
+        gram = polynomial @ gram @ polynomial if step else gram
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        polynomial.diagonal().add_(a)
+        product = polynomial @ product if step else polynomial
+    return product

@@ -24,20 +24,19 @@ def build_optimizer(model: nn.Module, config: OptimConfig, bf16: bool = False) -
     return optimizer
 
 
-def adamw(model: nn.Module, config: OptimConfig, kind: type[AdamW] = AdamW, matrices: Any = None) -> Optimizer:
-    """Fused AdamW. `kind` is a subclass, and `matrices` is the group that it steps in its own way."""
-    own = set(matrices["params"]) if matrices else set()
-    groups = decay_groups(model, config, own) + [matrices] * bool(own)
-    return without_dynamo(kind)(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+def adamw(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """PyTorch's fused AdamW."""
+    return without_dynamo(AdamW)(decay_groups(model, config), config.lr, config.betas, config.eps, fused=True)
 
 
 def muon(model: nn.Module, config: OptimConfig) -> Optimizer:
     """Muon for the blocks' matrices (`h.*`), at `relative_lr` times the learning rate, and AdamW for the others."""
-    from gpt2_ddp.model.muon import Muon
+    from gpt2_ddp.model.muon import MuonAdamW
 
-    own = {"momentum": config.muon_momentum, "relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
-    matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, **own}
-    return adamw(model, config, Muon, matrices)
+    matrices = {"params": muon_matrices(model), "weight_decay": config.weight_decay, "momentum": config.muon_momentum}
+    matrices |= {"relative_lr": config.muon_lr / config.lr, STATE_NUMBERS: 1}
+    groups = [*decay_groups(model, config, {*matrices["params"]}), matrices]
+    return without_dynamo(MuonAdamW)(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True})
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module, OptimConfig], Optimizer]] = {"adamw": adamw, "muon": muon}
