@@ -260,7 +260,7 @@ def wait_until(condition: Callable[[], bool], timeout: float) -> bool:
 def _measure(config: CheckClusterConfig, store: Store, ranks: list[Facts], rank: int) -> list[dict]:
     """All-reduces every size, with a watchdog; returns the rows of the table, the same on all ranks."""
     watchdog = Watchdog(rank, len(ranks), config.timeout_seconds, store)
-    watchdog.explain, watchdog.exit_code = partial(explain_verdict, ranks), 2
+    watchdog.end_with(partial(explain_verdict, ranks), exit_code=2)
     watchdog.heartbeat("connecting to the other ranks")
     patience = timedelta(seconds=2 * config.timeout_seconds + 60)  # the watchdog's error comes first: it names ranks
     mine = []

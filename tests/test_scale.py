@@ -131,12 +131,12 @@ def test_signs_of_life_are_two_requests_a_turn(number, most, monkeypatch):
     watch = Watchdog(number, WORLD, None, store=store)  # pyright: ignore[reportArgumentType]
     sign = json.dumps(Heartbeat(this_process(), 10**6, "forward/backward", LATE, 9, 9 * LATE, 0.5, 1800.0))
     store.values = {f"signs/{other}": sign for other in range(WORLD)}
-    watch._exchange()
+    watch._link._exchange(watch._observer.outgoing())
     assert store.requests == 2
     assert store.bytes < most
-    assert all(seen.turn == 10**6 for seen in watch._beats.values())
-    assert len(watch._beats) == (WORLD - 1 if number == 0 else 1)
-    assert watch._judge() is None
+    assert all(seen.turn == 10**6 for seen in watch._link.beats.values())
+    assert len(watch._link.beats) == (WORLD - 1 if number == 0 else 1)
+    assert watch._observer._judge() is None
 
 
 class Counted(int):

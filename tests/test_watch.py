@@ -171,14 +171,17 @@ class Clock:
     """`time.monotonic` of the watch, which these tests turn by hand."""
 
     def __init__(self, watch: Watchdog):
-        self.now, self.watch = 0.0, watch
-        watch._woke = 0.0
+        self.now, self.watch, self.link, self.observer = 0.0, watch, watch._link, watch._observer
+        self.observer._woke = 0.0
+
+    def hear_of(self, rank: int, beat: Heartbeat, silent: float = 0.0) -> None:
+        self.link.beats, self.observer._silent = {rank: beat}, {rank: (beat.turn, silent)}
 
     def pass_by(self, seconds: float, asleep: bool = False) -> Heartbeat:
         for _ in range(1 if asleep else round(seconds / HEARTBEAT_INTERVAL)):
             self.now += seconds if asleep else HEARTBEAT_INTERVAL
-            self.watch._observe()
-        return self.watch._beat
+            self.observer._observe()
+        return self.observer.beat
 
 
 @pytest.fixture
@@ -190,7 +193,7 @@ def clock(monkeypatch):
         monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 1000.0)
         monkeypatch.setattr(watching, "REPORT_INTERVAL", 1000.0)
         watch = Watchdog(0, 1, patience)
-        watch.compiles = compiles
+        watch.expect_compilation(compiles)
         monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", HEARTBEAT_INTERVAL)
         made.append(Clock(watch))
         monkeypatch.setattr(watching.time, "monotonic", lambda: made[-1].now)
@@ -263,7 +266,7 @@ def test_a_worker_that_was_stopped_is_named_and_ended(clock, monkeypatch, capfd)
     one.pass_by(HEARTBEAT_INTERVAL)
     one.pass_by(6)
     monkeypatch.setattr(watching.os, "_exit", codes.append)
-    one.watch._end(one.watch._judge())
+    one.observer._end(one.observer._judge())
     said = capfd.readouterr().err
     assert re.search(
         rf"(?s)no progress for 6 s at data, step 2\n  File .*\n  its worker process {worker.pid} is sto", said
@@ -274,38 +277,38 @@ def test_a_worker_that_was_stopped_is_named_and_ended(clock, monkeypatch, capfd)
 
 def test_one_that_was_suspended_forgets_what_it_saw(clock):
     time = clock()
-    time.watch._beats = {1: Heartbeat(HOSTS[1], turn=5)}
-    time.watch._silent = {1: (5, 0.0)}
+    time.hear_of(1, Heartbeat(HOSTS[1], turn=5))
     time.watch.heartbeat("data", 3)
     time.pass_by(HEARTBEAT_INTERVAL)
     time.pass_by(100)
-    assert time.watch._silent[1] == (5, 100.5)
+    assert time.observer._silent[1] == (5, 100.5)
     sign = time.pass_by(10_000, asleep=True)
-    assert (sign.idle, time.watch._silent[1]) == (0, (5, 0.0))
+    assert (sign.idle, time.observer._silent[1]) == (0, (5, 0.0))
     time.pass_by(4.0, asleep=True)
-    assert time.watch._silent[1] == (5, 2 * HEARTBEAT_INTERVAL), "a short sleep is not counted either"
+    assert time.observer._silent[1] == (5, 2 * HEARTBEAT_INTERVAL), "a short sleep is not counted either"
 
 
 def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clock):
     """The launcher alone may have ended, or its machine."""
     time = clock()
-    time.watch._beats, time.watch._silent = {0: Heartbeat(HOSTS[0], turn=5)}, {0: (5, 0.0)}
-    time.watch._is_cut_off = True
+    time.hear_of(0, Heartbeat(HOSTS[0], turn=5))
+    time.link.is_cut_off = True
     time.pass_by(100)
-    assert time.watch._silent[0] == (5, 0.0)
-    time.watch._lost = "RuntimeError: gloo"
+    assert time.observer._silent[0] == (5, 0.0)
+    time.watch._pulse.end(lost="RuntimeError: gloo")
     time.pass_by(4)
-    assert time.watch._silent[0] == (5, 4.0)
+    assert time.observer._silent[0] == (5, 4.0)
 
 
 def test_rank_0_speaks_first_of_what_another_raised(clock):
     time = clock()
-    time.watch._beats, time.watch._silent = {0: Heartbeat(HOSTS[0])}, {0: (0, 0.0)}
-    time.watch._failed, time.watch._rank = "ValueError: x", 1
+    time.hear_of(0, Heartbeat(HOSTS[0]))
+    time.watch._pulse.end(failed="ValueError: x")
+    time.link.rank = 1
     verdicts = []
     for late in (0.1, GRACE + 0.1):
         time.now = AFTERMATH + late
-        verdicts.append(time.watch._judge())
+        verdicts.append(time.observer._judge())
     assert verdicts[0] is None
     assert verdicts[1] is not None
     assert (verdicts[1].living, verdicts[1].stuck) == ([1], [])
@@ -315,14 +318,14 @@ def test_rank_0_speaks_first_of_what_another_raised(clock):
 def test_a_rank_that_a_signal_stopped_stops_the_others(clock, monkeypatch):
     """It had nothing to save: no verdict, and no failure. Rank 0 passes it on."""
     time, sent = clock(), []
-    time.watch._beats = {1: Heartbeat(HOSTS[1], turn=5, stopped=True)}
-    time.watch._silent, time.watch._deliver = {1: (5, 1000.0)}, lambda: True
-    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.watch._ended.set()))
+    time.hear_of(1, Heartbeat(HOSTS[1], turn=5, stopped=True), silent=1000.0)
+    time.link.deliver = lambda: True
+    monkeypatch.setattr(watching.os, "kill", lambda *signalled: (sent.append(signalled), time.observer.ended.set()))
     monkeypatch.setattr(watching, "HEARTBEAT_INTERVAL", 0.01)
-    time.watch._watch()
+    time.observer.watch()
     assert sent == [(os.getpid(), signal.SIGTERM)]
-    assert time.watch._outgoing().stopped
-    assert time.watch._judge() is None
+    assert time.observer.outgoing().stopped
+    assert time.observer._judge() is None
 
 
 def test_somebody_in_a_debugger_may_stand_still(clock):
@@ -332,21 +335,20 @@ def test_somebody_in_a_debugger_may_stand_still(clock):
     scope: dict = {}
     exec(compile(source, "/usr/lib/python3/bdb.py", "exec"), scope)
     scope["trace_dispatch"](lambda: time.pass_by(1000))
-    assert time.watch._beat.idle < 2 * HEARTBEAT_INTERVAL
+    assert time.observer.beat.idle < 2 * HEARTBEAT_INTERVAL
 
 
 def test_an_error_that_comes_after_a_long_wait_is_news(clock):
     """Or the others would not be left the time to raise the same."""
     time = clock()
-    time.watch._world, time.watch._deliver = 2, lambda: True
+    time.link.world, time.link.deliver = 2, lambda: True
     time.watch.heartbeat("preparing data", 0, timeout=10_000)
     time.pass_by(1000)
     time.now += 0.1
     time.watch.failed(UserError("data.path", "x", "is empty"))
     time.now += 1
-    sign = time.watch._outgoing()
+    sign = time.observer.outgoing()
     assert (sign.failed, sign.stage, sign.idle) == ("UserError: data.path = x: is empty", "preparing data", 1)
-    time.watch._world = 1
 
 
 def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
@@ -354,12 +356,12 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
     watch = Watchdog(1, 2, None, store)
-    assert watch._deliver()
+    assert watch._link.deliver()
     monkeypatch.setattr(watching.os, "getppid", lambda: 1)
-    monkeypatch.setattr(watch, "_exchange", lambda: pytest.fail("torch would print a C++ stack"))
-    watch._wake.set()
+    monkeypatch.setattr(watch._link, "_exchange", lambda outgoing: pytest.fail("torch would print a C++ stack"))
+    watch._link.wake.set()
     watch._threads[-1].join(10)
-    assert watch._is_cut_off
+    assert watch._link.is_cut_off
     watch.close()
 
 
@@ -377,11 +379,11 @@ def two_watches(_: int) -> list:
         assert dist.group.WORLD._get_sequence_number_for_group() > before
         if accelerator.is_main_process:
             deadline = time.monotonic() + 20
-            while watch._beats[1].stage != f"stage {number}" and time.monotonic() < deadline:
+            while watch._link.beats[1].stage != f"stage {number}" and time.monotonic() < deadline:
                 time.sleep(0.05)
         accelerator.wait_for_everyone()
         watch.close()
-        found += [(sign.stage, sign.step, sign.left) for sign in watch._beats.values()]
+        found += [(sign.stage, sign.step, sign.left) for sign in watch._link.beats.values()]
     assert not [thread.name for thread in threading.enumerate() if thread.name == "watch"]
     accelerator.end_training()
     return found

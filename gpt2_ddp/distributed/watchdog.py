@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from itertools import count
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -105,14 +104,221 @@ def _at(beat: Heartbeat, stack: bool = False) -> str:
     return beat.stage + f", step {beat.step}" * (beat.step > 0) + f"\n{beat.stack}" * (stack and beat.stack != "")
 
 
-_number = count()
+class _Pulse:
+    """What the main thread records, for the other threads to read; each call costs some attribute writes."""
+
+    def __init__(self):
+        self.thread, self.compiles, self._begun = threading.get_ident(), False, dict[str, int]()
+        self.stage, self.step, self.timeout, self.is_first = "starting", 0, FIRST_TIMEOUT, False
+        self.count = self.count_before = 0  # progress in total, and before this step
+        self.failed_at, self.failed, self.lost, self.stopped = 0.0, "", "", False
+
+    def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
+        """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
+        that begins; None: the current one."""
+        if step is not None and step != self.step:
+            self.step, self.count_before = step, self.count
+        self.is_first = self._begun.setdefault(stage, self.step) == self.step
+        self.stage, self.timeout, self.count = stage, timeout, self.count + 1
+
+    def progress(self) -> None:
+        """Records progress in the stage, and ends its additional timeout."""
+        self.timeout, self.count = 0.0, self.count + 1
+
+    def expect_compilation(self, compiles: bool) -> None:
+        """Sets whether graphs are compiled, which needs FIRST_TIMEOUT in any case."""
+        self.compiles = compiles
+
+    def end(self, failed: str = "", lost: str = "", stopped: bool = False) -> None:
+        self.failed_at, self.failed, self.lost, self.stopped = time.monotonic(), failed, lost, stopped
+
+
+class _Link:
+    """The exchange with other ranks. Its thread may block: a stopped process that serves the store blocks clients."""
+
+    _number = count()
+
+    def __init__(self, rank: int, world: int, store: Store | None):
+        self.rank, self.world = rank, world
+        others = range(1, world) if rank == 0 else [0]
+        self.beats = dict.fromkeys(others, Heartbeat(Process("an unknown host", "", 0, 0)))
+        self.verdict = self._proposal = None
+        self.reports_verdict, self.is_cut_off, self._is_running = world == 1, False, world > 1
+        self.wake, self._done = threading.Event(), threading.Event()
+        self._requested = self._completed = 0  # exchanges: the callers of `deliver` write one, the thread the other
+        # the process that serves the store; 0 for a store of rank 0
+        self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        if world > 1:
+            self._base_store: Store = store or _get_default_store()  # a reference: on rank 0 it may be the server
+            own: Store = self._base_store.clone()  # pyright: ignore  # a store serves one call at a time
+            self._store = PrefixStore(f"watch/{next(self._number)}", own)
+
+    def run(self, outgoing: Callable[[], Heartbeat]) -> None:
+        try:
+            for key in ("verdict", *(f"signs/{rank}" for rank in self.beats)):
+                self._store.compare_set(key, "", "")
+            while not self._done.is_set():
+                if self._launcher and os.getppid() != self._launcher:  # a call would print a C++ stack
+                    raise dist.DistStoreError("the launcher's store has ended")
+                requested = self._requested
+                self._exchange(outgoing())
+                self._completed = requested
+                self.wake.wait(2 * HEARTBEAT_INTERVAL)
+                self.wake.clear()
+        except dist.DistError:  # for good; a store of rank 0 ends with rank 0, a launcher's may end by itself
+            self.is_cut_off = self._launcher > 0
+        finally:
+            self._is_running = False
+
+    def _exchange(self, outgoing: Heartbeat) -> None:
+        """Writes this rank's heartbeat, and reads the verdict and the others' heartbeats."""
+        self._store.set(f"signs/{self.rank}", json.dumps(outgoing))
+        if proposal := self._proposal:
+            mine = json.dumps([self.rank, proposal])
+            self.reports_verdict = self._store.compare_set("verdict", "", mine).decode() == mine
+        verdict, *beats = self._store.multi_get(["verdict", *(f"signs/{rank}" for rank in self.beats)])
+        for rank, beat in zip(self.beats, beats, strict=True):
+            if beat:
+                process, *rest = json.loads(beat)
+                self.beats[rank] = Heartbeat(Process(*process), *rest)
+        if verdict:
+            reason, stuck, living = json.loads(verdict)[1]
+            self.verdict = Verdict(reason, [Process(*process) for process in stuck], living)
+
+    def deliver(self) -> bool:
+        """Exchanges heartbeats now; returns whether that succeeded within GRACE seconds."""
+        self._requested += 1
+        requested, deadline = self._requested, time.monotonic() + GRACE
+        self.wake.set()
+        while self._completed < requested and time.monotonic() < deadline and self._is_running:
+            time.sleep(0.01)
+        return self._completed >= requested
+
+    def propose(self, verdict: Verdict) -> None:
+        """Makes this the verdict of all ranks, unless another rank was first."""
+        self._proposal = verdict
+        if not self.deliver():  # rank 0's store is lost: the first rank of this machine reports
+            self.reports_verdict = self.rank == max(self.rank - int(os.environ.get("LOCAL_RANK", "0")), 1)
+
+    def close(self) -> None:
+        """Ends the thread. Rank 0, which may serve the store, leaves last."""
+        deadline = time.monotonic() + AFTERMATH
+        while self.deliver() and time.monotonic() < deadline:
+            if self.rank or all(beat.left or beat.failed for beat in self.beats.values()):
+                break
+        self._done.set()
+        self.wake.set()
+
+
+class _Observer:
+    """The thread that makes this rank's heartbeat, judges all and ends the process; nothing in it may block. It counts
+    seconds while this process is awake, so a suspended process causes no verdict."""
+
+    def __init__(self, pulse: _Pulse, link: _Link, patience: float | None):
+        self._pulse, self._link, self._patience = pulse, link, patience
+        self.beat, self.ended = Heartbeat(this_process()), threading.Event()
+        self._silent: dict[int, tuple[int, float]] = dict.fromkeys(link.beats, (0, 0.0))
+        self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
+        self._progress_time, self._passes_stop = time.time(), False
+        self._report = self._record = lambda _: None
+        self._explain, self._exit_code = (lambda verdict: verdict.reason), 1
+
+    def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
+        """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict."""
+        self._report, self._record = report, record
+
+    def end_with(self, explain: Callable[[Verdict], str], exit_code: int) -> None:
+        """Sets the function that returns a verdict's message for the user, and the exit code of processes it ends."""
+        self._explain, self._exit_code = explain, exit_code
+
+    def status(self) -> dict[str, Any]:
+        """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
+        beat, now = self.beat, time.time()
+        times = {"heartbeat": round(now, 1), "progress": round(self._progress_time, 1), "limit": round(beat.limit, 1)}
+        return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **times}
+
+    def report_loop(self) -> None:
+        while not self.ended.wait(REPORT_INTERVAL):
+            self._report(self.status())
+
+    def watch(self) -> None:
+        while not self.ended.wait(HEARTBEAT_INTERVAL):
+            self._observe()
+            is_stopping = self._pulse.stopped or self._passes_stop
+            if not is_stopping and any(beat.stopped for beat in self._link.beats.values()):
+                self._passes_stop = True
+                self._link.deliver()  # of rank 0, to the others
+                os.kill(os.getpid(), signal.SIGTERM)
+            self._link.wake.set()
+            if (verdict := self._link.verdict or self._judge()) and not self.ended.is_set():
+                self._end(verdict)
+
+    def _observe(self) -> None:
+        """Updates this rank's heartbeat and the age of the others'."""
+        pulse, before, now = self._pulse, self.beat, time.monotonic()
+        elapsed, self._woke = now - self._woke, now
+        forget, elapsed = elapsed > SUSPENDED, min(elapsed, 2 * HEARTBEAT_INTERVAL)  # older heartbeats are outdated
+        patience, limit = self._patience, self._patience or max(TIMEOUT, 10 * self._slowest)
+        if pulse.is_first:
+            limit = max(limit, FIRST_TIMEOUT if patience is None or pulse.compiles else patience + SILENCE)
+        idle, stack = 0.0 if forget else before.idle + elapsed, ""
+        if pulse.count != self._seen_count:
+            self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
+            self._seen_count, self._progress_time, idle = pulse.count, time.time(), 0.0
+        self._had_timeout = pulse.timeout > 0
+        if idle >= 2 * HEARTBEAT_INTERVAL and (frame := sys._current_frames().get(pulse.thread)):
+            calls = traceback.extract_stack(frame)
+            stack = "".join(traceback.format_list(calls)[-12:]).rstrip()
+            stack += "".join(f"\n  its worker process {child.pid} is stopped (SIGSTOP)" for child in stopped_children())
+            idle = 0.0 if any(call.filename.endswith(("bdb.py", "pydevd.py")) for call in calls) else idle  # debugged
+        done, started = pulse.count - pulse.count_before, _collectives() if self._link.world > 1 else 0
+        place = pulse.stage, pulse.step, done, started
+        self.beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + pulse.timeout, stack)
+        for rank, beat in self._link.beats.items():
+            turn, silent = self._silent[rank]
+            # without the launcher's store, silence counts only once a collective has failed
+            passed = 0.0 if self._link.is_cut_off and not pulse.lost else elapsed
+            self._silent[rank] = beat.turn, 0.0 if forget or beat.turn != turn else silent + passed
+
+    def outgoing(self) -> Heartbeat:
+        """This rank's heartbeat with what the main thread recorded since; for any thread."""
+        pulse = self._pulse
+        if pulse.failed:  # this thread may not have observed the failure, and ends with `close`
+            idle = time.monotonic() - pulse.failed_at
+            return self.beat._replace(failed=pulse.failed, stage=pulse.stage, step=pulse.step, idle=idle)
+        return self.beat._replace(lost=pulse.lost, left=self.ended.is_set(), stopped=pulse.stopped or self._passes_stop)
+
+    def _judge(self) -> Verdict | None:
+        link, age = self._link, {rank: silent for rank, (_, silent) in self._silent.items()}
+        seen = {i: Observed(beat, age[i], age[i] > GRACE and beat.process.is_gone) for i, beat in link.beats.items()}
+        # each rank waits longer than the rank below it, so that only one reports
+        patience, beat = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(link.rank, 8), self.outgoing()
+        seen[link.rank] = Observed(beat._replace(idle=beat.idle - GRACE) if link.rank else beat, 0.0)
+        return judge(dict(sorted(seen.items())), patience, silence_only=link.rank > 0)
+
+    def _end(self, verdict: Verdict) -> None:
+        """Prints, records and carries out a verdict: ends this process and the stuck ones."""
+        link, verdict = self._link, verdict._replace(reason=self._explain(verdict))
+        if not link.verdict and link.world > 1:
+            link.propose(verdict)
+        verdict = link.verdict or verdict
+        if link.reports_verdict:
+            lines = ("error: " * (line[:1] != " ") + line for line in verdict.reason.splitlines())
+            os.write(2, ("\n" + "\n".join(lines) + "\n").encode())  # the main thread may hold the lock of sys.stderr
+        for process in verdict.stuck:
+            process.kill()
+        last = threading.Thread(target=lambda: (self._record(verdict.reason), sys.stdout.flush()), daemon=True)
+        last.start()
+        last.join(AFTERMATH)  # the disk may block
+        if link.reports_verdict and link.world > 1:
+            time.sleep(3 * HEARTBEAT_INTERVAL)  # until the other ranks have read the verdict
+        for child in stopped_children():
+            child.kill()
+        os._exit(self._exit_code)  # the main thread may be inside a collective that never returns
 
 
 class Watchdog:
-    """Sends this rank's heartbeats and judges those of other ranks.
-
-    `heartbeat` and `progress` belong to the constructing thread; each costs some attribute writes. Seconds are counted
-    while this process is awake, so a suspended process causes no verdict.
+    """Sends this rank's heartbeats and judges those of other ranks. Its methods belong to the constructing thread.
 
     Args:
         rank, world: this process's rank, and the number of ranks. Ranks construct their watchdogs in the same order.
@@ -121,243 +327,44 @@ class Watchdog:
         store: rendezvous store; None: the process group's.
     """
 
-    compiles = False  # whether graphs are compiled, which needs FIRST_TIMEOUT in any case
-    explain: Callable[[Verdict], str] = staticmethod(lambda verdict: verdict.reason)  # returns the message for the user
-    exit_code = 1  # of the processes that a verdict ends
-
     def __init__(self, rank: int, world: int, patience: float | None, store: Store | None = None):
-        self._rank, self._world, self._patience = rank, world, patience
-        self._thread = threading.get_ident()
-        self._ended = threading.Event()
-        # written by the main thread
-        self._stage, self._step, self._timeout, self._is_first = "starting", 0, FIRST_TIMEOUT, False
-        self._count = self._count_before = 0
-        self._begun: dict[str, int] = {}
-        self._failed, self._failed_at, self._lost, self._left, self._stopped = "", 0.0, "", False, False
-        # written by the watchdog's thread
-        self._beat = Heartbeat(this_process())
-        self._woke, self._seen_count, self._slowest, self._had_timeout = time.monotonic(), 0, 0.0, True
-        self._progress_time = time.time()
-        self._report: Callable[[dict[str, Any]], object] = lambda facts: None
-        self._record: Callable[[str], None] = lambda reason: None
-        # written by the store's thread, which may block: a stopped process that serves the store blocks its clients
-        unknown = Heartbeat(Process("an unknown host", "", 0, 0))
-        self._beats = dict.fromkeys(range(1, world) if rank == 0 else [0], unknown)
-        self._silent: dict[int, tuple[int, float]] = dict.fromkeys(self._beats, (0, 0.0))
-        self._wake, self._done, self._is_cut_off = threading.Event(), threading.Event(), False
-        self._requested = self._completed = 0
-        self._proposal: Verdict | None = None
-        self._verdict: Verdict | None = None
-        self._reports_verdict = world == 1
-        # the process that serves the store; 0 for a store of rank 0
-        self._launcher = os.getppid() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        loops = [self._watch] + [self._report_loop] * (rank == 0)
-        if world > 1:
-            self._base_store: Store = store or _get_default_store()  # a reference: on rank 0 it may be the server
-            own: Store = self._base_store.clone()  # pyright: ignore  # a store serves one call at a time
-            self._store = PrefixStore(f"watch/{next(_number)}", own)
-            loops.append(self._sync_loop)
+        self._pulse, self._link = pulse, link = _Pulse(), _Link(rank, world, store)
+        self._observer = observer = _Observer(pulse, link, patience)
+        self.heartbeat, self.progress = pulse.heartbeat, pulse.progress
+        self.expect_compilation, self.end_with = pulse.expect_compilation, observer.end_with
+        self.report_to, self.status = observer.report_to, observer.status
+        loops = [observer.watch] + [observer.report_loop] * (rank == 0)
+        loops += [lambda: link.run(observer.outgoing)] * (world > 1)
         self._threads = [threading.Thread(target=loop, name="watch", daemon=True) for loop in loops]
         for thread in self._threads:
             thread.start()
 
-    def heartbeat(self, stage: str, step: int | None = None, timeout: float = 0.0) -> None:
-        """Records progress and the stage that begins, with `timeout` seconds on top of the usual limit. `step`: the one
-        that begins; None: the current one."""
-        if step is not None and step != self._step:
-            self._step, self._count_before = step, self._count
-        self._is_first = self._begun.setdefault(stage, self._step) == self._step
-        self._stage, self._timeout = stage, timeout
-        self._count += 1
-
-    def progress(self) -> None:
-        """Records progress in the stage, and ends its additional timeout."""
-        self._timeout = 0.0
-        self._count += 1
-
-    def report_to(self, report: Callable[[dict[str, Any]], object], record: Callable[[str], None]) -> None:
-        """Sets, on the main process, the functions for the regular `status` and for the reason of a verdict."""
-        self._report, self._record = report, record
-
-    @property
-    def status(self) -> dict[str, Any]:
-        """This rank's stage, step and process; times in seconds since 1970, and the limit in seconds."""
-        beat = self._beat
-        times = {"heartbeat": time.time(), "progress": self._progress_time, "limit": beat.limit}
-        rounded = {name: round(value, 1) for name, value in times.items()}
-        return {"step": beat.step, "stage": beat.stage, **beat.process._asdict(), **rounded}
-
     def failed(self, error: BaseException) -> None:
-        """Sends this rank's error, or that a signal stopped it, to the other ranks. An error of a collective follows
-        the end of another rank. Then this waits for the verdict on that rank, which ends the process, and returns if
-        no other rank is at fault."""
-        if self._world == 1 or self._failed or self._ended.is_set():
+        """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank:
+        then this waits for the verdict on that rank, which ends the process, and returns if no other is at fault."""
+        if self._link.world == 1 or self._pulse.failed or self._observer.ended.is_set():
             return
-        self.progress()
-        if isinstance(error, Stopped):
-            self._stopped = True
-            self._deliver()
-            return
+        self._pulse.progress()
         message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower()):
-            self._lost = message
-            self._deliver()
-            self._ended.wait(AFTERMATH + 3 * GRACE)
-        self._failed, self._lost, self._failed_at = message, "", time.monotonic()
-        self._deliver()
+            self._pulse.end(lost=message)
+            self._link.deliver()
+            self._observer.ended.wait(AFTERMATH + 3 * GRACE)
+        stopped = isinstance(error, Stopped)
+        self._pulse.end(failed="" if stopped else message, stopped=stopped)
+        self._link.deliver()
 
     def close(self) -> None:
-        """Ends the watchdog. Rank 0, which may serve the store, leaves last."""
-        self._left = not self._failed
-        self._ended.set()
-        deadline = time.monotonic() + AFTERMATH
-        while self._world > 1 and self._deliver() and time.monotonic() < deadline:
-            if self._rank or all(beat.left or beat.failed for beat in self._beats.values()):
-                break
-        self._done.set()
-        self._wake.set()
+        """Ends the watchdog. Rank 0 waits some seconds for the other ranks to leave or fail."""
+        self._observer.ended.set()
+        self._link.close()
         for thread in self._threads:
             thread.join(HEARTBEAT_INTERVAL)
 
-    # The watchdog's thread, in which nothing may block
-
-    def _watch(self) -> None:
-        while not self._ended.wait(HEARTBEAT_INTERVAL):
-            self._observe()
-            if not self._stopped and any(beat.stopped for beat in self._beats.values()):
-                self._stopped = True
-                self._deliver()  # of rank 0, to the others
-                os.kill(os.getpid(), signal.SIGTERM)
-            self._wake.set()
-            verdict = self._verdict or self._judge()
-            if verdict and not self._ended.is_set():
-                self._end(verdict)
-
-    def _observe(self) -> None:
-        """Updates this rank's heartbeat and the age of the others'."""
-        before, now = self._beat, time.monotonic()
-        elapsed, self._woke = now - self._woke, now
-        forget = elapsed > SUSPENDED  # older heartbeats are outdated; other ranks may continue later
-        elapsed = min(elapsed, 2 * HEARTBEAT_INTERVAL)
-        patience = self._patience
-        limit = patience or max(TIMEOUT, 10 * self._slowest)
-        if self._is_first:
-            limit = max(limit, FIRST_TIMEOUT if patience is None or self.compiles else patience + SILENCE)
-        idle, stack = 0.0 if forget else before.idle + elapsed, ""
-        if self._count != self._seen_count:
-            self._slowest = max(self._slowest, 0.0 if self._had_timeout else idle)
-            self._seen_count, self._progress_time, idle = self._count, time.time(), 0.0
-        self._had_timeout = self._timeout > 0
-        if idle >= 2 * HEARTBEAT_INTERVAL and (frame := sys._current_frames().get(self._thread)):
-            stack = "".join(traceback.format_stack(frame)[-12:]).rstrip()
-            stack += "".join(f"\n  its worker process {child.pid} is stopped (SIGSTOP)" for child in stopped_children())
-            idle = 0.0 if _is_debugged(frame) else idle
-        done, started = self._count - self._count_before, _collectives() if self._world > 1 else 0
-        place = self._stage, self._step, done, started
-        self._beat = Heartbeat(before.process, before.turn + 1, *place, idle, limit + self._timeout, stack)
-        for rank, beat in self._beats.items():
-            turn, silent = self._silent[rank]
-            passed = 0.0 if self._is_cut_off and not self._lost else elapsed
-            self._silent[rank] = beat.turn, 0.0 if forget or beat.turn != turn else silent + passed
-
-    def _judge(self) -> Verdict | None:
-        seen = {}
-        for rank, beat in self._beats.items():
-            silent = self._silent[rank][1]
-            seen[rank] = Observed(beat, silent, silent > GRACE and beat.process.is_gone)
-        # each rank waits longer than the rank below it, so that only one reports
-        patience, own = (self._patience or TIMEOUT) + HEARTBEAT_INTERVAL * min(self._rank, 8), self._outgoing()
-        seen[self._rank] = Observed(own._replace(idle=own.idle - GRACE) if self._rank else own, 0.0)
-        return judge(dict(sorted(seen.items())), patience, silence_only=self._rank > 0)
-
-    def _end(self, verdict: Verdict) -> None:
-        """Prints, records and carries out a verdict: ends this process and the stuck ones."""
-        verdict = verdict._replace(reason=self.explain(verdict))
-        if not self._verdict and self._world > 1:
-            self._proposal = verdict
-            if not self._deliver():  # rank 0's store is lost: the first rank of this machine reports
-                first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
-                self._reports_verdict = self._rank == max(first, 1)
-        verdict = self._verdict or verdict
-        if self._reports_verdict:
-            lines = ("error: " * (line[:1] != " ") + line for line in verdict.reason.splitlines())
-            os.write(2, ("\n" + "\n".join(lines) + "\n").encode())  # the main thread may hold the lock of sys.stderr
-        for process in verdict.stuck:
-            process.kill()
-        last = threading.Thread(target=lambda: (self._record(verdict.reason), sys.stdout.flush()), daemon=True)
-        last.start()
-        last.join(AFTERMATH)  # the disk may block
-        if self._reports_verdict and self._world > 1:
-            time.sleep(3 * HEARTBEAT_INTERVAL)  # until the other ranks have read the verdict
-        for child in stopped_children():
-            child.kill()
-        os._exit(self.exit_code)  # the main thread may be inside a collective that never returns
-
-    # The other threads
-
-    def _report_loop(self) -> None:
-        while not self._ended.wait(REPORT_INTERVAL):
-            self._report(self.status)
-
-    def _sync_loop(self) -> None:
-        try:
-            for key in ("verdict", *(f"signs/{rank}" for rank in self._beats)):
-                self._store.compare_set(key, "", "")
-            while not self._done.is_set():
-                if self._launcher and os.getppid() != self._launcher:  # a call would print a C++ stack
-                    raise dist.DistStoreError("the launcher's store has ended")
-                requested = self._requested
-                self._exchange()
-                self._completed = requested
-                self._wake.wait(2 * HEARTBEAT_INTERVAL)
-                self._wake.clear()
-        except dist.DistError:  # for good
-            # A store of rank 0 ends with rank 0, which is then silent. A launcher's store may end by itself, so silence
-            # counts only once a collective has failed, too.
-            self._is_cut_off = self._launcher > 0
-
-    def _exchange(self) -> None:
-        """Writes this rank's heartbeat, and reads the verdict and the others' heartbeats."""
-        self._store.set(f"signs/{self._rank}", json.dumps(self._outgoing()))
-        if proposal := self._proposal:
-            mine = json.dumps([self._rank, proposal])
-            self._reports_verdict = self._store.compare_set("verdict", "", mine).decode() == mine
-        verdict, *beats = self._store.multi_get(["verdict", *(f"signs/{rank}" for rank in self._beats)])
-        for rank, beat in zip(self._beats, beats, strict=True):
-            if beat:
-                process, *rest = json.loads(beat)
-                self._beats[rank] = Heartbeat(Process(*process), *rest)
-        if verdict:
-            reason, stuck, living = json.loads(verdict)[1]
-            self._verdict = Verdict(reason, [Process(*process) for process in stuck], living)
-
-    def _outgoing(self) -> Heartbeat:
-        if self._failed:  # the watchdog's thread may not have observed the failure, and ends with `close`
-            idle = time.monotonic() - self._failed_at
-            return self._beat._replace(failed=self._failed, stage=self._stage, step=self._step, idle=idle)
-        return self._beat._replace(lost=self._lost, left=self._left, stopped=self._stopped)
-
-    def _deliver(self) -> bool:
-        """Exchanges heartbeats now; returns whether that succeeded within GRACE seconds."""
-        self._requested += 1
-        requested, deadline = self._requested, time.monotonic() + GRACE
-        self._wake.set()
-        while self._completed < requested and time.monotonic() < deadline and self._threads[-1].is_alive():
-            time.sleep(0.01)
-        return self._completed >= requested
-
 
 def _collectives() -> int:
-    """Number of collectives that this process has started; 0 where torch has no such number. In a backward pass,
-    waiting ranks differ from the stalled one in this number alone."""
+    """Number of started collectives; 0: unknown. It alone tells a rank stalled in a backward pass from waiting ones."""
     try:
         return dist.group.WORLD._get_sequence_number_for_group()  # pyright: ignore
     except (AttributeError, RuntimeError):  # private; or the group has ended
         return 0
-
-
-def _is_debugged(frame: FrameType | None) -> bool:
-    """Whether a debugger holds the thread of this frame."""
-    while frame and not frame.f_code.co_filename.endswith(("bdb.py", "pydevd.py")):
-        frame = frame.f_back
-    return frame is not None

@@ -193,7 +193,7 @@ class Run:
         how, missing = resolve_compile(self.config.train.compile, known, task.model, accelerator, flops)
         if missing:
             accelerator.print(f"note: torch.compile is off: it needs {missing} (train.compile)")
-        self.watchdog.compiles = how != "off"
+        self.watchdog.expect_compilation(how != "off")
         return how
 
     @property
