@@ -300,7 +300,7 @@ def test_a_rate_is_of_its_precision_and_an_evaluation_ends_with_its_split():
     assert (unknown.rate, unknown.price) == (None, None), "the peak is bf16's"
     assert list(unknown.splits) == [1, 2, 4, 8, 16, 32, 64]
     of_data = {"manifest": SimpleNamespace(vocab_size=50_257), "manifests": [], "validates": True}
-    of_data |= {"feed": SimpleNamespace(order=[0] * 9), "total_steps": lambda windows: 100, "config": config.training}
+    of_data |= {"epoch_size": 9, "total_steps": lambda windows: 100, "config": config.training}
     for task, scored in ((None, 10**9), (SimpleNamespace(validation_tokens=300, **of_data), 300)):
         plan = Plan(config, machine, "bf16", Seen(task=task))
         assert plan.rate.tokens_per_second == 0.4 * 989.5e12 / plan.flops_per_token

@@ -108,7 +108,7 @@ def describe_corpus(config: TrainingConfig, task: Pretraining | None) -> Corpus:
     if task is None:
         steps = None if config.train.epochs else config.train.steps
         return Corpus(*_vocabulary(config), None, steps, True, scored or 0, None)
-    windows, scored = len(task.feed.order), min(scored or task.validation_tokens, task.validation_tokens)
+    windows, scored = task.epoch_size, min(scored or task.validation_tokens, task.validation_tokens)
     splits = [shards for manifest in task.manifests for shards in manifest.splits.values()]
     size = sum(shard.bytes for shards in splits for shard in shards)
     return Corpus(task.manifest.vocab_size, True, windows, task.total_steps(windows), task.validates, scored, size)

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from gpt2_ddp.model.compiled import is_compiled
 from gpt2_ddp.model.evaluate import IGNORED, EvalSet, evaluate, mixed
 from gpt2_ddp.model.gpt import GPT, resolve_loss_chunk, without_init
 from gpt2_ddp.model.optim import build_optimizer, default_decay_steps, lr_at, schedule_note
-from gpt2_ddp.state import GPTData, Mixture, Scores, State, TaskState
+from gpt2_ddp.state import GPTData, Mixture, Parent, Scores, State, TaskState
 from gpt2_ddp.training.meters import device_name
 from gpt2_ddp.training.task import Due, Poll
 
@@ -120,11 +120,8 @@ class Pretraining:
         self.units_per_item = config.model.block_size
         split_batch(config.global_batch_windows, accelerator.num_processes, 1)  # raises for more processes than windows
         self._initial_weights = None
-        self._resolve_eval_tokens()
         if saved:
-            epoch_size = saved.state.setup.epoch_size
-            self._resolve_schedule(epoch_size)
-            self._check_branch(self.total_steps(epoch_size))
+            check_branch(config, saved.state.progress.branched_from, self.total_steps(saved.state.setup.epoch_size))
         elif config.train.init_from:
             from gpt2_ddp.tasks.initial_weights import find_initial_weights
 
@@ -132,12 +129,8 @@ class Pretraining:
 
     def total_steps(self, epoch_size: int | None) -> int | None:
         """`train.steps`, or the steps of `train.epochs`; None where these need an unknown epoch size."""
-        return self._total_steps(self.config.train.steps, self.config.train.epochs, epoch_size)
-
-    def _total_steps(self, steps: int | None, epochs: float | None, epoch_size: int | None) -> int | None:
-        if epochs is None or epoch_size is None:
-            return None if epochs else steps
-        return math.ceil(epochs * epoch_size / self.config.global_batch_windows)
+        train = self.config.train
+        return total_steps(train.steps, train.epochs, self.config.global_batch_windows, epoch_size)
 
     def load(self, watchdog: Watchdog, is_complete: bool = False) -> None:
         """Prepares missing shards (`data.prepare`), opens and hashes the data, makes the model; for a complete run,
@@ -152,12 +145,12 @@ class Pretraining:
         self.load_tasks()
         watchdog.heartbeat("building", timeout=long if self._initial_weights else FIRST_TIMEOUT)
         self.build_model()
-        self._try_micro_batch()
+        self.build_feed()
         watchdog.heartbeat("hashing", timeout=long)
         self.check_hashes()
 
     def open_data(self) -> None:
-        """Opens the data by their small files; makes `feed`; resolves micro-batch and schedule. Raises: UserError."""
+        """Opens the data by their small files, and resolves the configuration. Raises: UserError."""
         config, accelerator, paths = self.config, self.accelerator, self.config.data.paths
         check = accelerator.is_local_main_process  # 10,000 shards x 1,024 ranks are 10 million headers
         self._corpus = corpus = on_every_rank(lambda: open_corpus(config, check))
@@ -169,18 +162,15 @@ class Pretraining:
             raise UserError("eval.patience", config.eval.patience, hint)
         if self._saved:
             check_same_data(config, corpus, self._saved.state, self._data)
-        self._resolve_micro_batch()
-        shares = interleaved(accelerator.num_processes, self.micro_batch)
-        batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
-        self.feed = Feed(corpus.order, batch, corpus.source, accelerator, config.data.workers)
-        self._resolve_schedule(len(corpus.order))
-        steps = self.total_steps(len(corpus.order)) or 0
+        self.epoch_size = len(corpus.order)
+        self.config, notes = resolve(config, self._saved, self.epoch_size)
+        steps = self.total_steps(self.epoch_size) or 0
         if note := schedule_note(self._saved.step if self._saved else 0, steps, self.config.optim):
-            self._note(note)
+            notes.append(note)
         if not self._saved:
-            passes = steps * config.global_batch_windows / len(corpus.order)
-            for note in little_text_notes(passes, self.validation_tokens if self.validates else None):
-                self._note(note)
+            passes = steps * config.global_batch_windows / self.epoch_size
+            notes += little_text_notes(passes, self.validation_tokens if self.validates else None)
+        self._print(notes)
         file = Path(paths[0]) / self.manifest.tokenizer
         self.files = (file,) if file.is_file() else ()
 
@@ -197,8 +187,7 @@ class Pretraining:
             first = next((stream for _, stream in self._corpus.validation.values()), None)
             read = partial(sets_of_run, self.config, self.tokenizer, first)
             self.item_sets = on_main(read)
-            for note in notes_on(self.item_sets, self._data.tasks if self._data else {}):
-                self._note(note)
+            self._print(notes_on(self.item_sets, self._data.tasks if self._data else {}))
 
     def build_model(self) -> None:
         """Makes the model with its initial weights. Raises: UserError if `train.init_from` does not fit."""
@@ -215,6 +204,15 @@ class Pretraining:
 
             load = lambda: load_initial_weights(config, path, self.model, self.tokenizer)  # noqa: E731
             on_every_rank(load if accelerator.is_main_process else lambda: None, patience=PREPARATION)
+
+    def build_feed(self) -> None:
+        """Chooses the micro-batch, and makes `feed`."""
+        config, accelerator, before = self.config, self.accelerator, self._saved and self._saved.state
+        self.micro_batch, notes = choose_micro_batch(config, accelerator, self.model, before)
+        self._print(notes)
+        shares = interleaved(accelerator.num_processes, self.micro_batch)
+        batch = GlobalBatch(config.global_batch_windows, shares, rows=self.micro_batch)
+        self.feed = Feed(self._corpus.order, batch, self._corpus.source, accelerator, config.data.workers)
 
     def check_hashes(self, record: bool = True) -> None:
         """Hashes the shards that `data.verify_hashes` selects (`verify_shards`). Raises: UserError."""
@@ -302,84 +300,81 @@ class Pretraining:
     def load_state_dict(self, state: TaskState) -> None:
         """Does nothing: `open_data` compared the data, and the feed has a state of its own."""
 
-    def _resolve_eval_tokens(self) -> None:
-        """Resolves `eval.tokens: auto`: the saved run's value, or the configuration's for a new run."""
-        now, saved = self.config.eval.tokens, self._saved
-        before = saved.config.get("eval", {}).get("tokens") if saved else self.config.auto_eval_tokens
-        if now == "auto":
-            self._set("eval", tokens=before)
-        elif saved and now != before:
-            note = f"evaluations now score {now or 'all'} tokens, before {before or 'all'} (eval.tokens)"
-            self._note(f"{note}; the losses are not comparable, so the lowest val_loss is reset")
+    def _print(self, notes: Iterable[str]) -> None:
+        for note in notes if self.accelerator.is_main_process else ():
+            print(f"note: {note}", file=sys.stderr)
 
-    def _resolve_schedule(self, epoch_size: int | None) -> None:
-        """Resolves `optim.decay_steps: null` (`default_decay_steps`). A resumed run keeps the saved value, unless that
-        was the default and no step so far depends on it."""
-        optim, steps, saved = self.config.optim, self.total_steps(epoch_size), self._saved
-        if optim.decay_steps is not None or steps is None:
-            return
+
+def total_steps(steps: int | None, epochs: float | None, windows: int, epoch_size: int | None) -> int | None:
+    """Steps of `windows` each in a run of `steps` or `epochs`; None where these need an unknown epoch size."""
+    if epochs is None or epoch_size is None:
+        return None if epochs else steps
+    return math.ceil(epochs * epoch_size / windows)
+
+
+def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -> tuple[TrainingConfig, list[str]]:
+    """The configuration with `eval.tokens: auto` and `optim.decay_steps: null` replaced, and notes. A resumed run keeps
+    the saved values; of `decay_steps`, unless that was the default and no step so far depends on it."""
+    notes: list[str] = []
+    optim, tokens, length, known = config.optim, config.eval.tokens, config.optim.decay_steps, {}
+    if saved:
+        from gpt2_ddp.config.mistakes import complete
+
+        known = complete(TrainingConfig, saved.config)[0]
+    before = known["eval"]["tokens"] if saved else config.auto_eval_tokens
+    if tokens == "auto":
+        tokens = before
+    elif saved and tokens != before:
+        note = f"evaluations now score {tokens or 'all'} tokens, before {before or 'all'} (eval.tokens)"
+        notes.append(f"{note}; the losses are not comparable, so the lowest val_loss is reset")
+    steps = total_steps(config.train.steps, config.train.epochs, config.global_batch_windows, epoch_size)
+    if length is None and steps is not None:
         length = default_decay_steps(steps, optim)
         if saved:
-            from gpt2_ddp.config.mistakes import complete
-
-            values = complete(TrainingConfig, saved.config)[0]
-            kept, train = values["optim"]["decay_steps"], values["train"]
-            default = default_decay_steps(self._total_steps(train["steps"], train["epochs"], epoch_size) or 0, optim)
-            before = optim.model_copy(update={"decay_steps": kept})
-            if kept != default or not before.may_end_at(length, saved.step):
+            train, kept = known["train"], known["optim"]["decay_steps"]
+            was = total_steps(train["steps"], train["epochs"], config.global_batch_windows, epoch_size) or 0
+            ends = optim.model_copy(update={"decay_steps": kept})
+            if kept != default_decay_steps(was, optim) or not ends.may_end_at(length, saved.step):
                 length = kept or length
             elif length != kept:
-                self._note(f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it")
-        self._set("optim", decay_steps=length)
+                notes.append(f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it")
+    sections = {"eval": {"tokens": tokens}, "optim": {"decay_steps": length}}
+    update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=update), notes
 
-    def _resolve_micro_batch(self) -> None:
-        """Resolves `train.micro_batch_size`. `auto` keeps the saved value on as many devices of the same kind."""
-        config, accelerator, before = self.config, self.accelerator, self._saved.state.setup if self._saved else None
-        processes, size = accelerator.num_processes, config.train.micro_batch_size
-        here = (processes, device_name(accelerator.device))
-        if size == "auto" and before and (before.processes, before.device) == here:
-            size = self._data.micro_batch
-        self._is_estimate = size == "auto"
-        if size == "auto":
-            from gpt2_ddp.model.memory import estimated_micro_batch
 
-            self.micro_batch = estimated_micro_batch(config, self.manifest.vocab_size, accelerator)
-        else:
-            windows = config.global_batch_windows
-            self.micro_batch = split_batch(windows, processes, size)
-            if self.micro_batch != size < windows // processes:
-                note = f"micro-batches have {self.micro_batch} windows, not {size} (train.micro_batch_size)"
-                self._note(f"{note}: they share the {windows} windows of a step on {processes} processes evenly")
+def choose_micro_batch(
+    config: TrainingConfig, accelerator: Accelerator, model: GPT, before: State | None
+) -> tuple[int, list[str]]:
+    """The windows of a micro-batch by `train.micro_batch_size`, and notes. `auto` keeps the value of the state `before`
+    on as many devices of the same kind; a new value is estimated, and on GPUs tried until it fits. Collective."""
+    processes, size, windows = accelerator.num_processes, config.train.micro_batch_size, config.global_batch_windows
+    here, notes = (processes, device_name(accelerator.device)), []
+    saved: Any = before and before.task
+    if size == "auto" and before and (before.setup.processes, before.setup.device) == here:
+        size = saved.micro_batch
+    if size == "auto":
+        from gpt2_ddp.model.memory import estimated_micro_batch, tried_micro_batch
 
-    def _try_micro_batch(self) -> None:
-        """Lowers an estimated micro-batch until it fits the GPUs. Prints a note if dropout masks change."""
-        processes = self.accelerator.num_processes
-        if self._is_estimate and self.accelerator.device.type == "cuda":
-            from gpt2_ddp.model.memory import tried_micro_batch
+        chosen = estimated_micro_batch(config, model.vocab_size, accelerator)
+        if accelerator.device.type == "cuda":
+            chosen = tried_micro_batch(model, accelerator, windows, chosen)
+    else:
+        chosen = split_batch(windows, processes, size)
+        if chosen != size < windows // processes:
+            note = f"micro-batches have {chosen} windows, not {size} (train.micro_batch_size)"
+            notes.append(f"{note}: they share the {windows} windows of a step on {processes} processes evenly")
+    if config.model.dropout and saved and saved.micro_batch != chosen:
+        notes.append(f"dropout masks differ from now on: the micro-batch was {saved.micro_batch} and is {chosen}")
+    return chosen, notes
 
-            windows = self.config.global_batch_windows
-            self.micro_batch = tried_micro_batch(self.model, self.accelerator, windows, self.micro_batch)
-            self.feed.share, self.feed.rows = interleaved(processes, self.micro_batch), self.micro_batch
-        now = self.micro_batch
-        before = self._data.micro_batch if self._data else now
-        if self.config.model.dropout and before != now:
-            self._note(f"dropout masks differ from now on: the micro-batch was {before} and is {now}")
 
-    def _check_branch(self, steps: int | None) -> None:
-        """Raises: UserError if a branch has no step after its parent's."""
-        begins, train = self._saved and self._saved.state.progress.branched_from, self.config.train
-        if begins and steps is not None and steps <= begins.step:
-            field = "steps" if train.epochs is None else "epochs"
-            hint = f"{begins.parent} is at step {begins.step}, which counts; choose a larger value"
-            raise UserError(f"train.{field}", getattr(train, field), hint)
-
-    def _set(self, section: str, **values: Any) -> None:
-        resolved = getattr(self.config, section).model_copy(update=values)
-        self.config = self.config.model_copy(update={section: resolved})
-
-    def _note(self, text: str) -> None:
-        if self.accelerator.is_main_process:
-            print(f"note: {text}", file=sys.stderr)
+def check_branch(config: TrainingConfig, begins: Parent | None, steps: int | None) -> None:
+    """Raises: UserError if a branch has no step after its parent's."""
+    if begins and steps is not None and steps <= begins.step:
+        field = "steps" if config.train.epochs is None else "epochs"
+        hint = f"{begins.parent} is at step {begins.step}, which counts; choose a larger value"
+        raise UserError(f"train.{field}", getattr(config.train, field), hint)
 
 
 def little_text_notes(passes: float, validation_tokens: int | None) -> Iterator[str]:
