@@ -166,6 +166,7 @@ class Feed:
         self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
         self._end_loading: Callable[[], None] = lambda: None
         self._first: MicroBatch | None = None
+        self._ahead: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # steps that the loader has begun, by their position
 
     def state_dict(self) -> FeedState:
         """Position, skipped ranges and order digest."""
@@ -193,8 +194,7 @@ class Feed:
     def next_step(self) -> Step:
         """Advances by a step. Its micro-batches are read lazily, one ahead. They raise RuntimeError if the loader
         delivers items other than the order's, and UserError if the source cannot be read."""
-        positions = self.positions_from(self.position)
-        items = self.order.items_at(positions)
+        positions, items = self._ahead.pop(self.position, None) or self._step_from(self.position)
         self.position = int(positions[-1]) + 1
         self.order_digest = next_digest(self.order_digest, items)
         self.ended_epoch = self.epochs > int(positions[0]) // len(self.order)
@@ -203,9 +203,12 @@ class Feed:
     def first_micro_batch(self) -> MicroBatch:
         """The first micro-batch of the next step, without advancing."""
         if self._first is None:
-            positions = self.positions_from(self.position)
-            self._first = next(self._deliver(positions, self.order.items_at(positions)))
+            self._first = next(self._deliver(*self._step_from(self.position)))
         return self._first
+
+    def _step_from(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = self.positions_from(position)
+        return positions, self.order.items_at(positions)
 
     def positions_from(self, position: int) -> np.ndarray:
         """Positions int64 [n] of the step that begins at `position`, or after the skipped range there."""
@@ -267,26 +270,33 @@ class Feed:
 
     def _load(self, accelerator: Accelerator, position: int) -> Iterator[tuple[tuple[Tensor, ...], np.ndarray]]:
         assert self.source is not None, "a replay reads nothing"
-        batches, sampler = Batches(partial(_read_positions, self.source, self.order)), _BatchSampler(self, position)
+        batches, sampler = Batches(partial(_read_items, self.source)), _BatchSampler(self, position)
         prepared = prepare_loader(accelerator, batches, sampler, even_batches=False, workers=self.workers)
         self._end_loading = prepared.end
         return iter(prepared)
 
+    def micro_batches_from(self, position: int) -> Iterator[np.ndarray]:
+        """The items of all ranks' micro-batches in turn, endlessly. The loader runs ahead of the steps, so that these
+        take their positions and items from here."""
+        while True:
+            positions, items = self._ahead[position] = self._step_from(position)
+            for ranks in self.share(len(items)):
+                yield from (self.padded_part(items, part) for part in ranks)
+            position = int(positions[-1]) + 1
+
     def _stop_loading(self) -> None:
+        self._ahead.clear()
         self._batches = self._first = None  # drops the last reference, which ends the loader's workers
         self._end_loading()
 
 
-def _read_positions(
-    source: Source, order: "Order | MixedOrder", positions: np.ndarray
-) -> tuple[tuple[Tensor, ...], np.ndarray]:
-    """Rows of the items at positions int64 [b], and the items uint64 [b]."""
-    items = order.items_at(positions)
+def _read_items(source: Source, items: np.ndarray) -> tuple[tuple[Tensor, ...], np.ndarray]:
+    """Rows of the items uint64 [b], and the items."""
     return source.read(items.astype(np.int64)), items
 
 
 class _BatchSampler:
-    """Endless positions of the micro-batches from `position` on, all ranks' in turn. Runs ahead of the steps."""
+    """The items of micro-batches from `position` on, as Accelerate shards them."""
 
     drop_last = True
 
@@ -294,12 +304,7 @@ class _BatchSampler:
         self.feed, self.position = feed, position
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        position = self.position
-        while True:
-            positions = self.feed.positions_from(position)
-            for ranks in self.feed.share(len(positions)):
-                yield from (self.feed.padded_part(positions, part) for part in ranks)
-            position = int(positions[-1]) + 1
+        return self.feed.micro_batches_from(self.position)
 
 
 def interleaved(processes: int, batch: int) -> Shares:
