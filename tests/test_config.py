@@ -16,6 +16,7 @@ import yaml
 from gpt2_ddp.config import cli
 from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.help import help_parser
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
 from gpt2_ddp.config.kinds import CONFIGS
 from gpt2_ddp.config.mistakes import complete
@@ -342,11 +343,14 @@ def test_print_config_round_trips_through_config(write, capsys):
 
 
 def test_help_lists_every_field_with_its_default(capsys):
-    text = " ".join(printed(capsys, TrainingConfig, "--help").split())
+    text = " ".join(printed(capsys, TrainingConfig, "--help", "all").split())
     for section, values in train().model_dump().items():
         for name in values if isinstance(values, dict) else [""]:
             assert re.search(rf"--{re.escape(f'{section}.{name}'.rstrip('.'))}[ \]]", text)
     assert "peak learning rate (default: 0.0006)" in text
+    few = printed(capsys, TrainingConfig, "--seed", "1", "--help")
+    assert few.count("\n  --") == len(TrainingConfig.first) + 2  # --config and --print_config
+    assert f"--help all lists all {len(cli.leaves(TrainingConfig))} flags" in few
 
 
 COMMANDS = [file for file in sorted((ROOT / "scripts").glob("*.py")) if not file.stem.startswith("hello_")]
@@ -386,7 +390,8 @@ def test_a_command_whose_output_nobody_reads_ends_like_others(main, code):
 @pytest.mark.parametrize(("command", "default"), [(TrainingConfig, training_default), (RegressionConfig, None)])
 def test_help_has_the_defaults_of_a_run_without_flags(command, default):
     config = flat(load(command, [], default).model_dump())
-    for action in cli._parser(command, default)._actions:
+    preset = default({})[0] if default else None
+    for action in help_parser(command, preset)._actions:
         if action.dest in config:
             value, shown = config[action.dest], str(action.help).rpartition("(default: ")[2].removesuffix(")")
             text = " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
@@ -429,7 +434,7 @@ def test_a_run_resumed_without_its_flags_is_one_mistake(tmp_path):
 
 
 def test_help_has_every_kind_of_value_that_a_flag_takes():
-    text = " ".join(cli._parser(TrainingConfig, None).format_help().split())
+    text = " ".join(help_parser(TrainingConfig, None).format_help().split())
     for flag in (
         "checkpoint.background {auto,true,false}",
         "train.loss_chunk {INT,auto,null}",

@@ -82,6 +82,8 @@ class Command(Section):
 
     positional: ClassVar[str] = ""
     """Field that needs no flag on the command line, if any."""
+    first: ClassVar[tuple[str, ...]] = ()
+    """Fields that `--help` lists; `--help all` lists the others too. Empty: all of them."""
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         """User errors between several fields, as (field, value, hint)."""

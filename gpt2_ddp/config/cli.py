@@ -1,10 +1,9 @@
 """Configuration from YAML files and the command line: defaults < files, left to right < dotted flags.
 
-pydantic validates; argparse writes `--help`.
+pydantic validates; argparse splits the command line. `config.help` writes `--help`.
 """
 
 import argparse
-import json
 import os
 import re
 import select
@@ -19,7 +18,7 @@ import yaml
 from pydantic.fields import FieldInfo
 from yaml.constructor import ConstructorError
 
-from gpt2_ddp.config.base import Command, flat, join_errors, leaves, sections
+from gpt2_ddp.config.base import Command, join_errors, leaves, sections
 from gpt2_ddp.distributed.environment import is_main_process, record_exit, under_launcher
 from gpt2_ddp.distributed.process import CHILD, end_with_parent
 from gpt2_ddp.distributed.signals import exit_on_signal
@@ -85,7 +84,13 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         UserError: all user errors, up to MOST; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
-    arguments, unknown = _parser(command, default).parse_known_args(argv)
+    if place := next((at for at, word in enumerate(argv, 1) if word in ("-h", "--help")), 0):
+        from gpt2_ddp.config.help import help_parser
+
+        preset = default if isinstance(default, str | None) else default({})[0]
+        help_parser(command, preset, "all" in argv[place : place + 1]).print_help()
+        sys.exit(0)
+    arguments, unknown = _parser(command).parse_known_args(argv)
     flags = {name: value for name, value in vars(arguments).items() if name not in ("config", "print_config")}
     known = dict(leaves(command))
     if positional := flags.pop("positional", None):
@@ -211,46 +216,25 @@ class _Parser(argparse.ArgumentParser):
         raise UserError("command line", " ".join(sys.argv[1:]), f"{message}; --help lists all flags")
 
 
-def _parser(command: type[Command], default: Default) -> _Parser:
-    default = default if default is None or isinstance(default, str) else default({})[0]
-    preset = flat(read_yaml(default)) if default else {}
-    parser = _Parser(description=command.__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+def _parser(command: type[Command]) -> _Parser:
+    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
-    files = f"YAML file; repeatable, later files win (default: {default})" if default else "YAML file; repeatable"
-    parser.add_argument("--config", action="append", metavar="FILE", default=None, help=files)
-    parser.add_argument("--print_config", action="store_true", default=False, help="print the configuration and exit")
+    parser.add_argument("--config", action="append", default=None)
+    parser.add_argument("--print_config", action="store_true", default=False)
     if command.positional:
         many = get_origin(command.model_fields[command.positional].annotation) is tuple
-        text = f"the same as --{command.positional}"
-        parser.add_argument("positional", nargs="*" if many else "?", metavar=command.positional.upper(), help=text)
-    groups: dict[str, Any] = {"": parser}
+        parser.add_argument("positional", nargs="*" if many else "?")
     for name, field in leaves(command):
-        section = name.rpartition(".")[0]
-        if section not in groups:
-            model = command.model_fields[section].annotation
-            groups[section] = parser.add_argument_group(f"{section}: {model.__doc__}")
-        options: dict[str, Any] = {"metavar": _metavar(field), "dest": name}
-        extra = field.json_schema_extra
-        if alone := "true" if field.annotation is bool else extra.get("alone") if isinstance(extra, dict) else None:
-            options |= {"nargs": "?", "const": alone}
-        elif _takes_several(field):
-            options |= {"nargs": "+"}
-        shown = preset.get(name, field.default)
-        several = isinstance(shown, tuple | list)
-        shown = " ".join(map(str, shown)) or "none" if several else json.dumps(shown).strip('"')
-        text = f"{' '.join((field.description or '').split())} (default: {shown})"
-        groups[section].add_argument(f"--{name}", help=text.replace("%", "%%"), **options)
+        parser.add_argument(f"--{name}", dest=name, **flag_options(field))
     return parser
 
 
-def _metavar(field: FieldInfo) -> str:
-    """The kinds of values that a flag takes, like `INT` or `{auto,true,false}`."""
-    kinds = [kind for kind in get_args(field.annotation) or (field.annotation,) if kind is not Ellipsis]
-    inner = [part for kind in kinds for part in get_args(kind) or (kind,) if part is not Ellipsis]
-    words = (part if isinstance(part, str) else getattr(part, "__name__", "VALUE").upper() for part in inner)
-    kinds = {"STR": "TEXT", "BOOL": "true,false", "NONETYPE": "null"}
-    text = ",".join(dict.fromkeys(kinds.get(word, word) for word in words))
-    return f"{{{text}}}" if "," in text else text
+def flag_options(field: FieldInfo) -> dict[str, Any]:
+    """How many values argparse lets the field's flag take."""
+    extra = field.json_schema_extra
+    if alone := "true" if field.annotation is bool else extra.get("alone") if isinstance(extra, dict) else None:
+        return {"nargs": "?", "const": alone}
+    return {"nargs": "+"} if _takes_several(field) else {}
 
 
 def _takes_several(field: FieldInfo) -> bool:

@@ -265,6 +265,11 @@ class TrainingConfig(RunConfig):
 
     kind = "gpt2"
     kept = ("seed", "model", "optim", "train.global_batch_tokens", "eval.weights")
+    first = (
+        *("run_name", "data.path", "model.architecture", "model.n_layer", "model.n_head", "model.n_embd"),
+        *("model.block_size", "optim.lr", "train.steps", "train.global_batch_tokens", "train.micro_batch_size"),
+        *("train.mixed_precision", "train.max_minutes", "eval.every", "checkpoint.every"),
+    )
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
