@@ -3,19 +3,15 @@
 import argparse
 import os
 import resource
-import socket
-import sys
-import time
 import warnings
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Event, Thread
 
 import psutil
 import torch
-import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import (
@@ -29,9 +25,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import (
     CONNECTED,
-    LAST_SEEN,
     accelerate_words,
-    is_main_process,
     under_launcher,
     usable_cores,
     world_size,
@@ -42,12 +36,9 @@ USE_TORCHRUN = (
     "use `torchrun --nproc_per_node {n} SCRIPT` or `accelerate launch --multi_gpu --num_processes {n} SCRIPT`"
 )
 COLLECTIVE = timedelta(minutes=30)  # timeout of collectives
-CONNECTING = 300.0  # seconds for ranks to connect after the rendezvous, unless `train.patience_seconds` is set
-LEAST_CONNECTING = 30.0  # one rank may load libraries for longer than another
 GROUPS = 2  # process groups of a training: the default one and `ranks.control_group`
 STORE = 2  # connections of each rank to the rendezvous store, which rank 0 may serve: of torch and of the watchdog
 SPARE = 256  # descriptors for shards, libraries, pipes
-GRACE = 5.0  # further seconds before a rank ends without gloo's error
 
 
 def start_run(config: RunConfig) -> Accelerator:
@@ -60,51 +51,17 @@ def start_run(config: RunConfig) -> Accelerator:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     train = config.train
-    patience = max(train.patience_seconds or CONNECTING, LEAST_CONNECTING)
-    connected = Event()
-    if world_size() > 1:
-        Thread(target=_watch_connecting, args=(connected, patience), name="connecting", daemon=True).start()
-    timeout = timedelta(seconds=patience)
-    try:
-        accelerator = build_accelerator(
-            train.device, train.mixed_precision, section="train.", backend=config.backend, timeout=timeout
-        )
-    except RuntimeError as error:  # gloo has no error class
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
-            raise
-        mistake = _not_connected(str(error).splitlines()[0].rpartition("] ")[2])
-        if not is_main_process():  # `run_command` prints the main process's error only; here every rank has its own
-            print(f"error: {mistake}", file=sys.stderr)
-        raise mistake from error
-    finally:
-        connected.set()
-    if accelerator.num_processes > 1:  # from now on, the watchdog detects late ranks
-        _set_pg_timeout(COLLECTIVE)
+    build = partial(build_accelerator, train.device, train.mixed_precision, section="train.", backend=config.backend)
+    if world_size() == 1:
+        accelerator = build()
+    else:
+        from gpt2_ddp.distributed.connecting import connect
+
+        accelerator = connect(build, train.patience_seconds)
+        _set_pg_timeout(COLLECTIVE)  # from now on, the watchdog detects late ranks
     if accelerator.device.type == "cuda" and not train.deterministic:
         torch.set_float32_matmul_precision("high")  # TF32 where autocast does not reach
     return accelerator
-
-
-def _watch_connecting(connected: Event, seconds: float) -> None:
-    """Ends this rank if the ranks do not connect: gloo connects to an unreachable rank five times, each time for its
-    whole timeout. At the first connection, ranks of this machine that have ended are noticed within seconds."""
-    begun = time.monotonic()
-    while not connected.wait(0.5):
-        now = time.monotonic()
-        gone = [] if CONNECTED.is_set() else [rank for rank, seen in LAST_SEEN.items() if now > seen + GRACE]
-        if gone or now > begun + seconds + GRACE:
-            error = _not_connected(f"one of them has not answered within {seconds:.0f} s")
-            if gone:
-                error = UserError("processes", world_size(), f"rank {gone[0]} ended early; see its output")
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(2)
-
-
-def _not_connected(reason: str) -> UserError:
-    here = f"rank {os.environ.get('RANK', '?')} on {socket.gethostname()}"
-    hint = "open all ports between the machines, and name the interface that joins them in GLOO_SOCKET_IFNAME, or "
-    hint = f"{here} cannot connect to the others ({reason[-100:]}); {hint}NCCL_SOCKET_IFNAME for GPUs"
-    return UserError("processes", world_size(), hint)
 
 
 def build_accelerator(
