@@ -101,8 +101,7 @@ def finish_pending(run: Run) -> Ending | None:
     _evaluate_log_sample(run)
     if run.is_complete and (ruin := find_ruin(run)):
         return "diverged", ruin
-    is_best = progress.is_best and run.config.eval_patience is not None
-    if progress.pending.save or is_best or run.is_complete or stop.is_agreed:
+    if progress.pending.save or run.is_complete or stop.is_agreed:
         run.save()
     if run.is_complete:
         return "completed", ""
@@ -117,6 +116,7 @@ def _evaluate_log_sample(run: Run) -> None:
             scores = run.evaluate(stop.poll)
             has_row = bool(scores) or run.step > run.progress.first_step  # before the first step: scores only
             pending.row, pending.evaluate = (pending.row | scores if has_row else {}), False
+            pending.save = pending.save or (run.progress.is_best and run.config.eval_patience is not None)
         if pending.row:
             metrics.log(pending.row)
             pending.row = {}
