@@ -46,7 +46,8 @@ All fields of every training, section by section. Each field is a key of a YAML 
 
 - Order: defaults < YAML files (`--config FILE`, repeatable, later files win) < flags. Without `--config`, a script uses
   the preset that [commands.md](commands.md) names, so its defaults may differ from those below.
-- `--print_config` prints the resolved configuration. `--help all` prints these fields; `--help`, of train_gpt2.py, those that people type first.
+- `--print_config` prints the resolved configuration. `--help all` prints these fields,
+  `--help` those that people type first.
 - Unknown keys, wrong types and values out of range are user errors: one `error:` line each, exit code 2.
 - `null` means: no value. Separate the values of a list by spaces: `--optim.betas 0.9 0.95`.
 """
