@@ -6,18 +6,15 @@ metrics.jsonl ends with its `chain`, a hash of all lines up to it, so changed an
 
 import fcntl
 import hashlib
-import json
 import math
 import os
 import re
-import shutil
-import sys
 from collections.abc import Iterable, Iterator, MutableSequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from gpt2_ddp.files import free_name, fsync_file, parse_json, regular, writing
+from gpt2_ddp.files import parse_json, regular
 from gpt2_ddp.state import FIRST_CHAIN
 
 METRICS, SAMPLES, STATUS, CONFIG = "metrics.jsonl", "samples.jsonl", "status.json", "config.yaml"
@@ -106,16 +103,6 @@ def parse_lines(stream: Iterable[bytes]) -> Iterator[Line]:
         yield Line(number, text.decode(errors="replace"), row, torn=not line.endswith(b"\n"))
 
 
-def _is_sound(line: Line) -> bool:
-    """Whether the line is whole, and its row has a step and only numbers of JSON."""
-    if not line.row or line.torn or type(line.row.get("step")) is not int:
-        return False
-    with suppress(ValueError):
-        json.dumps(line.row, allow_nan=False)
-        return True
-    return False
-
-
 def head(file: Path, size: int) -> Iterator[bytes]:
     """The lines of a file's first `size` bytes; none if the file is missing."""
     if file.is_file():
@@ -134,26 +121,3 @@ def chain_of(file: Path, size: int) -> str:
         if own != chain or not line.endswith(b"\n"):
             return ""
     return "" if size else chain
-
-
-def repaired(file: Path, step: int, rollbacks: int) -> Iterator[Line]:
-    """The sound lines of a damaged file up to rollback number `rollbacks`, and those of steps until `step` after it."""
-    backs = [0, *(line.number for line in read_lines(file) if _is_sound(line) and is_rollback(line.row or {}))]
-    last = backs[: rollbacks + 1][-1]
-    for line in filter(_is_sound, read_lines(file)):
-        row = line.row or {}
-        if line.number <= last or (row["step"] <= step and not is_rollback(row)):
-            yield line
-
-
-def set_aside(file: Path, problem: str) -> None:
-    """Copies a damaged file, for repair, with a warning; moves what is no file. Raises: UserError."""
-    where, aside = "", free_name(file.with_name(f"{file.name}.damaged"))
-    with writing(file):
-        if file.is_file():
-            shutil.copyfile(file, aside)  # a copy: after a crash, the file still has the good rows
-            fsync_file(aside)
-            where = f"; a copy is in {aside.name}"
-        elif os.path.lexists(file):
-            where = f"; moved to {file.rename(aside).name}"
-    print(f"warning: {file}: {problem}{where}", file=sys.stderr)

@@ -21,8 +21,6 @@ from gpt2_ddp.checkpoint.run_files import (
     head,
     next_chain,
     read_lines,
-    repaired,
-    set_aside,
     split_chain,
 )
 from gpt2_ddp.checkpoint.run_folder import RunFolder
@@ -182,6 +180,7 @@ def _kept(file: Path, size: int, progress: Progress, problem: str) -> Iterator[b
     if not problem:
         yield from head(file, size)
         return
-    step = progress.step - bool(progress.pending.row)  # whose row follows the checkpoint
-    set_aside(file, f"{problem}; lines up to step {step} are kept")
-    yield from (f"{line.text}\n".encode() for line in repaired(file, step, progress.rollbacks))
+    from gpt2_ddp.checkpoint.repair import repaired
+
+    # a pending row follows the checkpoint
+    yield from repaired(file, problem, progress.step - bool(progress.pending.row), progress.rollbacks)
