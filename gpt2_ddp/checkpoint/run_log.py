@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,8 @@ class RunLog:
         self._chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
 
     def write_config(self, config: RunConfig) -> None:
-        """Records the resolved configuration; `--config` accepts the file."""
-        if self.is_main:
-            write_atomically(self.path / CONFIG, dump(config))
+        """Records the resolved configuration; `--config` accepts the file. Collective."""
+        on_main(lambda: write_atomically(self.path / CONFIG, dump(config)))
 
     def write_status(self, state: str, step: int, reason: str = "") -> None:
         """Records running (with the process's identity), completed, stopped, diverged or failed."""
@@ -126,21 +126,13 @@ class RunLog:
                 with writing(file):
                     fsync_file(file)
 
-    def start(self, row: Row, end: LogEnd, progress: Progress, config: RunConfig) -> None:
-        """Drops what follows the checkpoint (`resume`), and records the start and the configuration. Collective."""
-
-        def record() -> None:
-            self.resume(end, progress, row)
-            self.write_config(config)
-
-        on_main(record)
-
     def resume(self, end: LogEnd, progress: Progress, start: Row | None = None) -> None:
         """Drops the rows and samples after a checkpoint that has `end` and `progress`, and adds the row `start`, with
         the SHA-256 of the samples. In the same write: a kill leaves the old rows or these. A damaged file is copied
-        aside, with a warning."""
-        if not self.is_main:
-            return
+        aside, with a warning. Collective. Raises: UserError, on every rank."""
+        on_main(partial(self._resume, end, progress, start))
+
+    def _resume(self, end: LogEnd, progress: Progress, start: Row | None) -> None:
         self._folder.check_lock()
         file, samples = self.path / METRICS, self.path / SAMPLES
         self._samples, known = hashlib.sha256(), hashlib.sha256()

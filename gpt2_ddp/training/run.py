@@ -214,7 +214,8 @@ class Run:
         start = {"event": "start", **facts(config.kind, progress, self.setup, self.task.state_dict())}
         start |= {"steps": self.steps, "config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
         start |= {"commit": git_commit(), "hardware": describe_hardware(), **self.store.listing()}
-        self.log.start(start, self._start.state.log if self._start else LogEnd(), progress, config)
+        self.log.resume(self._start.state.log if self._start else LogEnd(), progress, start)
+        self.log.write_config(config)
         if parent and progress.branched_from:
             from gpt2_ddp.training.branch import describe_overrides, register_branch
 
@@ -236,7 +237,7 @@ class Run:
         self._is_started = True
         self.metrics.start_trackers(config, self.progress.run_id)
         self.log.write_status("running", self.step)
-        for line in (*describe_start(self), self.throughput.why_no_mfu()):
+        for line in describe_start(self):
             self.metrics.print(line)
 
     def finish(self, outcome: Outcome, reason: str = "") -> None:
@@ -417,4 +418,4 @@ def describe_start(run: Run) -> list[str]:
         resumes = f"the run resumes on any {nodes} machines, from the newest checkpoint"
         store = torchrun_option("rdzv_endpoint")
         lines.append(f"note: elastic: {resumes}; only the rendezvous machine, {store}, must stay up")
-    return lines
+    return [*lines, *filter(None, [run.throughput.why_no_mfu()])]
