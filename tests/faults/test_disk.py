@@ -70,7 +70,7 @@ def refused_everywhere(halfway: Path, config: TrainingConfig, wanted: tuple[str,
         assert re.match(at, said) or place in HARMLESS, (place, said)
         kept = list_checkpoints(run / "checkpoints")
         assert kept, place
-        assert all(verify(one).state["step"] == int(one.name[5:]) for one in kept), place
+        assert all(verify(one).step == int(one.name[5:]) for one in kept), place
         if not place.startswith(("unlink", "rmdir")):  # what could not be removed is there until the next start
             assert left_behind(run) == [], place
         status = (run / "status.json").read_text()
