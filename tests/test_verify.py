@@ -373,7 +373,8 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
     "a flipped bit": (flipped_bit, f"{STEP}/model.safetensors: its SHA-256 differs"),
     "a file of a checkpoint missing": (lambda run: (run / STEP / STATE).unlink(), f"{STEP}/state.json: is missing"),
     "digest and processes of a checkpoint": (
-     in_checkpoint((STATE, '"order_digest": "', '"order_digest": "ffff'), (STATE, '"processes": 2', '"processes": 1')),
+     lambda run: in_checkpoint((STATE, state_of(run)["feed"]["order_digest"], "f" * 64),
+                               (STATE, '"processes": 2', '"processes": 1'))(run),
      f"{STEP}/state.json: order_digest of step 10 is ffff", f"{STEP}/state.json: processes is 1, in metrics.jsonl"),
     "an early loss, chained": (in_rows(lambda rows: at(rows, 1).update(loss=1.0)), OTHER_ROWS),
     "the end cut off": (cut_off(1), NO_END),
