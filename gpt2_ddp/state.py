@@ -20,6 +20,7 @@ Integer = Annotated[int, Field(gt=-MOST, lt=MOST)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]  # JSON lacks infinity
+Units = Annotated[Finite, Field(ge=0, lt=MOST)]
 Sums = tuple[Finite, Finite, Finite]
 Numbers = tuple[Integer, Integer, Integer, Integer]
 FIRST_DIGEST = FIRST_CHAIN = "0" * 64
@@ -147,8 +148,8 @@ class OptimizerState(Section):
 class Losses(Section):
     """Sums of losses (sum, valid units, all units), and the number of steps that changed nothing."""
 
-    epoch: Sums = (0, 0, 0)
-    since_row: Sums = (0, 0, 0)
+    epoch: tuple[Finite, Units, Units] = (0, 0, 0)
+    since_row: tuple[Finite, Units, Units] = (0, 0, 0)
     skipped: Count = 0
 
 

@@ -10,7 +10,22 @@ from runs import newest_checkpoint
 
 from gpt2_ddp.state import GuardState, Losses, OptimizerState, State
 
-ODD: tuple[Any, ...] = (None, True, -1, 1.5, 2**62, 10**30, float("inf"), float("nan"), "x\n", [], [[5]], {}, {"a": 1})
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1.5,
+    2**62,
+    10**30,
+    1e300,
+    float("inf"),
+    float("nan"),
+    "x\n",
+    [],
+    [[5]],
+    {},
+    {"a": 1},
+)
 
 
 def golden(run: str) -> State:
