@@ -13,10 +13,16 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from gpt2_ddp.errors import truncate
 
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+MOST = 2**62  # far above all numbers of training; their sums fit 64 bits
+Count = Annotated[int, Field(ge=0, lt=MOST)]
+Positive = Annotated[int, Field(ge=1, lt=MOST)]
+Integer = Annotated[int, Field(gt=-MOST, lt=MOST)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Loss = Annotated[float, BeforeValidator(lambda value: math.inf if value is None else value)]  # JSON lacks infinity
-Sums = tuple[float, float, float]
+Units = Annotated[Finite, Field(ge=0, lt=MOST)]
+Sums = tuple[Finite, Finite, Finite]
+Numbers = tuple[Integer, Integer, Integer, Integer]
 FIRST_DIGEST = FIRST_CHAIN = "0" * 64
 """The order digest before the first step, and the chain before the first row."""
 NO_SAMPLES = hashlib.sha256().hexdigest()
@@ -119,7 +125,7 @@ class Progress(Section):
 class FeedState(Section):
     position: Count = 0
     skipped_ranges: list[tuple[Count, Count]] = []
-    order_digest: str = FIRST_DIGEST
+    order_digest: Digest = FIRST_DIGEST
 
     @property
     def consumed(self) -> int:
@@ -131,28 +137,28 @@ class GuardState(Section):
     judged: Count = 0
     first_bad: Count | None = None
     losses: Sums = (0, 0, 0)  # running statistics of the good steps' losses
-    numbers: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * 2  # of the steps without a verdict
+    numbers: tuple[Numbers, Numbers] = ((0, 0, 0, 0), (0, 0, 0, 0))  # of the steps without a verdict
 
 
 class OptimizerState(Section):
     norms: Sums = (0, 0, 0)  # running statistics of the good gradients' norms
-    scaler: dict[str, float] | None = None  # the loss scaler's, under fp16
+    scaler: dict[str, int | Finite] | None = None  # the loss scaler's, under fp16
 
 
 class Losses(Section):
     """Sums of losses (sum, valid units, all units), and the number of steps that changed nothing."""
 
-    epoch: Sums = (0, 0, 0)
-    since_row: Sums = (0, 0, 0)
+    epoch: tuple[Finite, Units, Units] = (0, 0, 0)
+    since_row: tuple[Finite, Units, Units] = (0, 0, 0)
     skipped: Count = 0
 
 
 class LogEnd(Section):
     """The rows and samples before the checkpoint: the last row's chain, and the lengths of the files in bytes."""
 
-    chain: str = FIRST_CHAIN
+    chain: Digest = FIRST_CHAIN
     bytes: Count = 0
-    samples_sha256: str = NO_SAMPLES
+    samples_sha256: Digest = NO_SAMPLES
     samples_bytes: Count = 0
 
 
@@ -194,7 +200,7 @@ class JobData(TaskState):
     """Batch and learning rate of all processes of a small job, and identity of its data."""
 
     global_batch_size: Positive
-    lr: float
+    lr: Finite
     data_hash: str
     classes: list[str] | None = None
     image_shape: tuple[Positive, Positive, Positive] | None = None
@@ -234,7 +240,10 @@ class State(Section):
     @staticmethod
     def parse(text: str | bytes) -> "State":
         """The state in a file's text. Raises: ValueError that names the first wrong field."""
-        fields = json.loads(text)
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"cannot be read ({error})") from error
         kind = fields.get("kind") if isinstance(fields, dict) else None
         try:
             return KINDS.get(str(kind), State).model_validate_json(text, strict=True)

@@ -56,7 +56,7 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "training/guard.py": (14, [*LATE, GUARD, "-k", "judge or knows_where or job or all_the_same or kept"]),
     "training/optimizer.py": (20, ["tests/test_optim.py", GUARD, "-k", STATISTICS]),
     "checkpoint/checkpoint.py": (18, ["tests/test_checkpoint.py", "-k", "not killed"]),
-    "checkpoint/checkpointer.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
+    "checkpoint/store.py": (18, ["tests/test_checkpoint.py", "-k", "not (all_ranks or bit)"]),
     "model/evaluate.py": (
         18,
         ["tests/test_evaluate.py", "tests/test_mixture.py", "-k", "not hang and (evaluate or of_a_mixture)"],
@@ -64,14 +64,12 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "model/optim.py": (16, ["tests/test_optim.py"]),
     "model/muon.py": (14, ["tests/test_optim.py", "tests/test_loop.py", "-k", "optim or accumulation"]),
     "checkpoint/run_files.py": (16, ["tests/test_rows.py", *CHAIN]),
-    "checkpoint/run_folder.py": (8, CHAIN),
+    "checkpoint/run_log.py": (8, CHAIN),
     "reports/verify_rows.py": (20, ["tests/test_verify.py"]),
     "reports/verify_checkpoints.py": (20, ["tests/test_verify.py"]),
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
-PARTS = {
-    "checkpoint/run_folder.py": {"cut_rows", "append", "_chained", "record_start", "record_end", "record_completed"}
-}
+PARTS = {"checkpoint/run_log.py": {"append", "append_sample", "append_rollback", "_chained", "end", "resume", "_kept"}}
 """The functions of a module that are changed; all of it where it is not named."""
 EQUIVALENT: list[tuple[str, str, str, str]] = [
     (
@@ -119,12 +117,6 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
         "Accelerate's step is the same, and slower",
     ),
     (
-        "training/loop.py",
-        "return False",
-        "return None",
-        "read as a condition",
-    ),
-    (
         "checkpoint/checkpoint.py",
         "if tensor.nbytes and int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:",
         "if tensor.nbytes and True:",
@@ -153,12 +145,6 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
         "self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)",
         "self._values = torch.empty(values.shape, pin_memory=True)",
         "losses are fp32, which is the default",
-    ),
-    (
-        "checkpoint/checkpoint.py",
-        "STATE: [json.dumps(snapshot.state, indent=1).encode()],",
-        "STATE: [json.dumps(snapshot.state).encode()],",
-        "the layout of state.json",
     ),
     (
         "model/optim.py",

@@ -25,7 +25,7 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.state import FIRST_CHAIN
+from gpt2_ddp.state import FIRST_CHAIN, FeedState, GPTData, Progress, Setup, State
 
 KINDS: dict[str, tuple[type[JobConfig], dict[str, Any]]] = {
     "regression": (
@@ -165,6 +165,20 @@ def untimed(run: Path, file: str = "metrics.jsonl") -> list[dict]:
 def state_of(run: Path) -> dict[str, Any]:
     """The state in the newest checkpoint."""
     return json.loads((newest_checkpoint(run) / "state.json").read_text())
+
+
+def lasting_state(checkpoint: Path) -> dict[str, Any]:
+    """The state in a checkpoint without run id and log, which differ between a run left alone and one resumed."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["progress"]["run_id"], state["log"]
+    return state
+
+
+def gpt_state(step: int = 0, epoch_size: int = 1000, **sections: Any) -> State:
+    """The state of a GPT run after a step, with defaults for what is not given."""
+    task = GPTData(tokenizer="none", tokenizer_sha256="", vocab_size=512, data_manifest="", micro_batch=1)
+    sections = {"progress": Progress(step=step), "feed": FeedState(), "setup": Setup(epoch_size=epoch_size)} | sections
+    return State.of("gpt2", **{"task": task} | sections)
 
 
 def newest_checkpoint(run: Path) -> Path:

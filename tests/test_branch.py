@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import in_turn, run_ranks, run_until_killed
-from runs import TIMINGS, said, same, train, train_with_faults, training_config, untimed
+from runs import TIMINGS, gpt_state, said, same, train, train_with_faults, training_config, untimed
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint
@@ -32,6 +32,7 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_rows import Records, replay_order
+from gpt2_ddp.state import GuardState, LogEnd, Pending, Progress
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
@@ -45,8 +46,8 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / f"checkpoints/step-{step:08d}"
 
 
-def state(run: Path, step: int) -> dict:
-    return json.loads((checkpoint(run, step) / "state.json").read_text())
+def progress(run: Path, step: int) -> dict:
+    return json.loads((checkpoint(run, step) / "state.json").read_text())["progress"]
 
 
 @pytest.fixture
@@ -73,14 +74,14 @@ def test_with_the_same_schedule_it_is_the_parent_that_goes_on(tmp_path, branchin
         assert same(*(load_file(checkpoint(tmp_path / name, 10) / file) for name in ("long", "branch")))
 
     begun = checkpoint(tmp_path / "long", 5)
-    origin = {"from": str(begun), "run_id": state(tmp_path / "long", 5)["run_id"], "step": 5}
+    origin = {"parent": str(begun), "run_id": progress(tmp_path / "long", 5)["run_id"], "step": 5}
     origin["checkpoint_sha256"] = sha256_file(begun / MANIFEST)
-    stood = {"position": 60, "passed": [], "order_digest": whole[5]["order_digest"]}
+    stood = {"position": 60, "skipped_ranges": [], "order_digest": whole[5]["order_digest"]}
     assert event == {"event": "branch"} | origin | stood
-    assert state(tmp_path / "branch", 10)["branched_from"] == origin
-    assert state(tmp_path / "branch", 10)["run_id"] != origin["run_id"]
+    assert progress(tmp_path / "branch", 10)["branched_from"] == origin
+    assert progress(tmp_path / "branch", 10)["run_id"] != origin["run_id"]
     (line,) = (tmp_path / "long" / BRANCHES).read_text().splitlines()
-    assert json.loads(line)["run_id"] == state(tmp_path / "branch", 10)["run_id"]
+    assert json.loads(line)["run_id"] == progress(tmp_path / "branch", 10)["run_id"]
     for name in ("long", "branch"):
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
 
@@ -114,7 +115,7 @@ def test_another_schedule_and_a_branch_of_a_branch(tmp_path, branching, capsys):
         assert [row["order_digest"] for row in found] == digests[begin : end + 1]
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
         assert f"note    the parent checkpoint {begun} is unchanged: verify" in capsys.readouterr().out
-    assert state(tmp_path / "second", 9)["branched_from"]["from"] == str(checkpoint(tmp_path / "branch", 8))
+    assert progress(tmp_path / "second", 9)["branched_from"]["parent"] == str(checkpoint(tmp_path / "branch", 8))
     assert untimed(tmp_path / "branch")[-1]["step"] == 9  # it goes on with its own checkpoints
     (checkpoint(tmp_path / "branch", 8) / MANIFEST).write_text("{}")
     assert verify_run(VerifyConfig(run=str(tmp_path / "second"))) == 0
@@ -159,8 +160,8 @@ def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path,
     calls = [(train_with_faults, branching(changes), (60, 96)), (train, second)]
     assert run_ranks(in_turn, 1, *calls) == [["completed"] * 2]
     (event,) = [row for row in untimed(tmp_path / "branch") if "event" in row]
-    assert (event["step"], event["passed"]) == (5, [60, 120])
-    assert untimed_events(tmp_path / "second")[0]["passed"] == [[60, 120]]
+    assert (event["step"], event["skipped_range"]) == (5, [60, 120])
+    assert untimed_events(tmp_path / "second")[0]["skipped_ranges"] == [[60, 120]]
     for name in ("branch", "second"):
         assert verify_run(VerifyConfig(run=str(tmp_path / name))) == 0
 
@@ -168,17 +169,17 @@ def test_a_branch_goes_back_to_its_beginning_and_is_branched_off_again(tmp_path,
 def test_a_forged_beginning_is_a_defect(corpus, tmp_path):
     """Of a branch whose parent had passed over two stretches, one of them widened by a second rollback."""
     order = Order(1337, (read_manifest(corpus).tokens("train") - 1) // 32)
-    feed, passed = Feed(order, GlobalBatch(24, contiguous(1, 1))), []
+    feed, skipped = Feed(order, GlobalBatch(24, contiguous(1, 1))), []
     for step in range(6):
         for gap in {2: [(48, 96)], 4: [(144, 150), (150, 200)]}.get(step, []):
             feed.skip_range(*gap)
-            passed.append(list(gap))
+            skipped.append(list(gap))
         feed.next_step()
-    event = {"event": "branch", "step": 6, "position": feed.position, "passed": passed}
+    event = {"event": "branch", "step": 6, "position": feed.position, "skipped_ranges": skipped}
     records = {"line 1": event | {"order_digest": feed.order_digest}}
     for step in (7, 8):
         feed.next_step()
-        row = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest, "passed": passed}
+        row = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest, "skipped_ranges": skipped}
         records[f"line {step}"] = row
 
     config = training_config(corpus, tmp_path, {"train.global_batch_tokens": 24 * 32})
@@ -193,11 +194,11 @@ def test_a_forged_beginning_is_a_defect(corpus, tmp_path):
         {"position": feed.position},
         {"step": 5},
         {"order_digest": "f" * 64},
-        {"passed": [[48, 96], [144, 200]]},
-        {"passed": [[48, 97], [144, 150], [150, 199]]},
-        {"passed": "all"},
-        {"passed": None},
-        {"passed": [[96, 48], [144, 150], [150, 200]]},
+        {"skipped_ranges": [[48, 96], [144, 200]]},
+        {"skipped_ranges": [[48, 97], [144, 150], [150, 199]]},
+        {"skipped_ranges": "all"},
+        {"skipped_ranges": None},
+        {"skipped_ranges": [[96, 48], [144, 150], [150, 200]]},
     ):
         found = defects(records | {"line 1": records["line 1"] | altered})
         assert found, altered
@@ -231,7 +232,7 @@ def test_mistakes(branching, case):
 
     def begin() -> None:
         config = branching(changes)
-        Pretraining(config, ALONE, find_parent(config)[1])
+        Pretraining(config, ALONE, branch_off(find_parent(config), config))
 
     with pytest.raises(UserError) as raised:
         begin()
@@ -243,18 +244,18 @@ def test_mistakes(branching, case):
 def test_a_parent_that_cannot_be_written_is_told_by_a_warning(tmp_path, branching, capsys):
     (tmp_path / "long" / BRANCHES).mkdir()
     config = branching()
-    register_branch(find_parent(config)[0], tmp_path / "branch", "abc")
+    register_branch(find_parent(config), tmp_path / "branch", "abc")
     assert capsys.readouterr().err.startswith(f"warning: {tmp_path}/long/{BRANCHES} cannot be written (Is a directory)")
     copy = tmp_path / "step-00000005"
     shutil.copytree(checkpoint(tmp_path / "long", 5), copy)
-    register_branch(find_parent(branching({"train.branch_from": str(copy)}))[0], tmp_path / "branch", "abc")
+    register_branch(find_parent(branching({"train.branch_from": str(copy)})), tmp_path / "branch", "abc")
     assert not (tmp_path / BRANCHES).exists()
 
 
 def test_the_newest_intact_checkpoint_of_a_run_is_taken(tmp_path, branching, capsys):
     weights = checkpoint(tmp_path / "long", 10) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    parent = find_parent(branching({"train.branch_from": str(tmp_path / "long")}))[0]
+    parent = find_parent(branching({"train.branch_from": str(tmp_path / "long")}))
     assert parent.path == checkpoint(tmp_path / "long", 5)
     assert "step-00000010" in capsys.readouterr().err
     assert weights.exists()  # the folder may be of a run that is running
@@ -262,13 +263,15 @@ def test_the_newest_intact_checkpoint_of_a_run_is_taken(tmp_path, branching, cap
 
 def test_what_a_branch_begins_with(branching):
     """All that the next step depends on, and nothing of what befell the parent."""
-    parent = find_parent(branching())[0]
-    befell = {"rollbacks": 2, "owed": {"sample": True}, "run_id": "abc", "val_loss": 5.0, "skipped": 3}
-    begun = branch_off(replace(parent, state=parent.state | befell), branching())
-    own = {"rollbacks": 0, "owed": None, "run_id": "", "metrics_chain": None}
-    own |= {"val_loss": None, "metrics": {}, "best_evaluation": None}
-    assert begun.state == parent.state | befell | own | {"branched_from": begun.state["branched_from"]}
-    assert begun.state["branched_from"]["run_id"] == "abc"
+    parent, befell = find_parent(branching()), Progress(run_id="abc", step=5, rollbacks=2, pending=Pending(sample=True))
+    befell.add_scores({"val_loss": 5.0})
+    of_parent = parent.state.model_copy(update={"progress": befell})
+    begun = branch_off(replace(parent, state=of_parent), branching()).state
+    origin = begun.progress.branched_from
+    own = {"progress": Progress(step=5, branched_from=origin), "log": LogEnd()}
+    assert begun == of_parent.model_copy(update=own)
+    assert origin
+    assert origin.run_id == "abc"
 
 
 # The schedule of a run that goes on
@@ -295,12 +298,11 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
     """So no step of the past is another, which is computed here."""
     warm_up = {"optim.warmup_steps": 5, "train.global_batch_tokens": 24 * 32}
     changes = warm_up | changes
-    state = {"step": step, "epoch_size": 1900}
     started = Pretraining(tiny_config(changes | before), ALONE, None)
     started._resolve_schedule(1900)
-    saved = Checkpoint(Path("saved"), state | {"kind": "gpt2"}, started.config.model_dump(mode="json"))
+    saved = Checkpoint(Path("saved"), gpt_state(step, 1900), started.config.model_dump(mode="json"))
     config = tiny_config(changes | now)
-    config.check_resumable(saved.kind, saved.config, saved.state["step"])
+    config.check_resumable(saved.kind, saved.config, saved.step)
     resumed = Pretraining(config, ALONE, saved)
     assert resumed.config.optim.decay_steps == length
     assert all(started.lr_at(past) == resumed.lr_at(past) for past in range(1, step + 1))
@@ -328,7 +330,7 @@ def test_an_end_that_steps_depend_on_cannot_be_moved(tiny_config):
 def test_the_beginning_of_a_branch_can_be_gone_back_to():
     """Though it is in a stretch of bad steps already: whoever branched off there wanted that."""
     accelerator: Any = SimpleNamespace(device=torch.device("cpu"), is_main_process=True, num_processes=1)
-    guard = Guard(GuardConfig(), accelerator)
     for begins, good in ((0, 8), (10, 10)):
-        guard.load_state_dict({"judged": 11, "first_bad": 9}, begins)
+        guard = Guard(GuardConfig(), accelerator, begins)
+        guard.load_state_dict(GuardState(judged=11, first_bad=9))
         assert guard.last_good == good

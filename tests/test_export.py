@@ -23,7 +23,7 @@ from huggingface_hub import constants
 from models import random_tokens, tiny
 from nasty import CL100K_PATTERN
 from ranks import run_ranks
-from runs import training_config
+from runs import gpt_state, training_config
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot, find_checkpoint, write
@@ -40,6 +40,7 @@ from gpt2_ddp.model.generate import Sampling, generate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import from_transformers, to_transformers
 from gpt2_ddp.preparation.prepare import write_characters
+from gpt2_ddp.state import FeedState, Progress, Scores
 from gpt2_ddp.tasks.trained_model import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -49,12 +50,11 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
     """A checkpoint of the model; of a run of which nothing else is left."""
     changes = {"model": model.config.model_dump(), "train.global_batch_tokens": model.config.block_size}
     config = training_config(folder / "no_data", folder, changes)
-    state = {
-        "step": 7, "kind": "gpt2", "position": 30, "tokens": 480, "epoch_size": 12, "order_digest": "0f" * 32,
-        "data_manifest": "ab" * 32,
-        "metrics": {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None},
-        "tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size,
-    }  # fmt: skip
+    task = {"tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+    scores: Scores = {"val_loss": 3.25, "val_tokens": 1000, "val_bits_per_byte": None}
+    progress, feed = Progress(step=7, scores=scores), FeedState(position=30, order_digest="0f" * 32)
+    state = gpt_state(epoch_size=12, progress=progress, feed=feed)
+    state.task = state.task.model_copy(update=task | {"data_manifest": "ab" * 32})
     files = (file,) if file else ()
     saved = yaml.safe_dump(config.model_dump(mode="json"))
     write(Snapshot(state, saved, model.state_dict(), {}, files), folder / "run")

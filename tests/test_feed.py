@@ -1,6 +1,5 @@
 """The feed: each item once per epoch, whatever the ranks, micro-batches, workers and restarts."""
 
-import json
 import math
 import multiprocessing
 import random
@@ -31,7 +30,7 @@ from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.memory import micro_batches
 from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify_rows import consumed_after
-from gpt2_ddp.state import FIRST_DIGEST
+from gpt2_ddp.state import FIRST_DIGEST, FeedState
 from gpt2_ddp.tasks.supervised import contiguous, smallest_micro_batch
 
 SHARES = {"interleaved": interleaved, "contiguous": contiguous}
@@ -603,8 +602,8 @@ def test_a_state_is_restored_from_json():
     feed.next_step()
     feed.skip_range(6, 9)
     again = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 4)))
-    again.load_state_dict(json.loads(json.dumps(feed.state_dict())) | {"step": 1})
-    expected = {"position": 4, "passed": [(6, 9)], "order_digest": feed.order_digest}
+    again.load_state_dict(FeedState.model_validate_json(feed.state_dict().model_dump_json()))
+    expected = FeedState(position=4, skipped_ranges=[(6, 9)], order_digest=feed.order_digest)
     assert again.state_dict() == feed.state_dict() == expected
     assert again.next_step().items.tolist() == feed.next_step().items.tolist()
 

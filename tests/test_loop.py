@@ -23,7 +23,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
-from gpt2_ddp.state import Pending
+from gpt2_ddp.state import Pending, Progress
 from gpt2_ddp.training.loop import Result, finish_pending
 
 
@@ -301,13 +301,13 @@ def test_a_run_begins_with_a_row_only_where_there_are_scores():
         run: Any = SimpleNamespace(
             metrics=SimpleNamespace(log=logged.append),
             stop=SimpleNamespace(poll=None, is_agreed=False, sync=lambda: synced.append("sync")),
-            pending=Pending({"step": step}, evaluate=True),
+            progress=Progress(step=step, pending=Pending(row={"step": step}, evaluate=True)),
             step=step,
-            first_step=0,
             early_end="",
+            is_complete=False,
             evaluate=lambda poll, s=scores: s,
         )
-        finish_pending(run)
-        assert not run.pending
+        assert finish_pending(run) is None
+        assert not run.progress.pending
     assert logged == [{"step": 0, "val_loss": 1.0}, {"step": 5}]
     assert synced == ["sync"] * 3  # a stop that came during the evaluation is agreed on at once

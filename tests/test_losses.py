@@ -112,13 +112,14 @@ def best_after(*losses: float, tokens: int = 100, best: Best = NONE) -> Best:
 
 
 def test_the_best_evaluation():
-    assert best_after(3.0, 2.0, 2.0, 2.5) == Best(2, 2.0, 100, since=2)
-    assert best_after(3.0, math.nan, math.inf) == Best(1, 3.0, 100, since=2)
-    assert best_after(math.nan, 3.0) == Best(2, 3.0, 100)
+    assert best_after(3.0, 2.0, 2.0, 2.5) == Best(step=2, val_loss=2.0, tokens=100, since=2)
+    assert best_after(3.0, math.nan, math.inf) == Best(step=1, val_loss=3.0, tokens=100, since=2)
+    assert best_after(math.nan, 3.0) == Best(step=2, val_loss=3.0, tokens=100)
     assert best_after(math.nan) == NONE
     assert NONE.after(1, {}) == NONE
-    assert NONE.after(1, {"val_loss": 1.5, "val_accuracy": 0.5}) == Best(1, 1.5)
-    assert best_after(9.0, tokens=50, best=best_after(1.0, 1.1)) == Best(3, 9.0, 50), "others do not compare"
+    assert NONE.after(1, {"val_loss": 1.5, "val_accuracy": 0.5}) == Best(step=1, val_loss=1.5)
+    others = best_after(9.0, tokens=50, best=best_after(1.0, 1.1))
+    assert others == Best(step=3, val_loss=9.0, tokens=50), "others do not compare"
 
 
 SCRIPT = {0: 4.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 2.25, 10: 2.75, 12: 1.5}
@@ -171,7 +172,7 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     assert f"lowest val_loss: 2.0000, in {run / 'checkpoints/step-00000004'}\n" in out + errors
     assert json.loads((run / "status.json").read_text()) == {"state": "completed", "step": 8, "reason": reason}
     assert steps_of(list_checkpoints(run / "checkpoints")) == [4, 8], "the best and the newest"
-    assert state_of(run)["best_evaluation"] == [4, 2.0, 512, 2]
+    assert state_of(run)["progress"]["best"] == {"step": 4, "val_loss": 2.0, "tokens": 512, "since": 2}
     assert [row["step"] for row in rows(run)] == list(range(9))
     assert [row["step"] for row in rows(run, "samples.jsonl")] == [8], "of the end"
 

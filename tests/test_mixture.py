@@ -6,8 +6,9 @@ import json
 import math
 import os
 import random
+import re
 import shutil
-from collections.abc import Iterator
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from ranks import in_turn, run_ranks
-from runs import change, edit_manifest, edit_rows, permuted, reseal, rows, train, training_config, verified
+from runs import change, edit_manifest, edit_rows, gpt_state, permuted, reseal, rows, train, training_config, verified
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
@@ -26,6 +27,7 @@ from gpt2_ddp.data.mixture import (
     MixedOrder,
     MixedWindows,
     Phase,
+    check_goes_on,
     normal,
     phases_of,
     read_manifests,
@@ -37,6 +39,7 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import Evaluation, mixed
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
+from gpt2_ddp.state import FeedState, Mixture
 
 WINDOWS = [997, 300, 50]
 PHASES = [Phase(0, normal([0.7, 0.2, 0.1])), Phase(3000, normal([0, 0.5, 0.5])), Phase(5000, normal([0.3, 1, 1e-4]))]
@@ -358,7 +361,7 @@ def test_the_same_windows_on_other_numbers_of_ranks(whole, sources, tmp_path):
 def weights_of_a_state(checkpoint: Path) -> None:
     file = checkpoint / "state.json"
     state = json.loads(file.read_text())
-    state["mixture"]["phases"][0][1] = ["1/2", "2/5", "1/10"]
+    state["task"]["mixture"]["phases"][0][1] = ["1/2", "2/5", "1/10"]
     file.write_text(json.dumps(state))
     reseal(file)
 
@@ -433,23 +436,9 @@ def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
         verified(whole, capsys, data=moved[0])
 
 
-def going_on(config: TrainingConfig, state: dict[str, Any]) -> Iterator[str]:
-    """What `check_goes_on` says of a run over sources of 100, 50 and 20 windows that stands at `state`."""
-    from gpt2_ddp.data.mixture import Identity, check_goes_on
-
-    hashes, windows = ["a", "b", "c"][: len(config.data.paths)], [100, 50, 20]
-    phases = phases_of(config, windows[: len(hashes)])
-    try:
-        check_goes_on(config, state, Identity(hashes, [(one.begins, [str(w) for w in one.weights]) for one in phases]))
-    except UserError as error:
-        yield str(error)
-
-
-STATE = {"mixture": {"manifests": ["a", "b"], "phases": [[0, ["7/10", "3/10"]], [2000, ["1/2", "1/2"]]]}}
-
-
+BEFORE = Mixture(manifests=["a", "b"], phases=[(0, ["7/10", "3/10"]), (2000, ["1/2", "1/2"])])
 SEVEN, THREE = {"path": ["x", "y"], "weights": [7, 3]}, {"path": ["x", "y", "z"], "weights": [7, 3, 0]}
-ONE_FOLDER = {"mixture": None, "data_manifest": "a"}
+ONE_FOLDER = {"mixture": None}
 
 
 @pytest.mark.parametrize(("state", "data", "refused"), [
@@ -457,7 +446,7 @@ ONE_FOLDER = {"mixture": None, "data_manifest": "a"}
     ({"position": 900}, SEVEN | {"phases": ["8000:1:2"]}, None),
     ({"position": 2000}, SEVEN | {"phases": ["16000:1:9"]}, None),
     ({"position": 2001}, SEVEN | {"phases": ["16000:1:9"]}, "data.phases = 1/10 9/10 from token 16000 on:"),
-    ({"position": 900, "passed": [[900, 2100]]}, SEVEN, "data.phases = none: the run had 1/2 1/2 from"),
+    ({"position": 900, "skipped_ranges": [(900, 2100)]}, SEVEN, "data.phases = none: the run had 1/2 1/2 from"),
     ({"position": 900}, {"weights": [6, 3]}, "data.weights = 2/3 1/3 from token 0 on: the run had 7/10 3/10 from"),
     ({"position": 900}, {}, "data.weights = 2/3 1/3 "),
     ({"position": 900}, THREE | {"phases": ["8000:0:0:1"]}, None),
@@ -473,9 +462,13 @@ def test_what_a_run_goes_on_with(tmp_path, state, data, refused):
     """Other weights begin behind what the run has been at, also before it went back; sources come at the end."""
     values = {"path": ["x", "y"], "weights": [], "phases": []} | data
     config = config_of([], tmp_path, **{f"data__{name}": value for name, value in values.items()})
-    found = list(going_on(config, STATE | state))
-    assert bool(found) == (refused is not None), found
-    assert refused is None or found[0].startswith(refused)
+    hashes, windows = ["a", "b", "c"][: len(config.data.paths)], [100, 50, 20]
+    phases = phases_of(config, windows[: len(hashes)])
+    now = Mixture(manifests=hashes, phases=[(one.begins, [str(w) for w in one.weights]) for one in phases])
+    saved = gpt_state(feed=FeedState.model_validate(state))
+    saved.task = saved.task.model_copy(update={"data_manifest": "a", "mixture": BEFORE} | state)
+    with pytest.raises(UserError, match="^" + re.escape(refused)) if refused else nullcontext():
+        check_goes_on(config, saved, now)
 
 
 def test_a_run_over_one_folder_goes_on_with_several(sources, tmp_path, capsys):
@@ -511,8 +504,3 @@ def test_only_the_last_few_blocks_are_kept():
     for block in range(40):
         order.items_at(np.arange(1000 * block, 1000 * block + 4))
         assert len(order._blocks) <= 8
-
-
-def test_a_state_that_tells_of_no_data_goes_on_with_any(tmp_path):
-    config = config_of([], tmp_path, data__path=["x", "y"], data__weights=[1, 1], data__phases=[])
-    assert list(going_on(config, {"position": 900})) == []

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.store import Checkpointer
+from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.training import TrainingConfig
 
 CHANGES = {
@@ -53,7 +53,7 @@ def train_by_the_clock(config: TrainingConfig) -> str:
         return evaluate(*arguments)
 
     loop.train_step, pretraining.evaluate = train_step, evaluate_slowly
-    Checkpointer._delete_except = lambda self, keep: None  # the first checkpoint is read below
+    CheckpointStore._delete_except = lambda self, keep: None  # the first checkpoint is read below
     with contextlib.redirect_stdout(io.StringIO()) as said:
         loop.train(config, pretraining.Pretraining)
     return said.getvalue()

@@ -349,7 +349,7 @@ def test_tokenizers_that_differ(tmp_path: Path) -> None:
     states = [run / "checkpoints" / "step-00000100" / "state.json" for run in runs]
     for state, sha in zip(states, ("1" * 64, "2" * 64), strict=True):
         state.parent.mkdir(parents=True)
-        state.write_text(json.dumps({"tokenizer_sha256": sha}))
+        state.write_text(json.dumps({"task": {"tokenizer_sha256": sha}}))
     never = make_run(tmp_path / "never", [{"step": 10, "loss": 1.0}])
     picture = draw(read_runs([*runs, never]), "steps")
     loss, *_ = picture.figure.axes

@@ -135,7 +135,7 @@ def test_a_regression_on_two_processes_finds_the_line(tmp_path):
     assert (weight, bias) == (pytest.approx(2, abs=0.02), pytest.approx(3, abs=0.02))
     assert loss == pytest.approx(0.01, abs=0.001)
     state = json.loads((tmp_path / "regression/checkpoints/step-00001252/state.json").read_text())
-    assert state["processes"] == 2
+    assert state["setup"]["processes"] == 2
 
 
 LENET = ("--config", "configs/jobs/cifar100_lenet.yaml")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from ranks import in_turn, run_ranks
-from runs import job_config, same, state_of, train, training_config, untimed, weights
+from runs import job_config, lasting_state, same, state_of, train, training_config, untimed, weights
 
 from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed.launch import build_accelerator
@@ -18,7 +18,7 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     """Trains; what follows step `step` sends SIGTERM to this process, if it is that rank, when it is halfway `during`
     an evaluation (or its tasks), a sample or a save. Returns the outcome, and how often the rest was polled."""
     from gpt2_ddp import scoring
-    from gpt2_ddp.checkpoint import checkpointer as checkpoint
+    from gpt2_ddp.checkpoint import store
     from gpt2_ddp.training import run, stop
 
     now = {"run": None, "in": "", "polls": 0, "after": 0}
@@ -51,7 +51,7 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
     run.Run.build, stop.StopRequest.poll = built, polled
     run.Run.evaluate, run.Run.sample = entering("evaluate", run.Run.evaluate), entering("sample", run.Run.sample)
     scoring.answer = entering("tasks", scoring.answer)
-    checkpoint.Checkpointer.save = entering("save", checkpoint.Checkpointer.save)
+    store.CheckpointStore.save = entering("save", store.CheckpointStore.save)
     return train(config), now["after"]
 
 
@@ -75,24 +75,21 @@ def test_what_a_stop_breaks_off_is_done_by_the_resumed_run(corpus, tmp_path, sto
         assert all(after <= 2 for _, after in ends)  # it does not go on to its end
         status = json.loads((run / "status.json").read_text())
         assert (status["state"], status["step"]) == ("stopped", step)
-        assert (state_of(run)["owed"] is None) == (during == "save")
+        assert any(state_of(run)["progress"]["pending"].values()) == (during != "save")
         if during in ("evaluate", "tasks") and step:
             assert not any(row["step"] == step for row in untimed(run))
     assert [end for end, _ in run_ranks(train_and_stop, 2, config, "", 0, 0)] == ["completed"] * 2
     for file in ("metrics.jsonl", "samples.jsonl"):
         assert untimed(run, file) == untimed(undisturbed, file)
     assert same(weights(run), weights(undisturbed))
-    own = {"run_id": "", "metrics_chain": ""}
     for checkpoint in (undisturbed / "checkpoints").iterdir():
-        places = [checkpoint, run / "checkpoints" / checkpoint.name]
-        ours, theirs = (json.loads((place / "state.json").read_text()) | own for place in places)
-        assert ours == theirs
+        assert lasting_state(checkpoint) == lasting_state(run / "checkpoints" / checkpoint.name)
 
 
 def test_a_stop_in_a_jobs_evaluation_is_heard(tmp_path, trained_job):
     config = job_config("regression", tmp_path, {"train.epochs": 2})
     assert run_ranks(train_and_stop, 1, config, "evaluate", 9, 0)[0][0] == "stopped"
-    assert state_of(tmp_path / "run")["owed"]
+    assert any(state_of(tmp_path / "run")["progress"]["pending"].values())
     run_ranks(train, 1, config)
     assert untimed(tmp_path / "run") == untimed(trained_job)
     assert same(weights(tmp_path / "run"), weights(trained_job))
@@ -154,8 +151,7 @@ def test_a_signal_that_comes_twice_is_one_request():
 def agreed(reasons: list[str], elastic: bool = True) -> tuple[bool, bool]:
     """Whether the ranks stop, and whether this one's launcher has to start it again; `SIGTERM` is a signal."""
     accelerator = build_accelerator("cpu", "no")
-    stop = StopRequest(accelerator, time.monotonic())
-    stop.is_elastic = elastic
+    stop = StopRequest(accelerator, time.monotonic(), by_machine=elastic)
     reason = reasons[accelerator.process_index]
     if reason == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)

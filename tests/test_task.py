@@ -17,7 +17,7 @@ from gpt2_ddp.checkpoint.checkpoint import Checkpoint, find_checkpoint
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, MicroBatch
 from gpt2_ddp.data.order import Order
-from gpt2_ddp.state import Scores
+from gpt2_ddp.state import Scores, TaskState
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.task import Due, Poll
 
@@ -86,11 +86,11 @@ class Letters:
 
     def sample(self, poll: Poll) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best}
+    def state_dict(self) -> TaskState:
+        return TaskState.model_validate({"best": self.best})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = state.get("best", math.inf)
+    def load_state_dict(self, state: TaskState) -> None:
+        self.best = state.model_dump()["best"]
 
 
 # ---- What it is given
@@ -146,8 +146,8 @@ def test_a_bad_gradient_is_skipped(tmp_path):
     losses = [row["loss"] * size for row, size in zip(found, (50, 50, 0, 50, 12), strict=False) if row["loss"]]
     assert found[4]["train_loss"] == pytest.approx(sum(losses) / 162, rel=1e-6)
     checkpoint = find_checkpoint(tmp_path / "run")
-    assert (checkpoint.kind, checkpoint.state["step"]) == ("letters", 6)
-    assert checkpoint.state["best"] < 5
+    assert (checkpoint.kind, checkpoint.step) == ("letters", 6)
+    assert checkpoint.state.task.model_dump()["best"] < 5
 
 
 def test_an_evaluation_writes_its_row_where_no_row_is_due(tmp_path):

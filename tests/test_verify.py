@@ -15,13 +15,25 @@ import yaml
 from commands import expect_error
 from golden_runs import CORPUS, GOLDEN
 from ranks import in_turn, run_ranks
-from runs import change, edit_rows, expect_defect, job_config, reseal, state_of, train, training_config, verified
+from runs import (
+    change,
+    edit_rows,
+    expect_defect,
+    gpt_state,
+    job_config,
+    reseal,
+    state_of,
+    train,
+    training_config,
+    verified,
+)
 from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch
@@ -34,6 +46,7 @@ from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify import Recorded, _read_samples, check_end, read_checkpoints, verify_run
 from gpt2_ddp.reports.verify_checkpoints import check_kept, compare_state
 from gpt2_ddp.reports.verify_rows import Log, OrderReplay, Records, Schedule, Values, in_parts, replay_order
+from gpt2_ddp.state import LogEnd, Losses, Progress
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.tasks.trained_model import find_gpt, load_model
 
@@ -260,7 +273,7 @@ def without_chains(run: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in kept))
 
 
-OTHER_ROWS = f"{STEP}/state.json: its metrics_chain is not in metrics.jsonl"
+OTHER_ROWS = f"{STEP}/state.json: its chain is not in metrics.jsonl"
 NO_END = "status.json: has state completed, but metrics.jsonl has no end row"
 TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
     "a checkpoint of another run": (
@@ -300,13 +313,14 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
     "a row twice, chained": (in_rows(lambda rows: rows.insert(10, at(rows, 7))),
      "metrics.jsonl, line 12: step 7 after step 7", OTHER_ROWS),
     "older weights, resealed": (older_weights, f"{STEP}: its manifest's SHA-256 differs"),
-    "a state that is none": (nonsense(STATE, "[1]"), f"{STEP}/state.json: contains no fields"),
+    "a state that is none": (nonsense(STATE, "[1]"), f"{STEP}/state.json: has state = [1]"),
     "a state without JSON": (nonsense(STATE, "{"), f"{STEP}/state.json: cannot be read ("),
-    "a state without a step": (nonsense(STATE, '{"step": "ten"}'), f"{STEP}/state.json: has step = ten"),
+    "a state without a step": (nonsense(STATE, '{"kind": "gpt2", "progress": {"step": "ten"}}'),
+     f"{STEP}/state.json: has progress.step = ten"),
     "a configuration without YAML": (nonsense(CONFIG, "a: ]"), f"{STEP}/config.yaml: cannot be read ("),
     "weights that are none": (nonsense(MODEL, "no"), f"{STEP}/model.safetensors: is no safetensors file ("),
-    "positions that are none": (in_checkpoint((STATE, '"passed": []', '"passed": 5')),
-     f"{STEP}/state.json: has passed = 5"),
+    "positions that are none": (in_checkpoint((STATE, '"skipped_ranges": []', '"skipped_ranges": 5')),
+     f"{STEP}/state.json: has feed.skipped_ranges = 5"),
     "a key of config.yaml misspelt": (in_config("  grad_clip:", "  grad_clips:"),
      "config.yaml: optim.grad_clips is 1.0, in", "config.yaml: optim.grad_clip is None, in"),
     "lines of config.yaml deleted": (in_config("guard:\n  skip: true\n  norm_sigmas: null\n", "guard:\n"),
@@ -343,12 +357,12 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
     "scores of a state": (in_checkpoint((STATE, '"val_bits_per_byte": ', '"val_bits_per_byte": 1')),
      f"{STEP}/state.json: val_bits_per_byte is "),
     "facts and sums of a state": (
-     in_checkpoint((STATE, '"threads": 1', '"threads": 9'), (STATE, '"since_row": [\n  0', '"since_row": [\n  1')),
+     in_checkpoint((STATE, '"threads": 1', '"threads": 9'), (STATE, '"since_row": [\n   0', '"since_row": [\n   1')),
      f"{STEP}/state.json: threads is 9, in metrics.jsonl, line 9 1",
-     f"{STEP}/state.json: since_row is [1.0, 0, 0], after the row of step 10"),
+     f"{STEP}/state.json: since_row is (1.0, 0.0, 0.0), after the row of step 10"),
     "the best evaluation of a state": (
-     in_checkpoint((STATE, '"best_evaluation": [\n  10', '"best_evaluation": [\n  5')),
-     f"{STEP}/state.json: best_evaluation is [5, "),
+     in_checkpoint((STATE, '"best": {\n   "step": 10', '"best": {\n   "step": 5')),
+     f"{STEP}/state.json: best is Best(step=5, "),
     "val_tokens, chained": (in_rows(lambda rows: at(rows, 10).update(val_tokens=100)),
      "metrics.jsonl, line 14: val_tokens of step 10 is 100, not 512"),
     "a sample that was not due, chained": (
@@ -359,7 +373,8 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
     "a flipped bit": (flipped_bit, f"{STEP}/model.safetensors: its SHA-256 differs"),
     "a file of a checkpoint missing": (lambda run: (run / STEP / STATE).unlink(), f"{STEP}/state.json: is missing"),
     "digest and processes of a checkpoint": (
-     in_checkpoint((STATE, '"order_digest": "', '"order_digest": "ffff'), (STATE, '"processes": 2', '"processes": 1')),
+     lambda run: in_checkpoint((STATE, state_of(run)["feed"]["order_digest"], "f" * 64),
+                               (STATE, '"processes": 2', '"processes": 1'))(run),
      f"{STEP}/state.json: order_digest of step 10 is ffff", f"{STEP}/state.json: processes is 1, in metrics.jsonl"),
     "an early loss, chained": (in_rows(lambda rows: at(rows, 1).update(loss=1.0)), OTHER_ROWS),
     "the end cut off": (cut_off(1), NO_END),
@@ -496,20 +511,22 @@ def went_back(corpus: Path, steps: tuple[int, ...], anew: bool = False) -> tuple
     """
     order = Order(1337, (read_manifest(corpus).tokens("train") - 1) // 32)
     feed = Feed(order, GlobalBatch(24, contiguous(1, 1)))
-    records, states, begun, rollbacks = {}, {}, 0, 0
+    records, states, stood, begun, rollbacks = {}, {}, {}, 0, 0
     for step in steps:
         if step > 0:
             feed.next_step()
             row, begun = {"step": step, "tokens": step * 24 * 32, "order_digest": feed.order_digest}, step
-            states[step] = row | feed.state_dict() | {"rollbacks": rollbacks}
+            stood[step] = feed.state_dict()
+            states[step] = row | stood[step].model_dump(mode="json") | {"rollbacks": rollbacks}
         else:
             end, rollbacks = feed.position, rollbacks + 1
-            feed.load_state_dict(states[-step])
+            feed.load_state_dict(stood[-step])
             start = int(feed.positions_from(feed.position)[0])
             feed.skip_range(start, end)
-            row = {"event": "rollback", "step": -step, "from": begun, "passed": [start, end]}
+            row = {"event": "rollback", "step": -step, "from": begun, "skipped_range": [start, end]}
             row |= {"order_digest": feed.order_digest}
-            states[-step] |= feed.state_dict() if anew else {}
+            stood |= {-step: feed.state_dict()} if anew else {}
+            states[-step] |= stood[-step].model_dump(mode="json")
         records[f"line {len(records) + 1}"] = row
     return records, states
 
@@ -520,15 +537,15 @@ def test_a_run_that_went_back_is_replayed(corpus: Path) -> None:
     assert order_defects(corpus, records) == []
     first = next(place for place, record in records.items() if "event" in record)
     for place, altered in (
-        (first, {"passed": [96, 145]}),
+        (first, {"skipped_range": [96, 145]}),
         (first, {"order_digest": "f" * 64}),
         (first, {"from": 5}),
         (first, {"from": 10**15}),
-        (first, {"passed": "all"}),
-        (first, {"passed": ["a", "b"]}),
-        ("line 10", {"event": "branch", "step": 6, "position": 240, "passed": [[96, 144], [144, 96]]}),
+        (first, {"skipped_range": "all"}),
+        (first, {"skipped_range": ["a", "b"]}),
+        ("line 10", {"event": "branch", "step": 6, "position": 240, "skipped_ranges": [[96, 144], [144, 96]]}),
         ("line 10", {"event": "branch", "step": 3, "position": 72}),  # what follows is measured from there
-        ("state of step 8", {"passed": [[72, 241]]}),
+        ("state of step 8", {"skipped_ranges": [[72, 241]]}),
         ("state of step 8", {"rollbacks": 1}),
         ("line 9", {"tokens": 6 * 24 * 32 + 1}),
     ):
@@ -550,9 +567,9 @@ def test_a_run_may_go_back_to_the_same_checkpoint_twice(corpus: Path, anew: bool
     records, _ = went_back(corpus, (1, 2, 3, 4, 5, -2, 3, 4, -2, 3, 4, 5), anew)
     assert order_defects(corpus, records) == []
     second = [place for place, record in records.items() if "event" in record][1]
-    start, end = records[second]["passed"]
-    for passed in ([start, end + 1], [start + 1, end], [end, start]):
-        assert order_defects(corpus, records | {second: records[second] | {"passed": passed}})
+    start, end = records[second]["skipped_range"]
+    for skipped in ([start, end + 1], [start + 1, end], [end, start]):
+        assert order_defects(corpus, records | {second: records[second] | {"skipped_range": skipped}})
 
 
 def end_defects(run: Path, *more: dict) -> list[str]:
@@ -563,15 +580,24 @@ def end_defects(run: Path, *more: dict) -> list[str]:
     return [defect for _, defects in check_end(found) for defect in defects or () if defect[:6] != "status"]
 
 
+START = {"event": "start", "step": 2}
+
+
+def begun_log(folder: Path) -> RunLog:
+    log = RunLog(RunFolder(job_config("regression", folder)))
+    log.resume(LogEnd(), Progress(), START | {"step": 0})
+    return log
+
+
 def test_samples_are_in_the_chain(tmp_path: Path) -> None:
     """Also after a rollback, and after a resumed run has dropped some. A killed process may lack the newest ones."""
-    run = RunFolder(job_config("regression", tmp_path))
+    run = begun_log(tmp_path)
     file, rows = run.path / SAMPLES, run.path / METRICS
-    run.record_start({"step": 1}, 0, None)
     metrics = Metrics(run, 1, 9)
     metrics.show_samples(1, [Sample("", "x")])
     metrics.show_samples(2, [Sample("", "a"), Sample("b", "bc")])
     metrics.go_back({"event": "rollback", "step": 1})
+    end = run.end()
     metrics.show_samples(3, [Sample("", "d")])
     whole, recorded = file.read_text(), rows.read_text()
     lines = whole.splitlines(keepends=True)
@@ -582,22 +608,20 @@ def test_samples_are_in_the_chain(tmp_path: Path) -> None:
         return end_defects(run.path, *more)
 
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 1, 3]
-    for end in ([], [{"event": "end", "step": 3}]):
-        assert defects(whole, *end) == []
-        assert defects(whole + '{"step": 3, "prompt": "", "text": "invented"}\n', *end)[0].startswith(
+    for last in ([], [{"event": "end", "step": 3}]):
+        assert defects(whole, *last) == []
+        assert defects(whole + '{"step": 3, "prompt": "", "text": "invented"}\n', *last)[0].startswith(
             "samples.jsonl, line 6: was changed or added"
         )
-        assert defects(whole.replace('"d"', '"e"'), *end)[0].startswith("samples.jsonl, line 5: was changed or added")
-        assert defects(whole.replace('"a"', '"e"'), *end)[0].startswith("samples.jsonl, line 2: was changed or added")
-        assert defects("".join(lines[1:]), *end)
+        assert defects(whole.replace('"d"', '"e"'), *last)[0].startswith("samples.jsonl, line 5: was changed or added")
+        assert defects(whole.replace('"a"', '"e"'), *last)[0].startswith("samples.jsonl, line 2: was changed or added")
+        assert defects("".join(lines[1:]), *last)
     assert defects("".join(lines[:-1])) == []
-    assert defects("".join(lines[:-1]), *end) == ["samples.jsonl: lines are missing after line 4"]
+    assert defects("".join(lines[:-1]), *last) == ["samples.jsonl: lines are missing after line 4"]
     assert defects(whole) == []
-    rollback = json.loads(recorded.splitlines()[-2])
-    assert rollback["event"] == "rollback"
-    run.record_start({"step": 2}, 1, rollback["chain"])
+    run.resume(end, Progress(step=2, rollbacks=1), START)
     assert file.read_text() == "".join(lines[:-1])
-    assert end_defects(run.path, *end) == []
+    assert end_defects(run.path, *last) == []
 
 
 @pytest.mark.parametrize("edit", [
@@ -606,29 +630,27 @@ def test_samples_are_in_the_chain(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_resumed_run_does_not_vouch_for_samples_that_someone_changed(tmp_path: Path, capsys, edit) -> None:
     """It warns, keeps a copy, and the change is found afterwards, too. Samples after the checkpoint are dropped."""
-    run = RunFolder(job_config("regression", tmp_path))
-    run.record_start({"step": 0}, 0, None)
+    run = begun_log(tmp_path)
     file, damaged = run.path / SAMPLES, run.path / "samples.jsonl.damaged"
     for step in (1, 2):
         run.append_sample({"step": step, "text": "a"}, {"event": "sample", "step": step})
-    chain, sound = run.chain, file.read_text()
+    end, sound = run.end(), file.read_text()
     run.append_sample({"step": 3}, {"event": "sample", "step": 3})
-    run.record_start({"step": 2}, 0, chain)
+    run.resume(end, Progress(step=2), START)
     assert (file.read_text(), capsys.readouterr().err, end_defects(run.path)) == (sound, "", [])
     altered = "".join(edit(sound.splitlines(keepends=True))) if edit else ""
     file.write_text(altered) if edit else file.unlink()
-    run.record_start({"step": 2}, 0, chain)
-    assert "samples.jsonl: metrics.jsonl has another SHA-256 of it" in capsys.readouterr().err
+    run.resume(end, Progress(step=2), START)
+    assert "samples.jsonl: the checkpoint has another SHA-256 of it" in capsys.readouterr().err
     assert not edit or damaged.read_text() == altered
     for _ in range(2):
         assert "samples_sha256 differs from the one before" in end_defects(run.path)[0]
-        run.record_start({"step": 2}, 0, run.chain)
+        run.resume(run.end(), Progress(step=2), START)
         assert capsys.readouterr().err == ""
 
 
 def test_a_sample_is_appended_without_reading_the_others(tmp_path: Path, monkeypatch) -> None:
-    run = RunFolder(job_config("regression", tmp_path))
-    run.record_start({"step": 0}, 0, None)
+    run = begun_log(tmp_path)
     monkeypatch.setattr("builtins.open", None)
     monkeypatch.setattr(Path, "read_bytes", None)
     for step in range(3):
@@ -735,9 +757,9 @@ def test_the_anchor_of_a_run_is_kept_elsewhere(run: Path, tmp_path: Path, capsys
     code, _, others = verified(run, capsys, anchor=str(file))
     assert (code, others[-2]) == (0, f"ok      the anchor of step 10 is in {file}")
     anchor = json.loads(file.read_text())
-    assert anchor["chain"] == state_of(run)["metrics_chain"]
+    assert anchor["chain"] == state_of(run)["log"]["chain"]
     assert anchor["sha256"] == sha256_file(run / STEP / MODEL)
-    older = json.loads((run / "checkpoints/step-00000005" / STATE).read_text())["metrics_chain"]
+    older = json.loads((run / "checkpoints/step-00000005" / STATE).read_text())["log"]["chain"]
     weights = sha256_file(run / "checkpoints/step-00000005" / MODEL)
     file.write_text(json.dumps({"step": 5, "chain": older, "sha256": weights}))
     assert verified(run, capsys, anchor=str(file))[0] == 0
@@ -774,7 +796,7 @@ def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
 
 
 def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.CaptureFixture) -> None:
-    """Its metrics_chain is behind the row of the first save; one that is not behind it was altered."""
+    """Its chain is behind the row of the first save; one that is not behind it was altered."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     number = next(n for n, line in enumerate(lines) if '"checkpoint", "step": 10' in line)
     start = json.loads(next(line for line in reversed(lines) if '"event": "start"' in line))
@@ -783,7 +805,7 @@ def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.C
     edit_rows(run, lambda rows: rows.__setitem__(slice(number + 1, None), [resumed]))
     before, newest = (json.loads(line)["chain"] for line in (run / "metrics.jsonl").read_text().splitlines()[-2:])
     state = json.loads((run / STEP / STATE).read_text())
-    change(run / STEP / STATE, state["metrics_chain"], newest)
+    change(run / STEP / STATE, state["log"]["chain"], newest)
     reseal(run / STEP / STATE)
     (run / "status.json").write_text(RUNNING)
     assert verified(run, capsys)[:2] == (0, [])
@@ -841,7 +863,9 @@ def test_a_field_of_another_type_makes_a_line_no_row(tmp_path: Path) -> None:
 
 def test_a_state_without_its_row_contradicts_nothing():
     """Its step was not logged, or its row was pending."""
-    state = {"step": 4, "since_row": [1.0, 2, 2], "val_loss": 1.0, "best_evaluation": [4, 1.0, 10, 0]}
+    progress = Progress(step=4)
+    progress.add_scores({"val_loss": 1.0})
+    state = gpt_state(progress=progress, losses=Losses(since_row=(1.0, 2, 2)))
     assert not [*compare_state("here", state, {3: {"step": 3, "loss": 2.0}})]
     rows = {4: {"step": 4, "loss": 2.0, "val_loss": 1.5}}
     assert len([*compare_state("here", state, rows)]) == 3

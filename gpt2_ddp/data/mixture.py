@@ -171,7 +171,7 @@ def recorded(record: Mapping[str, Any]) -> Mixture | None:
     """Identity in a start, or a state's `record`, for a single source too; None without one. Raises: ValueError for bad
     fields."""
     single = {"manifests": [record.get("data_manifest")], "phases": [(0, ["1"])]}
-    known = record.get("mixture") or (single if record.get("data_manifest") else None)
+    known = record.get("mixture") or (single if "data_manifest" in record else None)
     return None if known is None else Mixture.model_validate(known)
 
 

@@ -230,8 +230,8 @@ def _read_checkpoint(folder: Path) -> tuple[int | None, str | None]:
         with suppress(OSError, SafetensorError), safe_open(regular(newest / MODEL), framework="numpy") as tensors:
             shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118, it is not a dict
             parameters = sum(map(math.prod, shapes))
-        with suppress(OSError, ValueError, KeyError):
-            tokenizer = str(read_json(newest / STATE)["tokenizer_sha256"])
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            tokenizer = str(read_json(newest / STATE)["task"]["tokenizer_sha256"])
     return parameters, tokenizer
 
 

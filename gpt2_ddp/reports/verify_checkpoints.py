@@ -25,8 +25,6 @@ from gpt2_ddp.reports.verify_rows import Log, Record, Records
 from gpt2_ddp.state import FIRST_CHAIN, Best, GPTState, State
 from gpt2_ddp.tasks.trained_model import outline, shape_defect, tensor_shapes
 
-OF_STEP = ("skipped", "val_loss")
-"""Fields of a row and of the state of the same step, besides those of the order of the data."""
 Checkpoints = dict[str, Checkpoint]
 """Intact checkpoints, by the place of their state in the run folder."""
 
@@ -132,9 +130,9 @@ def _keep_last(start: Record) -> int:
 
 def compare_state(place: str, state: State, rows: dict[int, Record]) -> Iterator[str]:
     """Defects between a state and the valid rows, by step."""
-    row, origin, record = rows.get(state.step, {}), f"the row of step {state.step}", state.record
-    both = [field for field in OF_STEP if None not in (record[field], row.get(field))]
-    yield from differing(place, record, origin, row, both)
+    row, origin = rows.get(state.step, {}), f"the row of step {state.step}"
+    if row.get("skipped") is not None:
+        yield from differing(place, state.record, origin, row, ["skipped"])
     if "loss" in row and any(state.losses.since_row):
         yield f"{place}: since_row is {state.losses.since_row}, after {origin}"
     if state.progress.val_loss is not None and "val_loss" in row:

@@ -14,7 +14,7 @@ from commands import expect_error
 from faults.mutations import CASES, change_json, check_told, flip, mangle, no_hang, open_data, put_something_else
 from golden_runs import CORPUS
 from ranks import run_ranks
-from runs import edit_manifest
+from runs import edit_manifest, state_of
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import shards as hashes
@@ -111,7 +111,7 @@ def test_one_flipped_bit_of_a_manifest_is_found(data):
 
 def test_the_identity_of_data_is_pinned(tmp_path):
     data = shutil.copytree(CORPUS, tmp_path / "data")
-    golden = json.loads((CORPUS.parent / "gpt2_run/checkpoints/step-00000010/state.json").read_text())["data_manifest"]
+    golden = state_of(CORPUS.parent / "gpt2_run")["task"]["data_manifest"]
     assert read_manifest(data).hash == golden
     (data / MANIFEST).unlink()
     index_shards(PrepareConfig(source=f"bin:{data}/*.bin", tokenizer=str(data / "tokenizer.json")))

@@ -20,6 +20,7 @@ from gpt2_ddp.config.run import GuardConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.state import GuardState
 from gpt2_ddp.training.guard import LARGEST, Guard, Verdict, _Numbers
 from gpt2_ddp.training.loop import warn_of_bad_step
 from gpt2_ddp.training.optimizer import RunningStatistics
@@ -41,7 +42,7 @@ def test_a_run_whose_every_gradient_is_nan_has_diverged(corpus, tmp_path):
     assert "3 bad steps in a row up to step 3: its gradient norm is not finite" in status(tmp_path / "run")["reason"]
     assert "after 3 rollbacks" in status(tmp_path / "run")["reason"]
     found = [row for row in untimed(tmp_path / "run") if "event" in row]
-    assert [(row["step"], row["from"], row["passed"]) for row in found] == [
+    assert [(row["step"], row["from"], row["skipped_range"]) for row in found] == [
         (0, 5, [0, 12 * (5 + 5 * i)]) for i in range(3)
     ]
 
@@ -69,8 +70,8 @@ def test_trained_on_all_the_same_a_bad_gradient_ruins_the_run(corpus, tmp_path):
     saved, resumed = (state_of, tmp_path / "run"), (train_with_faults, config, POISON)
     outcome, state, end = run_ranks(in_turn, 1, stopped, saved, resumed)[0]
     assert (outcome, end) == ("stopped", "diverged")
-    assert state["step"] == 12
-    assert state["epoch_units"] == 10 * 12 * 32, "a loss that is not finite does not count"
+    assert state["progress"]["step"] == 12
+    assert state["losses"]["epoch"][1] == 10 * 12 * 32, "a loss that is not finite does not count"
     assert "not finite" in status(tmp_path / "run")["reason"]
 
 
@@ -82,7 +83,7 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
     run_ranks(train, 2, other)
     run = tmp_path / "bad/run"
     (event,) = [row for row in untimed(run) if "event" in row]
-    assert (event["step"], event["from"], event["passed"]) == (5, 14, [12 * 5, 12 * 14])
+    assert (event["step"], event["from"], event["skipped_range"]) == (5, 14, [12 * 5, 12 * 14])
     ours, theirs = (valid_rows(untimed(tmp_path / name / "run"))[-1] for name in ("bad", "clean"))
     assert ours["step"] == theirs["step"] == 20
     assert ours["val_loss"] == pytest.approx(theirs["val_loss"], rel=0.02)
@@ -90,12 +91,12 @@ def test_poisoned_data_are_passed_over(corpus, tmp_path, capsys):
 
     assert verify_run(VerifyConfig(run=str(run))) == 0
     file = run / "metrics.jsonl"
-    file.write_text(file.read_text().replace(f'"passed": [{12 * 5}, {12 * 14}]', f'"passed": [{12 * 5}, {12 * 15}]'))
+    file.write_text(file.read_text().replace(f"[{12 * 5}, {12 * 14}]", f"[{12 * 5}, {12 * 15}]"))
     assert verify_run(VerifyConfig(run=str(run))) == 1
     assert "defect  metrics.jsonl, line" in capsys.readouterr().out
 
 
-def changed_by_a_rollback(config: TrainingConfig) -> list[str] | None:
+def changed_by_a_rollback(config: TrainingConfig) -> list[str]:
     """Saves steps 2 and 3, of which the second rots, trains one more and rolls back: the weights and moments that are
     not those of the first."""
     import torch.distributed as dist
@@ -113,25 +114,22 @@ def changed_by_a_rollback(config: TrainingConfig) -> list[str] | None:
             train_step(run)
             if step in (2, 3):
                 run.save()
-        if checkpoints := run.checkpoints:
-            file = checkpoints.place(3) / MODEL
+        if run.accelerator.is_main_process:
+            file = run.store.place(3) / MODEL
             file.write_bytes(file.read_bytes()[:-1] + b"x")
         run.guard.judged = 3
-        assert roll_back(run)
+        assert roll_back(run) == ""
         assert run.step == 2
         run.check_replicas()
         assert len(dist.distributed_c10d._world.pg_map) == GROUPS, "which count in the limit of open files"
-        now = run.snapshot()
-        saved = verify(checkpoints.place(2)).read() if checkpoints else None
-    if not now or not saved:
-        return None
+        now, saved = run.snapshot(), verify(run.store.place(2)).read()
     pairs = [(now.model, saved.model), (now.optimizer, saved.optimizer)]
     assert all(ours.keys() == theirs.keys() for ours, theirs in pairs)
     return [name for ours, theirs in pairs for name in ours if not torch.equal(ours[name], theirs[name])]
 
 
 def test_a_rollback_restores_weights_and_moments(corpus, tmp_path):
-    assert run_ranks(changed_by_a_rollback, 2, training_config(corpus, tmp_path, GUARD)) == [[], None]
+    assert run_ranks(changed_by_a_rollback, 2, training_config(corpus, tmp_path, GUARD)) == [[], []]
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
@@ -152,7 +150,7 @@ def test_a_spike_before_and_after_a_resume_is_judged_alike(corpus, tmp_path):
     assert run_ranks(train_with_faults, 2, config, spikes, 1e4, 26, signal.SIGTERM) == ["stopped"] * 2
     assert run_ranks(train_with_faults, 2, config, spikes, 1e4) == ["completed"] * 2
     assert [row["skipped"] for row in untimed(tmp_path / "run")[25:]] == [0, 1, 2, 3, 3]
-    assert state_of(tmp_path / "run")["skipped"] == 3
+    assert state_of(tmp_path / "run")["losses"]["skipped"] == 3
 
 
 @pytest.mark.slow
@@ -220,8 +218,8 @@ def test_running_statistics(values):
         on_host.add(math.nan, False)
         assert on_host.state_dict() == pytest.approx(statistics.state_dict(), rel=1e-12)
         assert on_host.limit(3.0) == pytest.approx(statistics.limit(3.0).item(), rel=1e-12)
-    count, mean, variance = statistics.state_dict()
-    assert RunningStatistics(torch.device("cpu"), [count, mean, variance]).state_dict() == [count, mean, variance]
+    state = count, mean, variance = statistics.state_dict()
+    assert RunningStatistics(torch.device("cpu"), state).state_dict() == state
     assert count == len(values)
     if len(values) < 100:
         exact = torch.tensor(values, dtype=torch.float64)
@@ -251,7 +249,7 @@ def judgements(cut: int = 0) -> list[tuple]:
         verdict = guard.judge(step, torch.tensor(loss), torch.tensor(float(step == 33)))
         found.append((guard.judged, verdict, guard.first_bad, guard.last_good, guard.losses.state_dict()[0]))
         if step == cut:
-            state = json.loads(json.dumps(guard.state_dict()))
+            state = GuardState.model_validate_json(guard.state_dict().model_dump_json())
             guard = Guard(config, ALONE)
             guard.load_state_dict(state)
             assert guard.state_dict() == state
@@ -286,10 +284,9 @@ def test_only_the_first_bad_step_is_warned_of():
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():
-    guard = Guard(GuardConfig(), ALONE)
-    guard.load_state_dict({}, first_step=7)
+    guard = Guard(GuardConfig(), ALONE, first_step=7)
     assert (guard.last_good, guard.judged, guard.bad_steps) == (7, 0, 0)
-    guard.load_state_dict({"judged": 9, "first_bad": 9}, first_step=7)
+    guard.load_state_dict(GuardState(judged=9, first_bad=9))
     assert guard.last_good == 8
     assert _Numbers().integers() == [0, 0, 0, 0]
     assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
