@@ -1,6 +1,7 @@
 """Fixtures shared by the tests, runs that many tests look at among them; and a ceiling on what the suite starts."""
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -134,15 +135,17 @@ def make_short_documents(corpus: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Its data are
-    beside it, in `data`."""
+    """The folder `run` of a run of 5 steps in one process and 5 more in two, with checkpoints at 5 and 10. Beside it
+    are its data, in `data`, and what rank 0 of the two called, in `calls.json`."""
     from runs import train, training_config
 
     def make(folder: Path) -> None:
         (folder / "data").symlink_to(corpus)
         for processes, steps in ((1, 5), (2, 10)):
             changes = {"train.steps": steps, "optim.decay_steps": 10}
-            ranks.run_ranks(train, processes, training_config(folder / "data", folder, changes))
+            config = training_config(folder / "data", folder, changes)
+            calls, *_ = ranks.run_ranks(ranks.first_calls, processes, train, config)
+        (folder / "calls.json").write_text(json.dumps(calls))
 
     return once(tmp_path_factory, "trained", make) / "run"
 

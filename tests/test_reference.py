@@ -6,11 +6,13 @@ import re
 import signal
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from pages import load_docs
 
 from gpt2_ddp.checkpoint.metrics import SHOWN, Sample
+from gpt2_ddp.checkpoint.run_files import HASH
 from gpt2_ddp.data.manifest import Manifest, Shard
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
@@ -18,6 +20,7 @@ from gpt2_ddp.distributed.process import Process
 from gpt2_ddp.distributed.signals import INTERRUPTED
 from gpt2_ddp.lab.lab import NOT_MEASURED
 from gpt2_ddp.scoring import METRICS
+from gpt2_ddp.state import FeedState, GPTData, JobData, Parent, Section, Setup, State
 
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "docs/files.md").read_text(encoding="utf-8")
@@ -67,6 +70,14 @@ def dict_keys(module: str, function: str) -> set[str]:
     return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
 
 
+def keys_of(section: Any) -> set[str]:
+    """The keys that a section of the state has in a file, with those of the sections in it; none for other types."""
+    if not (isinstance(section, type) and issubclass(section, Section)):
+        return set()
+    kept = {name: field.annotation for name, field in section.model_fields.items() if not field.exclude}
+    return {*kept}.union(*(keys_of(kind) for one in kept.values() for kind in (one, *get_args(one))))
+
+
 def golden_rows() -> list[dict]:
     files = [ROOT / f"tests/golden/{run}/metrics.jsonl" for run in ("gpt2_run", "regression_run")]
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
@@ -90,18 +101,15 @@ def test_files_names_every_event_and_its_keys():
     lines = [line for line in section("Events").splitlines() if line.startswith("| `")]
     events = {line.split("`")[1]: {*re.findall(r"`(\w+)`", line)} for line in lines if line.count("|") == 4}
     written = {
-        "start": dict_keys("training/run", "_facts") | dict_keys("training/run", "_record_start"),
+        "start": dict_keys("training/run", "facts") | dict_keys("training/run", "_record_start"),
         "checkpoint": dict_keys("checkpoint/checkpoint", "checkpoint_ref"),
-        "sample": dict_keys("checkpoint/metrics", "show_samples") | dict_keys("checkpoint/run_folder", "append_sample"),
-        "room": dict_keys("checkpoint/checkpointer", "_write") - {"sha256"},
-        "rollback": dict_keys("training/loop", "_load_good_checkpoint"),
-        "branch": {"checkpoint_sha256", "from", "run_id"} & dict_keys("training/branch", "branch_off"),
-        "end": dict_keys("checkpoint/run_folder", "record_end"),
+        "sample": dict_keys("checkpoint/metrics", "show_samples") | {HASH},
+        "room": dict_keys("checkpoint/store", "_write"),
+        "rollback": dict_keys("training/loop", "roll_back") | {HASH},
+        "branch": keys_of(Parent) | keys_of(FeedState),
+        "end": dict_keys("training/run", "_record_end"),
     }
-    written["rollback"] |= written["sample"]
-    written["start"] |= dict_keys("checkpoint/run_folder", "cut_rows")
-    written["start"] |= dict_keys("checkpoint/run_folder", "record_start") | dict_keys("training/run", "_devices")
-    written["branch"] |= dict_keys("data/feed", "state_dict")
+    written["start"] |= dict_keys("checkpoint/store", "listing") | keys_of(Setup) | {HASH}
     everywhere = {"event", "step", "chain"}
     assert events.keys() == written.keys()
     for name, keys in written.items():
@@ -119,19 +127,21 @@ def task_keys() -> set[str]:
 
 
 def test_files_names_what_the_tasks_record():
-    modules = {"tasks/pretraining": "state_dict", "tasks/supervised": "state_dict", "tasks/images/load": "facts"}
-    assert task_keys() - {"start"} == set().union(*(dict_keys(*pair) for pair in modules.items()))
+    assert task_keys() - {"start"} == keys_of(GPTData) | keys_of(JobData)
+    assert dict_keys("tasks/images/load", "facts") <= keys_of(JobData)
+
+
+def test_files_names_every_key_of_state_json_and_no_other():
+    lines = section("Checkpoints").partition("Keys of `state.json`")[2].splitlines()
+    named = {keys[0]: {*keys} for line in lines if (keys := re.findall(r"`(\w+)`", line))}
+    assert named.keys() == State.model_fields.keys()
+    elsewhere = {"gpt2", "null", "false", "train_loss", "loss_mean"}
+    for name, field in State.model_fields.items():
+        own = keys_of(field.annotation) | {name}  # a TaskState has no keys of its own: those of tasks are in `Events`
+        assert named[name] - elsewhere | {name} == own, name
 
 
 def test_files_names_the_keys_of_the_other_files():
-    state = set()
-    for run in ("gpt2_run", "regression_run"):
-        for file in (ROOT / "tests/golden" / run).glob("checkpoints/*/state.json"):
-            state |= json.loads(file.read_text(encoding="utf-8")).keys()
-    own = first_column(section("Checkpoints").partition("Keys of `state.json`")[2])
-    start = {*re.findall(r"`(\w+)`", section("Events"))}
-    assert state <= own | start
-    assert own <= state | {"moments"}
     assert first_column(section("samples.jsonl")) == {"step", *Sample._fields}
     status = {"state", "step", "reason", *Process._fields} | dict_keys("distributed/watchdog", "status")
     assert first_column(section("status.json")) == status

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -348,3 +349,17 @@ def test_killed_with_loader_workers_it_can_be_started_again_at_once(corpus, tmp_
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     RunFolder(config).release()
+
+
+# Described
+
+
+@pytest.mark.parametrize("way", ["save", "start"])
+def test_architecture_names_the_calls_of_a_save_and_of_a_start_in_their_order(trained, way):
+    text = (Path(__file__).parents[1] / "docs/architecture.md").read_text(encoding="utf-8")
+    items = text.partition(f"**The way of a {way}**")[2].split("\n\n")[1].splitlines()
+    names = [name for item in items for name in re.findall(r"`([\w.]+)`", item.partition(":")[0])]
+    assert len(names) > 5
+    called = json.loads((trained.parent / "calls.json").read_text())
+    found = [name for call in called for name in names if call.endswith(f".{name}")]
+    assert found == names
