@@ -74,9 +74,9 @@ class Guard:
     def state_dict(self) -> GuardState:
         """State for checkpoints, so that a resumed run gives the same verdicts. Collective."""
         numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)
-        numbers = sum_over_ranks(self._accelerator, numbers).tolist()
+        first, last = sum_over_ranks(self._accelerator, numbers).tolist()
         losses = self.losses.state_dict()
-        return GuardState(judged=self.judged, first_bad=self.first_bad, losses=losses, numbers=numbers)
+        return GuardState(judged=self.judged, first_bad=self.first_bad, losses=losses, numbers=(first, last))
 
     def load_state_dict(self, state: GuardState) -> None:
         """Loads what `state_dict` returned. Collective."""
