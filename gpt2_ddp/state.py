@@ -5,13 +5,13 @@ JSON form stand here alone. What a file lacks takes its default; fields that are
 """
 
 import hashlib
-import json
 import math
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from gpt2_ddp.errors import truncate
+from gpt2_ddp.files import parse_json
 
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -234,7 +234,7 @@ class State(Section):
     @staticmethod
     def parse(text: str | bytes) -> "State":
         """The state in a file's text. Raises: ValueError that names the first wrong field."""
-        fields = json.loads(text)
+        fields = parse_json(text)
         kind = fields.get("kind") if isinstance(fields, dict) else None
         try:
             return KINDS.get(str(kind), State).model_validate_json(text, strict=True)
