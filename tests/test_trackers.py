@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 from ranks import RankError, run_ranks
-from runs import TIMINGS, train, training_config
+from runs import TIMINGS, open_folder, state_of, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, valid_rows
-from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.checkpoint.trackers import Trackers, WandB, last_step_offline
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -26,16 +26,16 @@ def train_and_die(config: TrainingConfig, home: Path, kill_at: int | None = None
     """Trains. At a step, once its row is in metrics.jsonl and before a tracker has it, the process is killed, and what
     it started."""
     os.environ.update(HOME=str(home), TRACKIO_DIR=str(home / "trackio"))
-    append = RunFolder.append
+    append = RunLog.append
 
-    def killing(self: RunFolder, name: str, row: dict[str, Any]) -> None:
-        append(self, name, row)
+    def killing(self: RunLog, row: dict[str, Any], name: str = METRICS) -> None:
+        append(self, row, name)
         if name == METRICS and row["step"] == kill_at:
             for child in psutil.Process().children(recursive=True):
                 child.kill()  # wandb writes its files in another process
             os.kill(os.getpid(), signal.SIGKILL)
 
-    RunFolder.append = killing
+    RunLog.append = killing
     return train(config)
 
 
@@ -100,7 +100,7 @@ def in_trackio(home: Path, run: Path) -> Points:
 
 
 def run_id(run: Path) -> str:
-    return json.loads(max(run.glob("checkpoints/step-*/state.json")).read_text())["run_id"]
+    return state_of(run)["progress"]["run_id"]
 
 
 def computed(points: Points) -> Points:
