@@ -8,7 +8,7 @@ import hashlib
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
 
 from gpt2_ddp.errors import truncate
 from gpt2_ddp.files import parse_json
@@ -211,7 +211,7 @@ class State(Section):
     losses: Losses = Losses()
     log: LogEnd = LogEnd()
     setup: Setup
-    task: TaskState
+    task: SerializeAsAny[TaskState]
     has_optimizer_state: bool = True
 
     @property

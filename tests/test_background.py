@@ -101,6 +101,18 @@ def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
         assert len(in_background) == expected
 
 
+def test_a_background_save_prunes_and_is_recorded(tmp_path):
+    """As any other. A save waits for the one before it."""
+    checkpoints, model = open_store(tmp_path / "run", keep_last=1, wish=True), {"a": torch.zeros(25)}
+    for step in (1, 2, 3):
+        checkpoints.save(Snapshot(state_after(step), "", model, {}))
+    checkpoints.wait()
+    assert steps_of(list_checkpoints(checkpoints.folder)) == [3]
+    assert [(row["event"], row["step"], row["kept"]) for row in rows_of(tmp_path / "run")] == [
+        ("checkpoint", step, [step]) for step in (1, 2, 3)
+    ]
+
+
 def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> Any:
     """Trains. The checkpoint of step `held` is written and then waits, before it gets its name, until somebody waits
     for it; `number` is the error that it gets then. With step `held` + 2 on its way, `then` comes: "kill", "stop", or
@@ -153,9 +165,13 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
         return str(error), at[0]
 
 
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [line.row for line in read_lines(run / "metrics.jsonl") if line.row]
+
+
 def events(run: Path) -> list[tuple[str, int]]:
     """Rows of metrics.jsonl in their order: what each is, and its step."""
-    return [(line.row.get("event", "row"), line.row["step"]) for line in read_lines(run / "metrics.jsonl") if line.row]
+    return [(row.get("event", "row"), row["step"]) for row in rows_of(run)]
 
 
 def configured(corpus: Path, folder: Path, **more: Any) -> TrainingConfig:

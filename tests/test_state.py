@@ -8,7 +8,7 @@ import pytest
 from golden_runs import GOLDEN
 from runs import state_after, state_of
 
-from gpt2_ddp.state import FIRST_CHAIN, Best, FeedState, GPTState, JobState, Pending, State
+from gpt2_ddp.state import FIRST_CHAIN, Best, FeedState, GPTState, JobData, JobState, Pending, State
 
 GPT = state_of(GOLDEN / "gpt2_run")
 OWN = {"kind": "mine", "progress": {}, "feed": {}, "setup": {"epoch_size": 9}, "task": {"letters": ["a"]}}
@@ -41,6 +41,9 @@ def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
     assert (state.step, state.feed.position, state.guard.first_bad, state.setup.processes) == (0, 0, None, 1)
     assert (state.log.chain, state.log.bytes, state.has_optimizer_state) == (FIRST_CHAIN, 0, True)
     assert State.of("mine", **{name: value for name, value in OWN.items() if name != "kind"}) == state
+    job = JobData(global_batch_size=4, lr=0.5, data_hash="")
+    read = State.parse(state.model_copy(update={"task": job}).to_json())
+    assert read.task.model_dump() == job.model_dump(), "a job of a new kind has fields that State does not know"
 
 
 @pytest.mark.parametrize(
