@@ -5,13 +5,13 @@ JSON form stand here alone. What a file lacks takes its default; fields that are
 """
 
 import hashlib
-import json
 import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, SerializeAsAny, ValidationError
 
 from gpt2_ddp.errors import truncate
+from gpt2_ddp.files import parse_json
 
 MOST = 2**62  # far above all numbers of training; their sums fit 64 bits
 Count = Annotated[int, Field(ge=0, lt=MOST)]
@@ -217,7 +217,7 @@ class State(Section):
     losses: Losses = Losses()
     log: LogEnd = LogEnd()
     setup: Setup
-    task: TaskState
+    task: SerializeAsAny[TaskState]
     has_optimizer_state: bool = True
 
     @property
@@ -241,9 +241,10 @@ class State(Section):
     def parse(text: str | bytes) -> "State":
         """The state in a file's text. Raises: ValueError that names the first wrong field."""
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"cannot be read ({error})") from error
+            reason = str(error)
+            raise ValueError(reason if reason.startswith("has ") else f"cannot be read ({reason})") from error
         kind = fields.get("kind") if isinstance(fields, dict) else None
         try:
             return KINDS.get(str(kind), State).model_validate_json(text, strict=True)

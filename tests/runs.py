@@ -19,6 +19,9 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, seal
 from gpt2_ddp.checkpoint.run_files import next_chain
+from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
@@ -74,6 +77,24 @@ def job_config(kind: str, output_dir: Path, changes: dict[str, Any] | None = Non
         section, _, key = name.rpartition(".")
         (values.setdefault(section, {}) if section else values)[key] = value
     return command.model_validate(values)
+
+
+def open_folder(run: Path, lock: bool = True) -> RunFolder:
+    """The run folder of a small regression, which is made and locked."""
+    return RunFolder(job_config("regression", run.parent, {"run_name": run.name}), lock)
+
+
+def open_store(run: Path, keep_last: int = 3, wish: bool | str = False, lock: bool = True) -> CheckpointStore:
+    """The checkpoints of a run folder, which is made and locked."""
+    folder = open_folder(run, lock)
+    return CheckpointStore(folder, RunLog(folder), keep_last, wish)
+
+
+def state_after(step: int, val_loss: float | None = None, **progress: Any) -> State:
+    """The state of a small regression whose weights of this step were evaluated."""
+    progress = {"step": step, "scored_at": step, "scores": {"val_loss": val_loss}} | progress
+    task = {"global_batch_size": 12, "lr": 0.1, "data_hash": ""}
+    return State.of("regression", progress=progress, feed={}, setup={"epoch_size": 101}, task=task)
 
 
 def run_small_job(config: JobConfig):

@@ -14,11 +14,11 @@ import pytest
 import torch
 from disk import refuse
 from ranks import run_ranks, start_ranks
-from runs import same, training_config, weights
+from runs import open_store, same, state_after, training_config, weights
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot, list_checkpoints, steps_of, verify
 from gpt2_ddp.checkpoint.run_files import read_lines
-from gpt2_ddp.checkpoint.store import Background, Checkpointer, should_save_async
+from gpt2_ddp.checkpoint.store import Background, should_save_async
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.config.training import TrainingConfig
@@ -55,7 +55,7 @@ def test_after_each_step_an_overdue_save_is_waited_for_and_a_failed_one_stops_th
     """The watchdog still applies, and ends a run whose save hangs."""
     behind, gate, said = Background(), threading.Event(), []
     run: Any = SimpleNamespace(
-        checkpoints=SimpleNamespace(background=behind),
+        store=SimpleNamespace(background=behind),
         watchdog=SimpleNamespace(heartbeat=lambda stage: (said.append(stage), gate.set())),
         stop=SimpleNamespace(request=said.append, record_duration=lambda what, seconds: said.append((what, seconds))),
     )
@@ -90,16 +90,27 @@ def test_auto_is_where_a_core_and_the_memory_are_free(monkeypatch):
 
 def test_memory_is_asked_for_what_is_not_copied_yet(tmp_path, monkeypatch):
     """The first checkpoint may have weights alone, later ones an optimizer state of twice the size, too."""
-    checkpoints, in_background = Checkpointer(tmp_path), []
-    checkpoints.wish, checkpoints.spare_core = "auto", True
+    checkpoints, in_background = open_store(tmp_path / "run", wish="auto"), []
     monkeypatch.setattr(environment, "ROOT", tmp_path)  # no control groups
     monkeypatch.setattr(checkpoints, "_write", lambda *given: None)
     monkeypatch.setattr(checkpoints.background, "start", lambda *given: in_background.append(True))
     weights, moments = {"a": torch.zeros(25)}, {"exp_avg.a": torch.zeros(25), "exp_avg_sq.a": torch.zeros(25)}
     for optimizer, free, expected in (({}, 126, 1), (moments, 250, 1), (moments, 251, 2), (moments, 1, 3)):
         monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
-        checkpoints.save(Snapshot({"step": 0}, "", weights, optimizer))
+        checkpoints.save(Snapshot(state_after(0), "", weights, optimizer))
         assert len(in_background) == expected
+
+
+def test_a_background_save_prunes_and_is_recorded(tmp_path):
+    """As any other. A save waits for the one before it."""
+    checkpoints, model = open_store(tmp_path / "run", keep_last=1, wish=True), {"a": torch.zeros(25)}
+    for step in (1, 2, 3):
+        checkpoints.save(Snapshot(state_after(step), "", model, {}))
+    checkpoints.wait()
+    assert steps_of(list_checkpoints(checkpoints.folder)) == [3]
+    assert [(row["event"], row["step"], row["kept"]) for row in rows_of(tmp_path / "run")] == [
+        ("checkpoint", step, [step]) for step in (1, 2, 3)
+    ]
 
 
 def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> Any:
@@ -110,15 +121,15 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
     Returns:
         outcome or mistake, and the step that was come to.
     """
-    from gpt2_ddp.checkpoint import checkpointer
+    from gpt2_ddp.checkpoint import store
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
-    write, join, step, gate, at = checkpointer.write, Background.join, loop.train_step, threading.Event(), [0]
+    write, join, step, gate, at = store.write, Background.join, loop.train_step, threading.Event(), [0]
 
     def holding(snapshot: Any, folder: Path) -> None:
         write(snapshot, folder)
-        if held and snapshot.state["step"] == held:
+        if held and snapshot.state.step == held:
             assert gate.wait(60)
             if number:
                 from gpt2_ddp.files import writing
@@ -135,18 +146,18 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
         at[0] = run.step + 1
         if held and run.step == held + 1:
             if then == "kill":
-                while not (run.folder.checkpoints.folder / f".step-{held:08d}.tmp/manifest.json").exists():
+                while not (run.folder.checkpoints / f".step-{held:08d}.tmp/manifest.json").exists():
                     time.sleep(0.02)
                 os._exit(9)
             if then == "stop":
                 os.kill(os.getpid(), 15)
-            if then == "fail" and run.folder:
+            if then == "fail" and run.log.is_main:
                 gate.set()
-                while not run.checkpoints.background.error:
+                while not run.store.background.error:
                     time.sleep(0.02)
         return step(run)
 
-    checkpointer.write, loop.train_step = holding, train_step
+    store.write, loop.train_step = holding, train_step
     Background.join = opening  # pyright: ignore
     try:
         return loop.train(config, Pretraining).outcome, at[0]
@@ -154,9 +165,13 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
         return str(error), at[0]
 
 
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [line.row for line in read_lines(run / "metrics.jsonl") if line.row]
+
+
 def events(run: Path) -> list[tuple[str, int]]:
     """Rows of metrics.jsonl in their order: what each is, and its step."""
-    return [(line.row.get("event", "row"), line.row["step"]) for line in read_lines(run / "metrics.jsonl") if line.row]
+    return [(row.get("event", "row"), row["step"]) for row in rows_of(run)]
 
 
 def configured(corpus: Path, folder: Path, **more: Any) -> TrainingConfig:
@@ -200,7 +215,7 @@ def test_killed_meanwhile_those_before_are_left(corpus, tmp_path, behind, capsys
     ((process, _),) = start_ranks(train, 1, config, 8, "kill")
     process.join(60)
     assert process.exitcode == 9
-    assert [verify(place).state["step"] for place in list_checkpoints(run / "checkpoints")] == [0, 4]
+    assert [verify(place).step for place in list_checkpoints(run / "checkpoints")] == [0, 4]
     assert ("row", 9) in events(run)
     assert verify_run(VerifyConfig(run=str(run))) == 0, capsys.readouterr().out
     assert run_ranks(train, 1, config) == [("completed", 10)]

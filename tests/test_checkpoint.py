@@ -1,6 +1,5 @@
 """Checkpoints: what is written is what is read; what was damaged is found; what is kept is what should be."""
 
-import dataclasses
 import errno
 import hashlib
 import json
@@ -16,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 from disk import refuse
-from ranks import in_turn, run_ranks
-from runs import reseal
+from ranks import run_ranks
+from runs import open_store, reseal, state_after
 from safetensors.torch import save_file
 
-from gpt2_ddp.checkpoint import checkpointer as checkpoint
+from gpt2_ddp.checkpoint import store
 from gpt2_ddp.checkpoint.checkpoint import (
     DTYPES,
     MODEL,
@@ -41,7 +40,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
-from gpt2_ddp.checkpoint.store import Checkpointer
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
@@ -61,23 +60,30 @@ def trained_model() -> tuple[GPT, torch.optim.Optimizer]:
     return model, optimizer
 
 
+GPT_STATE = """{"kind": "gpt2", "progress": {}, "feed": {}, "setup": {"epoch_size": 9}, "task": {"tokenizer": "gpt2",
+    "tokenizer_sha256": "", "vocab_size": %d, "data_manifest": "", "micro_batch": 1}}"""
 CONFIG = "{run_name: run, data: {}, model: {}, optim: {}, train: {}}"
 
 
-def snapshot(state: dict, config: str = CONFIG) -> Snapshot:
+def snapshot(step: int, val_loss: float | None = None, **progress: object) -> Snapshot:
     model, optimizer = trained_model()
-    state = {"position": 0, "order_digest": "", "kind": "regression", **state}
-    return Snapshot(state, config, model.state_dict(), optimizer_state(model, optimizer))
+    state = state_after(step, val_loss, **progress)
+    return Snapshot(state, CONFIG, model.state_dict(), optimizer_state(model, optimizer))
 
 
-def save(folder: Path, step: int, keep_last: int = 3, val_loss: float | None = None, **state: object) -> Path:
-    checkpoints = Checkpointer(folder, keep_last)
-    checkpoints.save(snapshot({"step": step, "val_loss": val_loss, **state}))
+def save(run: Path, step: int, val_loss: float | None = None, keep_last: int = 3, **progress: object) -> Path:
+    checkpoints = open_store(run, keep_last)
+    checkpoints.save(snapshot(step, val_loss, **progress))
     return checkpoints.place(step)
 
 
-def steps(folder: Path) -> list[int]:
-    return steps_of(list_checkpoints(folder))
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return tmp_path / "run"
+
+
+def steps(run: Path) -> list[int]:
+    return steps_of(list_checkpoints(run / "checkpoints"))
 
 
 Arrays = dict[str, np.ndarray]
@@ -87,38 +93,36 @@ def as_arrays(tensors: dict[str, torch.Tensor]) -> Arrays:
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def put_back(folder: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays] | None]:
-    """Writes and reads a checkpoint on rank 0, and gives it to all ranks' models, which were others; what they then
-    hold, whether each tensor stayed where it was, and, on rank 0, what was written."""
+def put_back(run: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays]]:
+    """Saves and reads a checkpoint, and loads it into all ranks' models, which were others. Returns what they then
+    hold, whether each tensor stayed where it was, and what this rank passed to `save`."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
     accelerator = build_accelerator("cpu", "no")
-    torch.manual_seed(accelerator.process_index)
+    torch.manual_seed(7 + accelerator.process_index)
+    written, checkpoints = snapshot(3), open_store(run)
+    checkpoints.save(written)
+    newest = checkpoints.newest()
+    assert newest
+    read = checkpoints.read(newest)
     model, optimizer = trained_model()
-    read, wrote = None, None
-    if accelerator.is_main_process:
-        torch.manual_seed(7)
-        written = snapshot({"step": 3})
-        wrote = as_arrays(written.model), as_arrays(written.optimizer)
-        checkpoints = Checkpointer(folder)
-        checkpoints.save(written)
-        read = verify(checkpoints.place(3)).read()
 
     def places() -> list[int]:
         moments = [optimizer.state[p][kind] for p in model.parameters() for kind in sorted(optimizer.state[p])]
         return [tensor.data_ptr() for tensor in (*model.parameters(), *moments)]
 
     before = places()
-    load_model_state(accelerator, read.model if read else {}, model)
-    load_optimizer_state(accelerator, read.optimizer if read else {}, model, optimizer)
-    found = as_arrays(model.state_dict()), as_arrays(optimizer_state(model, optimizer))
-    return *found, places() == before, wrote
+    load_model_state(accelerator, read.model, model)
+    load_optimizer_state(accelerator, read.optimizer, model, optimizer)
+    found, in_place = (as_arrays(model.state_dict()), as_arrays(optimizer_state(model, optimizer))), places() == before
+    load_optimizer_state(accelerator, {}, model, optimizer)
+    assert not optimizer_state(model, optimizer)
+    return *found, in_place, (as_arrays(written.model), as_arrays(written.optimizer))
 
 
-def test_weights_and_moments_come_back_bitwise_on_all_ranks(tmp_path):
+def test_weights_and_moments_come_back_bitwise_on_all_ranks(run):
     """Moments that are not in the snapshot go, as when a run goes back to its first step."""
-    ranks, left = zip(*run_ranks(in_turn, 2, (put_back, tmp_path), (put_back_to_the_start,)), strict=True)
-    assert left == (0, 0)
+    ranks = run_ranks(put_back, 2, run)
     wrote = ranks[0][3]  # not made here, where torch may have another number of threads, and so other bits
     for weights, moments, in_place, _ in ranks:
         assert in_place
@@ -126,8 +130,8 @@ def test_weights_and_moments_come_back_bitwise_on_all_ranks(tmp_path):
             assert found.keys() == right.keys()
             assert all(np.array_equal(found[name], right[name]) for name in right)
     assert {name.split(".")[0] for name in wrote[1]} == {"step", "exp_avg", "exp_avg_sq"}
-    place = tmp_path / "step-00000003"
-    assert verify(place).state["step"] == 3
+    place = run / "checkpoints/step-00000003"
+    assert verify(place).step == 3
     assert not any(b"cpickle" in file.read_bytes() or file.suffix in (".pt", ".pkl") for file in place.iterdir())
 
 
@@ -148,29 +152,21 @@ def test_files_of_tensors_are_those_of_the_library(tmp_path, metadata):
 def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     model, optimizer = trained_model()
     memory: dict[str, torch.Tensor] = {}
-    live = Snapshot({"step": 1, "metrics": {}}, "", model.state_dict(), optimizer_state(model, optimizer))
+    live = Snapshot(state_after(1), "", model.state_dict(), optimizer_state(model, optimizer))
     copy = live.copied(memory)
     before = {name: tensor.clone() for name, tensor in (copy.model | copy.optimizer).items()}
     optimizer.step()
-    live.state["metrics"]["val_loss"] = 2.0
-    assert copy.state == {"step": 1, "metrics": {}}
+    live.state.progress.scores["val_loss"] = 2.0
+    assert copy.state == state_after(1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in (copy.model | copy.optimizer).items())
     assert not torch.equal(live.model["wte.weight"], before["wte.weight"])
     places = {name: tensor.data_ptr() for name, tensor in memory.items()}
     assert {name: t.data_ptr() for name, t in (live.copied(memory).model | copy.optimizer).items()} == places
 
 
-def put_back_to_the_start() -> int:
-    from gpt2_ddp.distributed.launch import build_accelerator
-
-    model, optimizer = trained_model()
-    load_optimizer_state(build_accelerator("cpu", "no"), {}, model, optimizer)
-    return len(optimizer_state(model, optimizer))
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-def test_every_damage_is_found_and_named(tmp_path, name):
-    file = save(tmp_path, 1) / name
+def test_every_damage_is_found_and_named(run, name):
+    file = save(run, 1) / name
     data = file.read_bytes()
     for damaged in (data[:-1] + bytes([data[-1] ^ 1]), data[:-1], None):
         file.write_bytes(damaged) if damaged else file.unlink()
@@ -178,20 +174,12 @@ def test_every_damage_is_found_and_named(tmp_path, name):
             verify(file.parent)
 
 
-SOUND = '{"step": 6, "position": 0, "order_digest": "", "kind": "gpt2", "tokenizer": "gpt2"}'
-
-
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        (STATE, '{"step": 60}', "has no position"),
-        (STATE, '{"step": -60, "position": 0, "order_digest": "", "kind": "gpt2"}', "has step = -60"),
-        (STATE, '{"step": 6, "position": 0, "order_digest": "", "kind": "lenet", "passed": 5}', "has passed = 5"),
-        (STATE, SOUND[:-1] + ', "vocab_size": 9000000000}', "has vocab_size = 9000000000"),
-        (STATE, SOUND[:-1] + "}", "has no vocab_size"),
-        (STATE, SOUND[:-1] + ', "vocab_size": 1, "guard": {"losses": ["x", 0, 0]}}', "has guard.losses.0 = x"),
-        (STATE, SOUND[:-1] + ', "vocab_size": 1, "passed": [[3]]}', r"has no passed.0.1"),
-        (STATE, SOUND[:-7] + '"../x", "vocab_size": 1}', "has tokenizer = ../x"),
+        (STATE, "{", "state.json: Expecting property name"),
+        (STATE, '{"kind": "gpt2"}', "has no progress"),
+        (STATE, GPT_STATE % 9_000_000_000, "has vocab_size = 9000000000"),
         ("config.yaml", CONFIG.replace("name: run", "name: ../x"), "has run_name = ../x"),
         ("config.yaml", CONFIG.replace("run_name: run,", ""), "has run_name = None"),
         ("config.yaml", CONFIG.replace("optim: {}", "optim: 3"), "has no section optim"),
@@ -199,15 +187,15 @@ SOUND = '{"step": 6, "position": 0, "order_digest": "", "kind": "gpt2", "tokeniz
         (OPTIMIZER, "", r"is no safetensors file \(.*header"),
     ],
 )
-def test_forged_content_with_right_hashes_is_damage(tmp_path, name, content, reason):
+def test_forged_content_with_right_hashes_is_damage(run, name, content, reason):
     """A resumed run falls back to the checkpoint before, as for a flipped bit."""
-    save(tmp_path, 1)
-    place = save(tmp_path, 2)
+    save(run, 1)
+    place = save(run, 2)
     (place / name).write_text(content)
     reseal(place / name)
     with pytest.raises(CorruptCheckpoint, match=reason):
         verify(place)
-    assert Checkpointer(tmp_path).newest().path.name == "step-00000001"
+    assert open_store(run).newest().step == 1
 
 
 @pytest.mark.parametrize(
@@ -234,29 +222,29 @@ def test_optimizer_state_that_does_not_fit_is_refused(edit, reason):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"model.safetensors": 3}}', '{"format": 1, "files": {}}'])
-def test_a_broken_manifest_is_damage(tmp_path, text):
-    place = save(tmp_path, 1)
+def test_a_broken_manifest_is_damage(run, text):
+    place = save(run, 1)
     (place / "manifest.json").write_text(text)
     with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
         verify(place)
 
 
-def test_a_manifest_lists_no_file_of_another_folder(tmp_path):
-    file = save(tmp_path, 1) / "manifest.json"
+def test_a_manifest_lists_no_file_of_another_folder(run):
+    file = save(run, 1) / "manifest.json"
     manifest = json.loads(file.read_text())
     del manifest["sha256"]
     manifest["files"]["../x"] = manifest["files"][STATE]
     file.write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
-    shutil.copy(file.parent / STATE, tmp_path / "x")
+    shutil.copy(file.parent / STATE, file.parent.with_name("x"))
     with pytest.raises(CorruptCheckpoint, match=r"lists \.\./x, outside of the folder"):
         verify(file.parent)
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, "manifest.json"])
-def test_an_error_of_the_disk_is_no_damage(tmp_path, monkeypatch, capsys, name):
+def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
     """The file is read again. If the error persists, it is named; no checkpoint is renamed, no older one is taken."""
-    save(tmp_path, 1)
-    place, failures, opening = save(tmp_path, 2), [errno.EIO], Path.open
+    save(run, 1)
+    place, failures, opening = save(run, 2), [errno.EIO], Path.open
 
     def opened(path: Path, *args, **kwargs):
         if path == place / name and failures:
@@ -265,36 +253,36 @@ def test_an_error_of_the_disk_is_no_damage(tmp_path, monkeypatch, capsys, name):
 
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.PAUSES", (0.0, 0.0, 0.0), raising=False)
-    assert Checkpointer(tmp_path).newest().state["step"] == 2
+    assert open_store(run).newest().step == 2
     failures += [errno.EIO] * 9
     with pytest.raises(
         UserError, match=rf"step-00000002/{name}: cannot be read \(Input/output error\); check that disk"
     ):
-        Checkpointer(tmp_path).newest()
-    assert steps(tmp_path) == [1, 2]
+        open_store(run).newest()
+    assert steps(run) == [1, 2]
     failures += [errno.EIO] * 9
-    save(tmp_path, 3, keep_last=2)
+    save(run, 3, keep_last=2)
     assert "step-00000002" in capsys.readouterr().err
-    assert steps(tmp_path) == [1, 2, 3], "one that cannot be read is kept, and does not count"
+    assert steps(run) == [1, 2, 3], "one that cannot be read is kept, and does not count"
 
 
-def test_falls_back_to_the_newest_intact_and_says_why(tmp_path, capsys):
-    save(tmp_path, 1), save(tmp_path, 2), save(tmp_path, 3)
-    (tmp_path / "step-00000003/model.safetensors").write_bytes(b"x")
-    found = Checkpointer(tmp_path).newest()
-    assert (found.path.name, found.state["step"]) == ("step-00000002", 2)
+def test_falls_back_to_the_newest_intact_and_says_why(run, capsys):
+    save(run, 1), save(run, 2), save(run, 3)
+    (run / "checkpoints/step-00000003/model.safetensors").write_bytes(b"x")
+    found = open_store(run).newest()
+    assert (found.path.name, found.step) == ("step-00000002", 2)
     assert "step-00000003/model.safetensors: has 1 bytes instead of" in capsys.readouterr().err
-    assert (tmp_path / "step-00000003.corrupt").is_dir()
-    assert steps(tmp_path) == [1, 2]
+    assert (run / "checkpoints/step-00000003.corrupt").is_dir()
+    assert steps(run) == [1, 2]
 
 
-def test_refuses_to_start_from_scratch_when_none_is_intact(tmp_path):
-    assert Checkpointer(tmp_path).newest() is None
-    save(tmp_path, 1)
-    (tmp_path / "step-00000001/state.json").unlink()
+def test_refuses_to_start_from_scratch_when_none_is_intact(run):
+    assert open_store(run).newest() is None
+    save(run, 1)
+    (run / "checkpoints/step-00000001/state.json").unlink()
     for _ in range(2):  # the second time, all that is left is called *.corrupt
         with pytest.raises(UserError, match="none is intact"):
-            Checkpointer(tmp_path).newest()
+            open_store(run).newest()
 
 
 @pytest.mark.parametrize(
@@ -305,22 +293,21 @@ def test_refuses_to_start_from_scratch_when_none_is_intact(tmp_path):
         (1, [(math.nan, 500), (2.0, 500), (-math.inf, 500), (2.5, 500), (math.inf, 500)], [2, 5]),
     ],
 )
-def test_keeps_the_newest_and_the_best(tmp_path, keep_last, saves, kept):
+def test_keeps_the_newest_and_the_best(run, keep_last, saves, kept):
     """The best of those that scored the same tokens: of a run whose eval.tokens were changed, both are kept. A loss
     that is not finite is never the best."""
-    checkpoints = Checkpointer(tmp_path, keep_last)
+    checkpoints = open_store(run, keep_last)
     for step, (val_loss, tokens) in enumerate(saves, 1):
-        checkpoints.save(snapshot({"step": step, "val_loss": val_loss, "metrics": {"val_tokens": tokens}}))
-    assert steps(tmp_path) == kept
+        scores = {"val_loss": val_loss, "val_tokens": tokens}
+        checkpoints.save(snapshot(step, scores=scores, scored_at=step if val_loss else 0))
+    assert steps(run) == kept
 
 
-def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
+def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
     """Files, then their folder's manifest, then the name, each fsynced; a crash between leaves a whole checkpoint.
     Before them, the rows and samples whose hashes it has."""
-    folder = tmp_path / "checkpoints"
-    Checkpointer(folder, keep_last=1).save(snapshot({"step": 1}))
-    for name in (METRICS, SAMPLES):
-        (tmp_path / name).touch()
+    save(run, 1)
+    (run / SAMPLES).touch()
     done = []
     fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
 
@@ -339,7 +326,7 @@ def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "rename", note_rename)
     monkeypatch.setattr(shutil, "rmtree", note_rmtree)
-    Checkpointer(folder, keep_last=1).save(snapshot({"step": 2}))
+    save(run, 2, keep_last=1)
     files = ["config.yaml", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert done == [
         ("fsync", SAMPLES),
@@ -349,93 +336,85 @@ def test_everything_is_on_disk_before_the_old_one_goes(tmp_path, monkeypatch):
         ("fsync", ".manifest.json.tmp"),
         ("fsync", ".step-00000002.tmp"),
         ("rename", ".step-00000002.tmp"),
-        ("fsync", folder.name),
+        ("fsync", "checkpoints"),
         ("rename", "step-00000001"),
         ("remove", ".step-00000001.removed"),
     ]
 
 
-def test_a_damaged_one_does_not_count_and_is_not_removed(tmp_path, capsys):
+def test_a_damaged_one_does_not_count_and_is_not_removed(run, capsys):
     for step in (1, 2, 3):
-        save(tmp_path, step)
-    (tmp_path / "step-00000003/state.json").write_text("{}")
-    save(tmp_path, 4, keep_last=2)
-    assert steps(tmp_path) == [2, 3, 4]
+        save(run, step)
+    (run / "checkpoints/step-00000003/state.json").write_text("{}")
+    save(run, 4, keep_last=2)
+    assert steps(run) == [2, 3, 4]
     assert "step-00000003" in capsys.readouterr().err
 
 
-def test_leftovers_of_a_killed_process_are_removed(tmp_path):
-    save(tmp_path, 1)
-    (tmp_path / ".step-00000002.tmp").mkdir()
-    assert Checkpointer(tmp_path).newest().path.name == "step-00000001"
-    assert [place.name for place in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def save_in(background: bool, checkpoints: Checkpointer, what: Snapshot) -> None:
-    """Saves a checkpoint in this thread or in the background."""
-    checkpoints.wish = background
-    checkpoints.save(what)
-    checkpoints.background.wait()
+def test_leftovers_of_a_killed_process_are_removed(run):
+    save(run, 1)
+    (run / "checkpoints/.step-00000002.tmp").mkdir()
+    assert open_store(run).newest().step == 1
+    assert [place.name for place in (run / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 def test_a_planted_name_reaches_no_terminal():
     assert str(CorruptCheckpoint(Path("a/\x1b[2J"), "is missing")) == r"a/\x1b[2J: is missing"
 
 
-def test_find_checkpoint_takes_a_run_or_a_checkpoint(tmp_path):
-    first, second = save(tmp_path / "checkpoints", 1), save(tmp_path / "checkpoints", 2)
-    assert find_checkpoint(tmp_path).path == second
+def test_find_checkpoint_takes_a_run_or_a_checkpoint(run):
+    first, second = save(run, 1), save(run, 2)
+    assert find_checkpoint(run).path == second
     assert find_checkpoint(first).path == first
     (second / "state.json").write_text("{}")
-    assert find_checkpoint(tmp_path).path == first
+    assert find_checkpoint(run).path == first
     with pytest.raises(UserError, match=r"state\.json"):
         find_checkpoint(second)
     shutil.rmtree(first)
     with pytest.raises(UserError, match="no intact checkpoint"):
-        find_checkpoint(tmp_path)
+        find_checkpoint(run)
 
 
-def test_one_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch, capsys):
+def test_one_that_is_removed_while_it_is_read_is_not_damaged(run, monkeypatch, capsys):
     """By a run that goes on: the newest at first is none any longer, and there is a newer one."""
-    folder = tmp_path / "checkpoints"
-    save(folder, 1)
+    save(run, 1)
 
     def late(place: Path, weights: bool) -> Checkpoint:
         if place.name == "step-00000001":
-            save(folder, 2, keep_last=1)
+            save(run, 2, keep_last=1)
         return verify(place, weights)
 
     monkeypatch.setattr("gpt2_ddp.checkpoint.checkpoint.verify", late)
-    assert find_checkpoint(tmp_path).path.name == "step-00000002"
+    assert find_checkpoint(run).path.name == "step-00000002"
     assert capsys.readouterr().err == ""
 
 
-def test_weights_that_are_removed_before_they_are_loaded(tmp_path):
+def test_weights_that_are_removed_before_they_are_loaded(run):
     model, _ = trained_model()
-    checkpoint = verify(save(tmp_path, 1))
-    save(tmp_path, 2, keep_last=1)
+    checkpoint = verify(save(run, 1))
+    save(run, 2, keep_last=1)
     with pytest.raises(
         UserError, match=r"step-00000001: was deleted, since a running training deletes old checkpoints"
     ):
         load_weights(checkpoint, model)
 
 
-def test_weights_of_another_shape_are_refused(tmp_path):
-    place = save(tmp_path, 1)
+def test_weights_of_another_shape_are_refused(run):
+    place = save(run, 1)
     with pytest.raises(UserError, match=r"does not fit .*size mismatch"):
         load_weights(verify(place), GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=4), 100))
 
 
-def test_peeking_reads_the_small_files_alone(tmp_path):
+def test_peeking_reads_the_small_files_alone(run):
     """Damaged weights of the same size are not seen, a damaged state is; nothing is renamed."""
-    save(tmp_path, 1), save(tmp_path, 2)
-    weights = tmp_path / "step-00000002/model.safetensors"
+    save(run, 1), save(run, 2)
+    weights = run / "checkpoints/step-00000002/model.safetensors"
     weights.write_bytes(bytes(weights.stat().st_size))
-    assert Checkpointer(tmp_path).latest_metadata().state["step"] == 2
-    (tmp_path / "step-00000002/state.json").write_text("{}")
-    assert Checkpointer(tmp_path).latest_metadata().state["step"] == 1
-    assert steps(tmp_path) == [1, 2]
-    assert Checkpointer(tmp_path / "none").latest_metadata() is None
+    assert open_store(run).peek().step == 2
+    (run / "checkpoints/step-00000002/state.json").write_text("{}")
+    assert open_store(run).peek().step == 1
+    assert steps(run) == [1, 2]
+    assert open_store(run.with_name("none")).peek() is None
 
 
 def of_format(place: Path, format: int | None) -> None:
@@ -447,13 +426,13 @@ def of_format(place: Path, format: int | None) -> None:
 
 
 @pytest.mark.parametrize("format", [None, 0, 2])
-def test_another_format_is_a_user_error_and_no_damage(tmp_path, format):
+def test_another_format_is_a_user_error_and_no_damage(run, format):
     """Nothing is renamed, and no older checkpoint is loaded in its place."""
-    save(tmp_path / "checkpoints", 1)
-    place = save(tmp_path / "checkpoints", 2)
+    save(run, 1)
+    place = save(run, 2)
     of_format(place, format)
-    checkpoints = Checkpointer(tmp_path / "checkpoints")
-    for look in (checkpoints.latest_metadata, checkpoints.newest, lambda: find_checkpoint(tmp_path)):
+    checkpoints = open_store(run)
+    for look in (checkpoints.peek, checkpoints.newest, lambda: find_checkpoint(run)):
         with pytest.raises(UserError, match=rf"step-00000002: has format {format}, this release reads format 1"):
             look()
     assert [place.name for place in sorted(place.parent.iterdir())] == ["step-00000001", "step-00000002"]
@@ -462,14 +441,13 @@ def test_another_format_is_a_user_error_and_no_damage(tmp_path, format):
 # Faults
 
 
-def killed_at_every_operation(folder: Path, scenario: str, background: bool) -> int:
+def killed_at_every_operation(run: Path, scenario: str, background: bool) -> int:
     """Saves step 2 after step 1 (or `again`), killed once before each operation that changes a file; after each, the
     next trainer finds an intact checkpoint and saves its own. Returns how often it was killed."""
     from disk import interpose
 
     torch.manual_seed(7)
-    first = snapshot({"step": 1, "val_loss": None})
-    second = snapshot({"step": 1 if scenario == "again" else 2, "val_loss": 2.0})
+    first, second = snapshot(1), snapshot(1 if scenario == "again" else 2, 2.0)
     kills, told, limit = 0, 0, 0
 
     def tell(operation: str, name: str) -> None:
@@ -479,28 +457,31 @@ def killed_at_every_operation(folder: Path, scenario: str, background: bool) -> 
             os._exit(9)
 
     os.fsync = lambda descriptor: None  # what a kill does not undo
-    interpose(folder, tell)
+    interpose(run / "checkpoints", tell)
     while True:
-        shutil.rmtree(folder, ignore_errors=True)
-        for step in (0, 1) if scenario == "no room" else (1,):
-            Checkpointer(folder).save(dataclasses.replace(first, state={**first.state, "step": step}))
+        shutil.rmtree(run, ignore_errors=True)
         child = os.fork()
         if not child:
-            told, limit = 0, kills + 1
+            limit = 0
+            for step in (0, 1) if scenario == "no room" else (1,):
+                save(run, step)
             if scenario == "no room":
-                checkpoint._free_bytes = lambda folder: 0
-            save_in(background, Checkpointer(folder, keep_last=1), second)
+                store._free_bytes = lambda folder: 0
+            checkpoints = open_store(run, keep_last=1, wish=background)
+            told, limit = 0, kills + 1
+            checkpoints.save(second)
+            checkpoints.wait()
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if scenario != "again":
-            assert [verify(place) for place in list_checkpoints(folder)], kills
-        found = Checkpointer(folder, keep_last=1)
+            assert [verify(place) for place in list_checkpoints(run / "checkpoints")], kills
+        found = open_store(run, keep_last=1)
         newest = found.newest()
         assert newest, kills
         assert newest.state in (first.state, second.state), kills
-        assert not list(folder.glob(".*")), kills
-        found.save(dataclasses.replace(second, state={**second.state, "step": 3, "val_loss": 1.0}))
-        assert steps(folder) == [3], kills
+        assert not list((run / "checkpoints").glob(".*")), kills
+        found.save(snapshot(3, 1.0))
+        assert steps(run) == [3], kills
         if code == 0:
             assert newest.state == second.state
             return kills
@@ -511,31 +492,27 @@ def killed_at_every_operation(folder: Path, scenario: str, background: bool) -> 
 @pytest.mark.parametrize(
     ("scenario", "background"), [("the next", False), ("the next", True), ("again", False), ("no room", False)]
 )
-def test_killed_at_every_operation_an_intact_one_is_left(tmp_path, scenario, background):
+def test_killed_at_every_operation_an_intact_one_is_left(run, scenario, background):
     """Also where the same step is saved again, and where the old ones have to go first."""
-    (kills,) = run_ranks(killed_at_every_operation, 1, tmp_path / "checkpoints", scenario, background)
+    (kills,) = run_ranks(killed_at_every_operation, 1, run, scenario, background)
     assert kills > 20
 
 
-def test_killed_while_a_step_is_replaced_the_new_one_counts(tmp_path):
+def test_killed_while_a_step_is_replaced_the_new_one_counts(run):
     """It is whole before the old one loses its name; and the old one may be of steps that were given up."""
-    for folder, mark in ((tmp_path, "old"), (tmp_path / "new", "new")):
-        save(folder, 1, mark=mark)
-    place = tmp_path / "step-00000001"
-    place.rename(tmp_path / ".step-00000001.replaced")
-    (tmp_path / "new/step-00000001").rename(tmp_path / ".step-00000001.tmp")
-    (tmp_path / "new").rmdir()
-    found = Checkpointer(tmp_path).newest()
-    assert (found.path, found.state["mark"]) == (place, "new")
-    assert list(tmp_path.iterdir()) == [place]
-    place.rename(tmp_path / ".step-00000001.replaced")
-    assert Checkpointer(tmp_path).newest().state["mark"] == "new"
+    new, place = save(run.with_name("new"), 1, run_id="new"), save(run, 1, run_id="old")
+    place.rename(place.with_name(".step-00000001.replaced"))
+    new.rename(place.with_name(".step-00000001.tmp"))
+    for _ in range(2):
+        assert open_store(run).newest().state.progress.run_id == "new"
+        assert list(place.parent.iterdir()) == [place]
+        place.rename(place.with_name(".step-00000001.replaced"))
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
-def test_every_flipped_bit_is_found(tmp_path, count):
+def test_every_flipped_bit_is_found(run, count):
     """In every file alike, however small it is: its manifest too."""
-    place = save(tmp_path, 1, val_loss=2.5)
+    place = save(run, 1, val_loss=2.5)
     random = np.random.default_rng(count)
     files = sorted(place.iterdir())
     assert len(files) == 5
@@ -553,8 +530,8 @@ def test_every_flipped_bit_is_found(tmp_path, count):
 
 
 @pytest.mark.slow
-def test_every_bit_of_a_manifest_counts(tmp_path):
-    place = save(tmp_path, 1)
+def test_every_bit_of_a_manifest_counts(run):
+    place = save(run, 1)
     file = place / "manifest.json"
     data = file.read_bytes()
     for bit in range(8 * len(data)):
@@ -565,37 +542,37 @@ def test_every_bit_of_a_manifest_counts(tmp_path):
             verify(place, weights=False)
 
 
-def test_what_has_to_go_anyway_goes_first_where_room_is_short(tmp_path, monkeypatch):
+def test_what_has_to_go_anyway_goes_first_where_room_is_short(run, monkeypatch):
     """The newest that is there stays until the new one is; so does the best, unless the new one is better."""
     room = {"free": 10**12}
-    monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: room["free"])
+    monkeypatch.setattr(store, "_free_bytes", lambda folder: room["free"])
     at_work: list[list[int]] = []
-    write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *given: (at_work.append(steps(tmp_path)), write(*given)))
+    write = store.write
+    monkeypatch.setattr(store, "write", lambda *given: (at_work.append(steps(run)), write(*given)))
     for step, loss in ((1, 2.0), (2, 3.0), (3, 4.0)):
-        save(tmp_path, step, val_loss=loss)
-    save(tmp_path, 4, keep_last=3, val_loss=2.5)
+        save(run, step, val_loss=loss)
+    save(run, 4, keep_last=3, val_loss=2.5)
     room["free"] = 0
-    save(tmp_path, 5, keep_last=3, val_loss=2.5)
-    save(tmp_path, 6, keep_last=1, val_loss=1.0)
-    save(tmp_path, 6, keep_last=1, val_loss=1.0)
+    save(run, 5, keep_last=3, val_loss=2.5)
+    save(run, 6, keep_last=1, val_loss=1.0)
+    save(run, 6, keep_last=1, val_loss=1.0)
     assert at_work == [[], [1], [1, 2], [1, 2, 3], [1, 3, 4], [5], [6]]
-    assert steps(tmp_path) == [6]
+    assert steps(run) == [6]
 
 
-def test_room_is_made_only_once_that_is_recorded(tmp_path, monkeypatch):
+def test_room_is_made_only_once_that_is_recorded(run, monkeypatch):
     """Or `verify_run` would miss a checkpoint where the save fails after all."""
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    monkeypatch.setattr(checkpoint, "_free_bytes", lambda folder: 0)
+    save(run, 1)
+    save(run, 2)
+    monkeypatch.setattr(store, "_free_bytes", lambda folder: 0)
     said: list[tuple] = []
-    record = lambda row: said.append((row["event"], row["kept"], steps(tmp_path)))  # noqa: E731
-    Checkpointer(tmp_path, keep_last=2, record=record).save(snapshot({"step": 3}))
+    monkeypatch.setattr(RunLog, "append", lambda log, row: said.append((row["event"], row["kept"], steps(run))))
+    save(run, 3, keep_last=2)
     assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
 
 
-def test_a_manifest_has_a_format_every_file_and_a_size_limit(tmp_path):
-    place = save(tmp_path, 1)
+def test_a_manifest_has_a_format_every_file_and_a_size_limit(run):
+    place = save(run, 1)
     text = (place / "manifest.json").read_text()
     manifest = json.loads(text)
     assert manifest["format"] == 1
@@ -605,103 +582,101 @@ def test_a_manifest_has_a_format_every_file_and_a_size_limit(tmp_path):
         verify(place)
 
 
-def test_a_folder_with_weights_alone_is_a_checkpoint_without_a_manifest(tmp_path):
-    place = save(tmp_path, 1)
+def test_a_folder_with_weights_alone_is_a_checkpoint_without_a_manifest(run):
+    place = save(run, 1)
     (place / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"manifest\.json: is missing"):
         find_checkpoint(place)
 
 
-def test_who_only_looks_leaves_everything_where_it_is(tmp_path):
-    place = save(tmp_path, 1)
+def test_who_only_looks_leaves_everything_where_it_is(run):
+    place = save(run, 1)
     (place / "state.json").unlink()
-    (tmp_path / ".step-00000002.tmp").mkdir()
+    place.with_name(".step-00000002.tmp").mkdir()
     with pytest.raises(UserError, match="none is intact"):
-        Checkpointer(tmp_path, check_lock=None).newest()
-    assert {file.name for file in tmp_path.iterdir()} == {"step-00000001", ".step-00000002.tmp"}
+        open_store(run, lock=False).newest()
+    assert {file.name for file in place.parent.iterdir()} == {"step-00000001", ".step-00000002.tmp"}
 
 
-def test_checkpoints_after_a_step_are_removed(tmp_path):
-    checkpoints = Checkpointer(tmp_path)
+def test_checkpoints_after_a_step_are_removed(run):
+    checkpoints = open_store(run)
     for step in (2, 4, 6, 8):
-        checkpoints.save(snapshot({"step": step}))
-    assert steps(tmp_path) == [4, 6, 8]
+        checkpoints.save(snapshot(step))
+    assert steps(run) == [4, 6, 8]
     checkpoints.remove_after(6)
-    assert steps(tmp_path) == [4, 6]
+    assert steps(run) == [4, 6]
 
 
-def test_the_newest_good_one_and_those_after_it_are_kept(tmp_path):
-    checkpoints = Checkpointer(tmp_path, keep_last=1)
+def test_the_newest_good_one_and_those_after_it_are_kept(run):
+    checkpoints = open_store(run, keep_last=1)
     for step in (1, 2, 3, 4, 5):
-        checkpoints.save(snapshot({"step": step}), last_good=3)
-    assert steps(tmp_path) == [3, 4, 5]
+        checkpoints.save(snapshot(step), last_good=3)
+    assert steps(run) == [3, 4, 5]
     checkpoints.prune(last_good=4)
-    assert steps(tmp_path) == [4, 5]
+    assert steps(run) == [4, 5]
 
 
-def test_the_checkpoint_of_the_first_step_is_kept_until_a_later_one_is_known_to_be_good(tmp_path):
+def test_the_checkpoint_of_the_first_step_is_kept_until_a_later_one_is_known_to_be_good(run):
     """A rollback alone needs it; so `keep_last` does not count for it then."""
     kept = []
-    checkpoints = Checkpointer(tmp_path, keep_last=9)
+    checkpoints = open_store(run, keep_last=9)
     for step, last_good in ((0, 0), (2, 0), (4, 1), (6, 2)):
-        checkpoints.save(snapshot({"step": step}), last_good)
-        kept.append(steps(tmp_path))
+        checkpoints.save(snapshot(step), last_good)
+        kept.append(steps(run))
     assert kept == [[0], [0, 2], [0, 2, 4], [2, 4, 6]]
-    branch = Checkpointer(tmp_path, keep_last=9)
-    branch.first_step = 2
-    branch.prune(last_good=3)
-    assert steps(tmp_path) == [2, 4, 6]
-    branch.prune(last_good=4)
-    assert steps(tmp_path) == [4, 6]
+    checkpoints.save(snapshot(8, branched_from={"parent": "", "run_id": "", "step": 2, "checkpoint_sha256": ""}), 3)
+    assert steps(run) == [2, 4, 6, 8]
+    checkpoints.prune(last_good=4)
+    assert steps(run) == [4, 6, 8]
 
 
-def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(tmp_path, capsys):
+def test_a_rollback_takes_an_older_one_where_one_has_rotted_since(run, capsys):
     """It was intact when it was written; it is put aside as at a resume."""
-    checkpoints = Checkpointer(tmp_path)
+    checkpoints = open_store(run)
     for step in (1, 2, 3):
-        checkpoints.save(snapshot({"step": step}))
-    assert checkpoints.newest_until(2).state["step"] == 2
-    file = tmp_path / "step-00000002" / MODEL
+        checkpoints.save(snapshot(step))
+    assert checkpoints.newest_until(2).step == 2
+    file = run / "checkpoints/step-00000002" / MODEL
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert checkpoints.newest_until(2).state["step"] == 1
+    assert checkpoints.newest_until(2).step == 1
     assert "step-00000002/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
-    assert (tmp_path / "step-00000002.corrupt").is_dir()
+    assert (run / "checkpoints/step-00000002.corrupt").is_dir()
     assert checkpoints.newest_until(0) is None
 
 
-def test_a_resume_hashes_one_checkpoint_and_opens_each_file_once(tmp_path, monkeypatch, capsys):
+def test_a_resume_hashes_one_checkpoint_and_opens_each_file_once(run, monkeypatch, capsys):
     """Of the others it reads the small files. Those that are kept are hashed, once, when an older one is deleted. The
     best, whose weights are damaged, does not count then, so that the next best is kept."""
     for step in (1, 2, 3, 4):
-        save(tmp_path, step, val_loss=2.0 + step)
-    assert steps(tmp_path) == [1, 2, 3, 4]
-    best = tmp_path / "step-00000001" / MODEL
+        save(run, step, val_loss=2.0 + step)
+    assert steps(run) == [1, 2, 3, 4]
+    best = run / "checkpoints/step-00000001" / MODEL
     best.write_bytes(best.read_bytes()[:-1] + b"x")
-    opened, opening = Counter(), Path.open
+    opened, opening, seldom = Counter(), Path.open, ("manifest.json", METRICS)
 
     def count(path: Path, *args, **kwargs):
-        opened[str(path.relative_to(tmp_path))] += path.name != "manifest.json" and not kwargs and args != ("wb",)
+        opened["/".join(path.parts[-2:])] += path.name not in seldom and not kwargs and args != ("wb",)
         return opening(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", count)
-    checkpoints = Checkpointer(tmp_path)
+    checkpoints = open_store(run)
     checkpoints.newest()
     checkpoints.prune()
     large = [f"step-0000000{step}/{name}" for step in (1, 2, 3, 4) for name in (MODEL, OPTIMIZER)]
     assert {opened[name] for name in opened if opened[name]} == {1}
     assert [name for name in large if opened[name]] == large[-2:]
     assert capsys.readouterr().err == ""
-    checkpoints.save(snapshot({"step": 5, "val_loss": 9.0}))
+    checkpoints.save(snapshot(5, 9.0))
     assert "step-00000001/model.safetensors: its SHA-256 differs" in capsys.readouterr().err
     assert [opened[name] for name in large] == [1, 0, 0, 0, 1, 1, 1, 1]
-    checkpoints.save(snapshot({"step": 6, "val_loss": 9.0}))
+    checkpoints.save(snapshot(6, 9.0))
     assert [opened[name] for name in large] == [1, 0, 1, 1, 1, 1, 1, 1]
-    assert steps(tmp_path) == [1, 2, 4, 5, 6]
+    assert steps(run) == [1, 2, 4, 5, 6]
 
 
-def test_folders_with_other_names_are_no_checkpoints(tmp_path):
+def test_folders_with_other_names_are_no_checkpoints(run):
     for name in ("step-00000009", "step-00000010", "step-100000000", "step-99999999"):
-        (tmp_path / name).mkdir()
+        (run / "checkpoints" / name).mkdir(parents=True)
     for name in ("step-²²²", "step-٣", "step-5", "step-000000011", "step-00000012.corrupt", "step-", "step-1_00000000"):
-        (tmp_path / name).mkdir()
-    assert steps(tmp_path) == [9, 10, 99999999, 100000000]
+        (run / "checkpoints" / name).mkdir(parents=True)
+    assert steps(run) == [9, 10, 99999999, 100000000]

@@ -42,8 +42,8 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
         run.warm_up()
         for _ in range(2):
             train_step(run)
-            snapshot = run.snapshot()
-            run.load(snapshot.copied({}) if snapshot else None)
+            run.store.save(run.snapshot())
+            run.load(run.store.newest())
         train_step(run)
     return found
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from commands import expect_error
+from runs import open_store
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
-from gpt2_ddp.checkpoint.store import Checkpointer
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.tools import GenerateConfig
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
@@ -20,6 +20,7 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
+from gpt2_ddp.state import State
 from gpt2_ddp.tasks.trained_model import TextStream, find_gpt, generate_text, load_model, load_weights
 
 ROOT = Path(__file__).parents[1]
@@ -250,12 +251,12 @@ def checkpoint(tmp_path_factory):
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
     config = TrainingConfig.model_validate({"model": shape, "train": {"steps": 1}})
     model = GPT(config.model, vocab_size)
-    state = {"kind": "gpt2", "tokenizer": "tokenizer.json", "vocab_size": vocab_size}
-    state["best_evaluation"] = [1, 2.5, 100, 1]
+    task = {"tokenizer": "tokenizer.json", "tokenizer_sha256": "", "vocab_size": vocab_size}
+    task |= {"data_manifest": "", "micro_batch": 1}
     for step in (1, 2):
-        facts = {"step": step, "position": 0, "order_digest": ""} | state
-        snapshot = Snapshot(facts, dump(config), model.state_dict(), {}, (file,))
-        Checkpointer(folder / "checkpoints").save(snapshot)
+        progress = {"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}}
+        state = State.of("gpt2", progress=progress, feed={}, setup={"epoch_size": 1}, task=task)
+        open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, (file,)))
     return folder
 
 

@@ -11,13 +11,14 @@ import pytest
 from runs import reseal, training_config
 from safetensors.torch import load_file, save_file
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoint_ref
-from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, HASH, METRICS, NO_SAMPLES, STATUS, next_chain
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, OPTIMIZER, STATE, checkpoint_ref, verify
+from gpt2_ddp.checkpoint.run_files import HASH, METRICS, STATUS, next_chain
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.data.feed import Feed, GlobalBatch
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.project import PROJECT
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Best, LogEnd
 from gpt2_ddp.tasks.supervised import contiguous
 
 SCORES = {"val_loss": 5.5, "val_tokens": 512, "val_bits_per_byte": 3.0}
@@ -58,11 +59,20 @@ def make_long_run(trained: Path, folder: Path, steps: int) -> None:
             row |= {"skipped": 0, "tokens_per_second": 5000.5 + step % 7, "mfu": None, "data_share": 0.01}
             row["order_digest"] = feed.order_digest
             append(row | (SCORES if step == steps else {}))
-        state = json.loads((run / last / STATE).read_text()) | feed.state_dict()
-        state |= {name: value for name, value in facts.items() if name in state}
-        state |= {"step": steps, "tokens": steps * 12 * 32, "metrics": SCORES, "val_loss": SCORES["val_loss"]}
-        state |= {"best_evaluation": [0, 5.5, 512, 1], "metrics_chain": chain}
-        (run / last / STATE).write_text(json.dumps(state))
+        stream.flush()
+        before = verify(run / last).state
+        best = Best(step=0, val_loss=5.5, tokens=512, since=1)
+        progress = {"step": steps, "scores": SCORES, "scored_at": steps, "best": best}
+        state = before.model_copy(
+            update={
+                "progress": before.progress.model_copy(update=progress),
+                "feed": feed.state_dict(),
+                "guard": before.guard.model_copy(update={"judged": steps - 2}),
+                "setup": before.setup.model_copy(update={"processes": facts["processes"]}),
+                "log": LogEnd(chain=chain, bytes=(run / METRICS).stat().st_size),
+            }
+        )
+        (run / last / STATE).write_text(state.to_json())
         (run / last / CONFIG).write_text(dump(config))
         moments = load_file(run / last / OPTIMIZER)
         moments |= {name: value.fill_(steps) for name, value in moments.items() if name.startswith("step.")}

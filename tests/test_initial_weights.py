@@ -394,7 +394,7 @@ def test_from_the_hub(theirs, monkeypatch):
 def test_a_run_whose_tokens_are_others_is_refused(theirs, tmp_path):
     settings = config(GOLDEN / "gpt2_run")
     checkpoint = find_checkpoint(GOLDEN / "gpt2_run")
-    model = GPT(settings.model.model_copy(update=checkpoint.config["model"]), checkpoint.state["vocab_size"])
+    model = GPT(settings.model.model_copy(update=checkpoint.config["model"]), checkpoint.state.task.vocab_size)
     path = find_initial_weights(settings)
     load_initial_weights(settings, path, model, TOKENIZER)
     assert all(torch.equal(v, model.state_dict()[n]) for n, v in load_file(path / "model.safetensors").items())

@@ -1,7 +1,6 @@
 """Launches as people type them: they train together, or end with one line that says what to type instead."""
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import pytest
 import torch
 from commands import ACCELERATE, ROOT, environment, forked, launch, run_script
 from ranks import RankError, free_port, run_ranks
-from runs import rows, train, training_config
+from runs import rows, state_of, train, training_config
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
@@ -45,9 +44,8 @@ def train_with(config_file: str, name: str, **env: str) -> subprocess.CompletedP
 
 def digest(config_file: str, name: str) -> tuple[str, int]:
     """(order digest, processes) of the run's last checkpoint."""
-    run = Path(config_file).parent / name
-    state = json.loads((run / "checkpoints/step-00000002/state.json").read_text())
-    return state["order_digest"], state["processes"]
+    state = state_of(Path(config_file).parent / name)
+    return state["feed"]["order_digest"], state["setup"]["processes"]
 
 
 def train_in(env: dict[str, str], config: TrainingConfig) -> str:

@@ -280,7 +280,7 @@ def test_the_search_for_a_scale_is_not_bad():
     scaler = torch.amp.GradScaler("cpu")
     layer = torch.nn.Linear(2, 2)
     optimizer = guarded(torch.optim.AdamW(layer.parameters(), fused=True), scaler, norm_sigmas=3.0)
-    optimizer.norms.load_state_dict([50.0, 1.0, 0.01])
+    optimizer.norms.load_state_dict((50.0, 1.0, 0.01))
     for norm, scale, skipped, bad in (
         (math.inf, 2.0**16, 1, 0),
         (math.inf, 1.0, 1, 1),
@@ -315,7 +315,7 @@ def test_a_decay_of_one_step():
 
 def test_statistics_are_empty_at_first_and_set_a_limit_from_the_20th_value_on():
     statistics = RunningStatistics(CPU)
-    assert statistics.state_dict() == [0.0, 0.0, 0.0]
+    assert statistics.state_dict() == (0, 0, 0)
     for count in range(1, 23):
         statistics.add(torch.tensor(2.0), torch.tensor(True))
         assert statistics.limit(3.0).item() == pytest.approx(2.0 + 3 * 0.002 if count >= 20 else math.inf)
@@ -324,7 +324,7 @@ def test_statistics_are_empty_at_first_and_set_a_limit_from_the_20th_value_on():
 def test_norms_are_kept_only_where_they_have_a_limit():
     optimizer = guarded(build_optimizer(GPT(TINY, 100), OptimConfig()))
     assert optimizer.step(1e-3, torch.tensor(1.0)).item() == 0
-    assert optimizer.norms.state_dict() == [0.0, 0.0, 0.0]
+    assert optimizer.norms.state_dict() == (0, 0, 0)
 
 
 def test_a_bad_step_is_taken_all_the_same_without_skip():

@@ -5,16 +5,16 @@ import math
 
 import pytest
 
-from gpt2_ddp.checkpoint.run_files import finite, kept_lines, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import finite, read_lines, repaired, valid_rows
 
 ROWS = [
     {"step": 1},
     {"step": 2},
     {"event": "checkpoint", "step": 2},
     {"step": 3},
-    {"event": "rollback", "step": 1, "from": 3},
+    {"event": "rollback", "step": 1},
     {"step": 2},
-    {"event": "rollback", "step": 2, "from": 3},
+    {"event": "rollback", "step": 2},
     {"step": 3},
     {"step": 4},
 ]
@@ -49,13 +49,4 @@ def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):
 def test_rows_before_the_last_rollback_are_kept_whatever_their_step(tmp_path, step, rollbacks, kept):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*ROWS, {"step": "x"}]))
-    lines = kept_lines(file, lambda line: False, step, rollbacks, "is damaged")
-    assert [line.number for line in lines] == kept
-
-
-def test_a_damaged_file_stays_in_its_place_until_it_is_replaced(tmp_path, capsys):
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"step": 1}\nx\n{"step": 2}\n')
-    assert [line.number for line in kept_lines(file, lambda line: line.number == 3, 2, 0, "")] == [1, 3]
-    assert file.read_text() == (tmp_path / "rows.jsonl.damaged").read_text() == '{"step": 1}\nx\n{"step": 2}\n'
-    assert "line 2 is not a row with a step; a copy is in rows.jsonl.damaged" in capsys.readouterr().err
+    assert [line.number for line in repaired(file, step, rollbacks)] == kept

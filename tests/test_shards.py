@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from runs import training_config
 
 from gpt2_ddp.data import shards
@@ -95,7 +96,11 @@ def test_streams_hold_a_share_of_the_files_and_can_be_pickled(tmp_path, monkeypa
 
 def open_data(local_main: bool, **changes: Any) -> None:
     place: Any = SimpleNamespace(
-        num_processes=1, process_index=0, is_main_process=True, is_local_main_process=local_main, device="cpu"
+        num_processes=1,
+        process_index=0,
+        is_main_process=True,
+        is_local_main_process=local_main,
+        device=torch.device("cpu"),
     )
     Pretraining(training_config(GOLDEN / "corpus", Path("/nowhere"), changes), place, None).open_data()
 

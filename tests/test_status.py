@@ -9,9 +9,9 @@ from pathlib import Path
 
 import commands
 import pytest
-from runs import job_config
+from runs import open_folder
 
-from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import StatusConfig
 from gpt2_ddp.distributed.process import this_process
@@ -24,9 +24,9 @@ NOW = 1_000_000.0
 
 @pytest.fixture
 def held(tmp_path):
-    """A run folder as its trainer holds it."""
-    folder = RunFolder(job_config("regression", tmp_path))
-    yield folder
+    """The records of a run as its trainer has them."""
+    folder = open_folder(tmp_path / "run")
+    yield RunLog(folder)
     folder.release()
 
 

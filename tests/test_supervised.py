@@ -25,6 +25,7 @@ from gpt2_ddp.config.tools import VerifyConfig
 from gpt2_ddp.data.order import Order
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.verify import verify_run
+from gpt2_ddp.state import JobData
 from gpt2_ddp.tasks.jobs import LeNet, ResNet18, make_job
 from gpt2_ddp.tasks.supervised import Samples, Supervised, build_job_optimizer, job_schedule, means, score_each
 
@@ -337,7 +338,8 @@ def test_scale_with_processes(tmp_path):
     ({"scale_with_processes": True}, 1, "scale_with_processes = True: the run's batch of 24 would become 12"),
 ])  # fmt: skip
 def test_another_number_of_processes(tmp_path, changes, processes, message):
-    saved: Any = SimpleNamespace(state={"global_batch_size": 24, "lr": 0.02})
+    task = JobData(global_batch_size=24, lr=0.02, data_hash="")
+    saved: Any = SimpleNamespace(state=SimpleNamespace(task=task))
     accelerator: Any = SimpleNamespace(num_processes=processes)
     with pytest.raises(UserError, match=message):
         Supervised(make_job, job_config("regression", tmp_path, changes), accelerator, saved)

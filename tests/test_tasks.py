@@ -11,6 +11,7 @@ from hellaswag import made_items, write
 from ranks import in_turn, run_ranks
 from runs import rows, said, train, training_config
 
+from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.scoring import read_items
@@ -127,11 +128,11 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     scored = {row["step"]: row for row in rows(run) if "val_loss" in row}
     names = {"cloze_acc", "cloze_acc_norm", "items_acc", "items_acc_norm"}
     assert {step: names & {*row} for step, row in scored.items()} == {0: names, 10: names, 11: names}
-    state = json.loads((run / "checkpoints/step-00000010/state.json").read_text())
+    state = find_checkpoint(run / "checkpoints/step-00000010").state
     for name in ("cloze", "items"):
         own = json.loads((told / f"{name}-9.json").read_text())
         assert [scored[10][f"{name}_{metric}"] for metric in ("acc", "acc_norm")] == [own["acc"], own["acc_norm"]]
-        assert state["tasks"][name] == own["items_sha256"]
+        assert state.task.tasks[name] == own["items_sha256"]
     assert "note: the items of items have changed" in others
     assert "the items of cloze" not in others
     assert refused.startswith("eval.tasks = ")

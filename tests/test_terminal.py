@@ -1,11 +1,11 @@
 """Lines of the terminal: short, and without what a row does not have."""
 
 import pytest
-from runs import job_config
+from runs import open_folder
 from tqdm import tqdm
 
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, bar_format, describe, duration, time_left
-from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_log import RunLog
 
 ROW = {
     "step": 350,
@@ -54,8 +54,8 @@ def test_the_bar_shows_whole_figures_first_and_the_bar_in_the_room_left(columns,
 
 
 def test_rows_go_to_standard_output_and_warnings_to_stderr(tmp_path, capsys):
-    folder = RunFolder(job_config("regression", tmp_path))
-    metrics = Metrics(folder, 0, 1000)
+    folder = open_folder(tmp_path / "run")
+    metrics = Metrics(RunLog(folder), 0, 1000)
     metrics.log(ROW)
     metrics.print("warning: late")
     metrics.close()

@@ -11,12 +11,13 @@ from typing import Any
 import psutil
 import pytest
 from ranks import RankError, run_ranks
-from runs import TIMINGS, train, training_config
+from runs import TIMINGS, open_folder, state_of, train, training_config
 
-from gpt2_ddp.checkpoint.run_files import METRICS, read_lines, valid_rows
-from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
+from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.checkpoint.trackers import Trackers, WandB, last_step_offline
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.state import LogEnd, Progress
 
 Points = dict[str, list[tuple[int, float]]]
 """By the name of a number: steps and values, in the order in which a reader sees them."""
@@ -26,16 +27,16 @@ def train_and_die(config: TrainingConfig, home: Path, kill_at: int | None = None
     """Trains. At a step, once its row is in metrics.jsonl and before a tracker has it, the process is killed, and what
     it started."""
     os.environ.update(HOME=str(home), TRACKIO_DIR=str(home / "trackio"))
-    append = RunFolder.append
+    append = RunLog.append
 
-    def killing(self: RunFolder, name: str, row: dict[str, Any]) -> None:
-        append(self, name, row)
+    def killing(self: RunLog, row: dict[str, Any], name: str = METRICS) -> None:
+        append(self, row, name)
         if name == METRICS and row["step"] == kill_at:
             for child in psutil.Process().children(recursive=True):
                 child.kill()  # wandb writes its files in another process
             os.kill(os.getpid(), signal.SIGKILL)
 
-    RunFolder.append = killing
+    RunLog.append = killing
     return train(config)
 
 
@@ -100,7 +101,7 @@ def in_trackio(home: Path, run: Path) -> Points:
 
 
 def run_id(run: Path) -> str:
-    return json.loads(max(run.glob("checkpoints/step-*/state.json")).read_text())["run_id"]
+    return state_of(run)["progress"]["run_id"]
 
 
 def computed(points: Points) -> Points:
@@ -122,32 +123,32 @@ def numbers(step: int, loss: float) -> dict[str, Any]:
 def test_tensorboard_holds_the_rows_that_stand(corpus, tmp_path):
     """After a start that is killed, one from a checkpoint before what it wrote, and a rollback."""
     config = training_config(corpus, tmp_path, {"tracking.log_with": "tensorboard"})
-    run = RunFolder(config)
+    log, ends = RunLog(open_folder(tmp_path / "run")), {-1: LogEnd()}
 
-    def start(cut_to: int, *log: int, loss: float) -> Trackers:
-        kept = [line.row for line in read_lines(run.path / METRICS) if line.row and line.row["step"] <= cut_to]
-        run.cut_rows(cut_to, 0, kept[-1]["chain"] if kept else None)
-        trackers = Trackers(lambda _, action: action(), config, "id", run.path)
-        for step in log:
-            run.append(METRICS, numbers(step, loss + step))
+    def start(at: int, *steps: int, loss: float) -> Trackers:
+        log.resume(ends[at], Progress())
+        trackers = Trackers(lambda _, action: action(), config, "id", log.path)
+        for step in steps:
+            log.append(numbers(step, loss + step))
             trackers.log(numbers(step, loss + step))
+            ends[step] = log.end()
         return trackers
 
     for row in (numbers(0, 0.5), {"event": "other", "step": 7, "at": 3}):
-        run.append(METRICS, row)
-    Trackers(lambda _, action: action(), config, "id", run.path)  # a tracker that comes later
-    assert in_tensorboard(run.path) == {"loss": [(0, 0.5)]}
+        log.append(row)
+    Trackers(lambda _, action: action(), config, "id", log.path)  # a tracker that comes later
+    assert in_tensorboard(log.path) == {"loss": [(0, 0.5)]}
     start(-1, 0, 10, 20, loss=0.5)
     start(-1, 0, 10, 20, 30, 40, loss=0.25)
-    start(25, 30, 60, loss=0.125)  # log_every was 10 and is 30: 40 is not trained to a row again
-    assert in_tensorboard(run.path) == {"loss": [(0, 0.25), (10, 10.25), (20, 20.25), (30, 30.125), (60, 60.125)]}
+    start(20, 30, 60, loss=0.125)  # log_every was 10 and is 30: 40 is not trained to a row again
+    assert in_tensorboard(log.path) == {"loss": [(0, 0.25), (10, 10.25), (20, 20.25), (30, 30.125), (60, 60.125)]}
     trackers = start(60, 70, 80, loss=0)
-    run.append(METRICS, {"event": "rollback", "step": 65})
+    log.append({"event": "rollback", "step": 65})
     trackers.go_back(65)
     trackers.log(numbers(70, 1.0))
-    run.append(METRICS, numbers(70, 1.0))
-    assert in_tensorboard(run.path) == in_metrics(run.path)
-    assert steps(in_tensorboard(run.path)) == {"loss": [0, 10, 20, 30, 60, 70]}
+    log.append(numbers(70, 1.0))
+    assert in_tensorboard(log.path) == in_metrics(log.path)
+    assert steps(in_tensorboard(log.path)) == {"loss": [0, 10, 20, 30, 60, 70]}
 
 
 def test_one_tracker_that_fails_leaves_the_others(corpus, tmp_path, monkeypatch):
@@ -165,11 +166,11 @@ def test_one_tracker_that_fails_leaves_the_others(corpus, tmp_path, monkeypatch)
     monkeypatch.setattr(WandB, "__init__", fail)
     monkeypatch.setitem(__import__("sys").modules, "trackio", None)  # cannot be imported
     config = training_config(corpus, tmp_path, {"tracking.log_with": ["wandb", "tensorboard"]})
-    run = RunFolder(config)
-    trackers = Trackers(attempt, config, "id", run.path)
+    run = open_folder(tmp_path / "run").path
+    trackers = Trackers(attempt, config, "id", run)
     trackers.log(numbers(1, 0.5))
     trackers.finish()
-    assert (said, in_tensorboard(run.path)) == (["wandb tracker: gone"], {"loss": [(1, 0.5)]})
+    assert (said, in_tensorboard(run)) == (["wandb tracker: gone"], {"loss": [(1, 0.5)]})
 
 
 def test_tensorboard_gets_the_rows(corpus, tmp_path):

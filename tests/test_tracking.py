@@ -12,143 +12,132 @@ from pathlib import Path
 import pytest
 from disk import refuse
 from ranks import run_ranks, start_ranks
-from runs import rows, train, training_config
+from runs import open_folder, rows, state_after, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
-from gpt2_ddp.checkpoint.run_files import FIRST_CHAIN, METRICS, SAMPLES, next_chain, split_chain
+from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, next_chain, split_chain
 from gpt2_ddp.checkpoint.run_folder import RunFolder
+from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, LogEnd, Pending, Progress
 
 
-@pytest.mark.parametrize("row_pending", [False, True])
-@pytest.mark.parametrize("sample_pending", [False, True])
-def test_pending_work_of_a_checkpoint_is_not_there_twice(corpus, tmp_path, row_pending, sample_pending):
-    """Its row and sample may have been written since, and then a kill came before the checkpoint was saved anew."""
-    run, chains = RunFolder(training_config(corpus, tmp_path)), {}
-    for step in (3, 4):
-        chains[step - 1] = run.chain
-        run.append(METRICS, {"step": step})
-        chains[step - 0.5] = run.chain
-        run.append_sample({"step": step}, {"event": "sample", "step": step})
-        chains[step] = run.chain
-    run.cut_rows(4, 0, chains[3 if row_pending else 3.5 if sample_pending else 4])
-    left = {name: [row["step"] for row in rows(run.path, name)] for name in (METRICS, SAMPLES)}
-    assert left == {METRICS: [3] if row_pending else [3, 4], SAMPLES: [3] if row_pending or sample_pending else [3, 4]}
+@pytest.fixture
+def log(tmp_path) -> RunLog:
+    return RunLog(open_folder(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("row_pending", [False, True])
-def test_a_pending_row_is_not_there_twice_where_the_chain_is_damaged(corpus, tmp_path, row_pending):
-    run = RunFolder(training_config(corpus, tmp_path))
-    for step in (3, 4):
-        run.append(METRICS, {"step": step})
-    run.cut_rows(4 - row_pending, 0, "f" * 64)
-    assert [row["step"] for row in rows(run.path, METRICS)] == ([3] if row_pending else [3, 4])
+def contents(log: RunLog) -> dict[str, bytes]:
+    return {name: (log.path / name).read_bytes() for name in (METRICS, SAMPLES)}
 
 
-def test_without_a_checkpoint_no_row_is_kept(corpus, tmp_path):
-    """A run that was killed before its first checkpoint starts over."""
-    run = RunFolder(training_config(corpus, tmp_path))
+def test_rows_and_samples_are_cut_where_those_of_the_checkpoint_end(log, capsys):
+    """Whatever steps they are of, also before pending work, and after a kill that tore a line. The chain continues."""
+    log.append_sample({"step": 0}, {"event": "sample", "step": 0})
+    ends = []
+    for step in (3, 4, 3, 5):
+        log.append({"step": step})
+        ends.append((log.end(), contents(log)))
+        log.append_sample({"step": step}, {"event": "sample", "step": step})
+        ends.append((log.end(), contents(log)))
     for name in (METRICS, SAMPLES):
-        run.append(name, {"step": 0})
-    run.cut_rows(0, start={"event": "start", "step": 0})
-    start = json.dumps({"event": "start", "step": 0, "samples_sha256": hashlib.sha256().hexdigest()})
-    assert split_chain((run.path / METRICS).read_text().rstrip()) == (start, run.chain)
-    assert run.chain == next_chain(FIRST_CHAIN, start)
-    assert (run.path / SAMPLES).read_text() == ""
+        with (log.path / name).open("ab") as file:
+            file.write(b'{"step": 1, "\xc3')
+    for end, content in reversed(ends):
+        log.resume(end, Progress(step=1))
+        assert (contents(log), log.end()) == (content, end)
+    log.append({"step": 6})
+    assert chain_of(log.path / METRICS, (log.path / METRICS).stat().st_size) == log.end().chain
+    assert not list(log.path.glob("*.damaged*"))
+    assert capsys.readouterr().err == ""
 
 
-def test_rows_do_not_follow_a_planted_link(corpus, tmp_path):
-    run = RunFolder(training_config(corpus, tmp_path))
+def test_without_a_checkpoint_no_row_is_kept(log):
+    """A run that was killed before its first checkpoint starts over."""
+    log.append_sample({"step": 0}, {"event": "sample", "step": 0})
+    log.resume(LogEnd(), Progress(), {"event": "start", "step": 0})
+    start = json.dumps({"event": "start", "step": 0, "samples_sha256": NO_SAMPLES})
+    chain = next_chain(FIRST_CHAIN, start)
+    assert split_chain((log.path / METRICS).read_text().rstrip()) == (start, chain)
+    assert log.end() == LogEnd(chain=chain, bytes=(log.path / METRICS).stat().st_size)
+    assert (log.path / SAMPLES).read_text() == ""
+
+
+def test_rows_do_not_follow_a_planted_link(corpus, tmp_path, log):
     (tmp_path / "diary").write_text("mine")
     for name, target in ((METRICS, "diary"), (SAMPLES, "nothing")):
-        (run.path / name).symlink_to(tmp_path / target)
-    run.record_start({"step": 0}, 0, None)
-    run.append_sample({"step": 0}, {"event": "sample", "step": 0})
-    assert len((run.path / METRICS).read_text().splitlines()) == 2
+        (log.path / name).symlink_to(tmp_path / target)
+    log.start({"step": 0}, LogEnd(), Progress(), training_config(corpus, tmp_path))
+    log.append_sample({"step": 0}, {"event": "sample", "step": 0})
+    assert len((log.path / METRICS).read_text().splitlines()) == 2
     assert (tmp_path / "diary").read_text() == "mine"
     assert not (tmp_path / "nothing").exists()
 
 
-def test_rows_are_cut_behind_the_one_that_a_checkpoint_names(corpus, tmp_path, capsys):
-    """Whatever steps they are of; by their steps where that row was altered. The chain goes on from what is left."""
-    run, metrics = RunFolder(training_config(corpus, tmp_path)), tmp_path / "run/metrics.jsonl"
-    chains = []
-    for step in (0, 1, 2, 1, 2, 3):
-        run.append(METRICS, {"step": step})
-        chains.append(run.chain)
-    lines = metrics.read_text().splitlines()
-    run.cut_rows(1, 0, chains[3], start={"event": "start", "step": 1})
-    assert metrics.read_text().splitlines()[:-1] == lines[:4]
-    text, chain = split_chain(metrics.read_text().splitlines()[-1])
-    assert chain == run.chain == next_chain(chains[3], text)
-    assert capsys.readouterr().err == ""
-    run.cut_rows(1, 0, chains[5])
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0, 1, 1, 1]
-    assert (
-        "the last row before the checkpoint is missing or changed; rows up to step 1 are kept"
-        in capsys.readouterr().err
-    )
-
-
-def test_files_are_cut_back_and_a_torn_line_is_no_damage(corpus, tmp_path, capsys):
-    run = RunFolder(training_config(corpus, tmp_path))
-    run.append_sample({"step": 1}, {"step": 1})
-    chain, sound = run.chain, {name: (run.path / name).read_bytes() for name in (METRICS, SAMPLES)}
-    for name in (METRICS, SAMPLES):
-        run.append(name, {"step": 2})
-        (run.path / name).write_bytes((run.path / name).read_bytes() + b'{"step": 1, "\xc3')
-    run.cut_rows(1, 0, chain)
-    assert {name: (run.path / name).read_bytes() for name in (METRICS, SAMPLES)} == sound
-    assert not list(run.path.glob("*.damaged*"))
-    assert capsys.readouterr().err == ""
+LINES = [b"x", b"[1]", b"\0" * 20, b'{"loss": 1}', b'{"step": true}', b'{"step": 2, "loss": NaN}', b"", b'{"step": 4}']
+LINES += [b'{"step": 2, "loss": 1e999}', b'{"step": 2, "a": [-Infinity]}', b'{"step": 2, "text": "\xff"}']
+LINES += [b'{"step": 2}{"step": 3}']
+DAMAGES = [lambda first, event, last, line=line: first + line + b"\n\n" + event + last for line in LINES]
+DAMAGES += [
+    lambda first, event, last: first + event[:-1],  # a file that is shorter
+    lambda first, event, last: first.replace(b"1", b"0", 1) + event,
+    lambda first, event, last: event + first + last,
+]
 
 
 @pytest.mark.parametrize("name", [METRICS, SAMPLES])
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"x",
-        b"[1]",
-        b"\0" * 20,
-        b'{"loss": 1}',
-        b'{"step": true}',
-        b'{"step": 2, "loss": NaN}',
-        b'{"step": 2, "loss": 1e999}',
-        b'{"step": 2, "a": [-Infinity]}',
-        b'{"step": 2, "text": "\xff"}',
-        b'{"step": 2}{"step": 3}',
-    ],
-)
-def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(corpus, tmp_path, capsys, name, line):
-    run, chains = RunFolder(training_config(corpus, tmp_path)), []
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_set_aside_and_its_rows_are_kept(log, monkeypatch, capsys, name, damage):
+    """By their steps. The damaged file stays in its place until the repaired one replaces it."""
+    ends = []
     for row in ({"step": 1}, {"event": "x", "step": 3}, {"step": 4}):
-        run.append_sample(row, row)
-        chains.append(run.chain)
-    first, event, last = (run.path / name).read_bytes().splitlines(keepends=True)
-    damaged = first + line + b"\n\n" + event + last
-    for aside in (f"{name}.damaged", f"{name}.damaged-2"):
-        (run.path / name).write_bytes(damaged)
-        run.cut_rows(3, 0, chains[1])
-        assert (run.path / name).read_bytes() == first + event
-        assert (run.path / aside).read_bytes() == damaged
-        (warning,) = capsys.readouterr().err.splitlines()
-        assert warning.startswith(f"warning: {run.path / name}: line 2 ")
-        assert aside in warning
-    run.cut_rows(3, 0, chains[1])
-    assert capsys.readouterr().err == ""
+        log.append_sample(row, row)
+        ends.append(log.end())
+    sound = contents(log)
+    lines = sound[name].splitlines(keepends=True)
+    damaged = damage(*lines)
+    kept = [line for line in damaged.splitlines(keepends=True) if line in lines[:2] or line.startswith(b'{"step": 0')]
+    (log.path / name).write_bytes(damaged)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", lambda file, target: refuse() if target.name == name else file.rename(target))
+        with pytest.raises(UserError, match="No space left"):
+            log.resume(ends[1], Progress(step=3))
+    assert (log.path / name).read_bytes() == damaged
+    log.resume(ends[1], Progress(step=3))
+    assert (log.path / name).read_bytes() == b"".join(kept)
+    other = METRICS if name == SAMPLES else SAMPLES
+    assert (log.path / other).read_bytes() == b"".join(sound[other].splitlines(keepends=True)[:2])
+    warnings = capsys.readouterr().err.splitlines()
+    for aside, warning in zip((f"{name}.damaged", f"{name}.damaged-2"), warnings, strict=True):
+        assert (log.path / aside).read_bytes() == damaged
+        assert warning.startswith(f"warning: {log.path / name}: ")
+        assert warning.endswith(f"; lines up to step 3 are kept; a copy is in {aside}")
+    assert log.end().samples_sha256 == hashlib.sha256((log.path / SAMPLES).read_bytes()).hexdigest()
+    log.append({"step": 4})
+    assert split_chain((log.path / METRICS).read_text().splitlines()[-1]) == ('{"step": 4}', log.end().chain)
 
 
+@pytest.mark.parametrize("row", [{}, {"step": 4}])
+def test_a_pending_row_is_not_there_twice_in_a_repaired_file(log, row):
+    for step in (3, 4):
+        log.append({"step": step})
+    log.resume(LogEnd(chain="f" * 64), Progress(step=4, pending=Pending(row=row)))
+    assert [row["step"] for row in rows(log.path)] == ([3] if row else [3, 4])
+
+
+@pytest.mark.parametrize("name", [METRICS, SAMPLES])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_file_is_set_aside(corpus, tmp_path, capsys, make):
+def test_what_is_no_file_is_set_aside(log, capsys, make, name):
     """Without reading it: a FIFO would wait for its writer for ever."""
-    run = RunFolder(training_config(corpus, tmp_path))
-    make(run.path / METRICS)
-    run.cut_rows(3)
-    run.append(METRICS, {"step": 4})
-    assert split_chain((run.path / METRICS).read_text().rstrip()) == ('{"step": 4}', run.chain)
-    assert (run.path / "metrics.jsonl.damaged").exists()
-    assert "is not a file; moved to metrics.jsonl.damaged" in capsys.readouterr().err
+    make(log.path / name)
+    log.resume(LogEnd(), Progress(step=3))
+    log.append_sample({"step": 4}, {"event": "sample", "step": 4})
+    assert [row["step"] for row in rows(log.path, SAMPLES)] == [4]
+    assert log.last_row()["chain"] == log.end().chain
+    assert (log.path / f"{name}.damaged").exists()
+    assert f"is not a file; lines up to step 3 are kept; moved to {name}.damaged" in capsys.readouterr().err
 
 
 def test_the_lock_is_gone_with_its_process(corpus, tmp_path):
@@ -165,44 +154,44 @@ def test_the_lock_is_gone_with_its_process(corpus, tmp_path):
 
 LOSSES = {
     "lock removed": lambda run: (run / ".lock").unlink(),
-    "lock taken": lambda run: ((run / ".lock").unlink(), RunFolder(training_config(run, run.parent))),
+    "lock taken": lambda run: ((run / ".lock").unlink(), open_folder(run)),
     "folder removed": shutil.rmtree,
     "folder renamed": lambda run: run.rename(run.with_name("other")),
-    "folder replaced": lambda run: (shutil.rmtree(run), RunFolder(training_config(run, run.parent))),
+    "folder replaced": lambda run: (shutil.rmtree(run), open_folder(run)),
     "folder a file": lambda run: (shutil.rmtree(run), run.write_text("")),
 }
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_trainer_that_lost_its_folder_writes_nothing_more(corpus, tmp_path, loss):
+def test_a_trainer_that_lost_its_folder_writes_nothing_more(tmp_path, loss):
     """Neither rows, status and checkpoints, nor a new folder; it removes nothing of another trainer's."""
-    run = RunFolder(training_config(corpus, tmp_path))
-    run.write_status("running", 0)
-    run.write_heartbeat({"step": 1})
-    other = LOSSES[loss](run.path)
+    folder = open_folder(tmp_path / "run")
+    log = RunLog(folder)
+    store = CheckpointStore(folder, log)
+    log.write_status("running", 0)
+    log.write_heartbeat({"step": 1})
+    other = LOSSES[loss](folder.path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    snapshot = Snapshot({"step": 2}, "", {}, {})
-    run.append(METRICS, {"step": 2})
+    log.append({"step": 2})
     for write in (
-        lambda: run.write_status("failed", 2),
-        lambda: run.checkpoints.save(snapshot),
-        lambda: run.checkpoints.prune(),
-        lambda: run.checkpoints.recover(),
+        lambda: log.write_status("failed", 2),
+        lambda: log.resume(LogEnd(), Progress()),
+        lambda: store.save(Snapshot(state_after(2), "", {}, {})),
+        *(store.wait, store.prune, store.newest, lambda: store.remove_after(0)),
     ):
-        with pytest.raises(UserError, match=rf"run folder = {run.path}: the folder or its .lock was removed"):
+        with pytest.raises(UserError, match=rf"run folder = {folder.path}: the folder or its .lock was removed"):
             write()
-    assert not run.write_heartbeat({"step": 2})
-    run.release()
+    assert not log.write_heartbeat({"step": 2})
+    folder.release()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before, other
 
 
-def test_a_disk_that_does_not_answer_is_no_loss(corpus, tmp_path, monkeypatch):
-    run = RunFolder(training_config(corpus, tmp_path))
+def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "lstat", lambda path: refuse(errno.EIO))
-        run.append(METRICS, {"step": 1})
-    assert run.write_heartbeat({})
-    assert [row["step"] for row in rows(run.path)] == [1]
+        log.append({"step": 1})
+    assert log.write_heartbeat({})
+    assert [row["step"] for row in rows(log.path)] == [1]
 
 
 def lose_the_folder(config: TrainingConfig, loss: str) -> str:
@@ -213,7 +202,7 @@ def lose_the_folder(config: TrainingConfig, loss: str) -> str:
     watchdog.REPORT_INTERVAL, train_step = 0.1, loop.train_step
 
     def losing(run):
-        if run.step == 2 and run.folder:
+        if run.step == 2 and run.log.is_main:
             LOSSES[loss](run.folder.path)
         time.sleep(0.01)
         return train_step(run)
@@ -237,18 +226,18 @@ def test_a_training_that_lost_its_folder_ends_on_all_ranks(corpus, tmp_path, los
     assert not (tmp_path / "run/metrics.jsonl").exists() or loss == "lock removed"
 
 
-def test_a_full_disk_has_room_for_a_status(corpus, tmp_path, monkeypatch):
+def test_a_full_disk_has_room_for_a_status(log, monkeypatch):
     """It is written over the old one, which need not be as long."""
-    run, opening = RunFolder(training_config(corpus, tmp_path)), Path.open
-    run.write_status("running", 1)
+    opening = Path.open
+    log.write_status("running", 1)
 
     def full(path: Path, *args, **kwargs):
         return refuse() if path.name == ".status.json.tmp" else opening(path, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", full)
     for state, reason in (("failed", "disk " * 100), ("stopped", "")):
-        run.write_status(state, 2, reason)
-        assert json.loads((run.path / "status.json").read_text()) == {"state": state, "step": 2, "reason": reason}
+        log.write_status(state, 2, reason)
+        assert json.loads((log.path / "status.json").read_text()) == {"state": state, "step": 2, "reason": reason}
 
 
 def _hold_the_lock(config: TrainingConfig) -> None:
@@ -281,11 +270,3 @@ def _crash_at_step_6(config: TrainingConfig) -> None:
 
     loop.train_step = crashing
     train(config)
-
-
-def test_without_the_row_that_a_checkpoint_names_rows_are_cut_by_their_steps(corpus, tmp_path):
-    run = RunFolder(training_config(corpus, tmp_path))
-    for row in ({"step": 1}, {"step": 3}, {"event": "rollback", "step": 1, "from": 3}, {"step": 2}, {"step": 3}):
-        run.append(METRICS, row)
-    run.cut_rows(2, 0, "f" * 64)
-    assert [json.loads(line)["step"] for line in (run.path / METRICS).read_text().splitlines()] == [1, 2]
