@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from gpt2_ddp.checkpoint.run_files import finite, read_lines, repaired, valid_rows
+from gpt2_ddp.checkpoint.repair import repaired
+from gpt2_ddp.checkpoint.run_files import finite, read_lines, valid_rows
 
 ROWS = [
     {"step": 1},

@@ -82,6 +82,7 @@ LINES += [b'{"step": 2}{"step": 3}']
 DAMAGES = [lambda first, event, last, line=line: first + line + b"\n\n" + event + last for line in LINES]
 DAMAGES += [
     lambda first, event, last: first + event[:-1],  # a file that is shorter
+    lambda first, event, last: first,
     lambda first, event, last: first.replace(b"1", b"0", 1) + event,
     lambda first, event, last: event + first + last,
 ]

@@ -113,11 +113,12 @@ def head(file: Path, size: int) -> Iterator[bytes]:
 
 
 def chain_of(file: Path, size: int) -> str:
-    """The chain of the rows in the first `size` bytes; empty if they are no whole rows with right chains."""
+    """The chain of the rows in the first `size` bytes, or in a shorter file; empty if they are no whole rows with right
+    chains."""
     chain = FIRST_CHAIN
     for line in head(file, size):
         text, own = split_chain(line.decode(errors="replace").removesuffix("\n"))
-        chain, size = next_chain(chain, text), size - len(line)
+        chain = next_chain(chain, text)
         if own != chain or not line.endswith(b"\n"):
             return ""
-    return "" if size else chain
+    return chain
