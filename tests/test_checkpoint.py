@@ -40,7 +40,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed

@@ -16,8 +16,7 @@ from runs import open_folder, rows, state_after, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, next_chain, split_chain
-from gpt2_ddp.checkpoint.run_folder import RunFolder
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
