@@ -50,6 +50,8 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
             raise UserError("checkpoint", checkpoint.path / MODEL, f"{defect}; name another checkpoint")
     file = checkpoint.path / name
     tokenizer = load_tokenizer(str(file) if file.is_file() else name)
+    if tokenizer.sha256 != checkpoint.state.record["tokenizer_sha256"]:
+        raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
     with without_init():
         model = GPT(config.model, vocab_size, tokenizer.eot)
     load_weights(checkpoint, model)
