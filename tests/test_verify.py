@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, MODEL, OPTIMIZER, STATE
 from gpt2_ddp.checkpoint.metrics import Metrics, Sample
-from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
+from gpt2_ddp.checkpoint.run_files import HASH, METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunFolder
 from gpt2_ddp.checkpoint.run_log import RunLog
 from gpt2_ddp.config.tools import VerifyConfig
@@ -393,7 +393,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Path], object], *tuple[str, ...]]] = {
     "all chains left away": (without_chains, OTHER_ROWS),
     "a sample of a step that was never reached": (
      lambda run: (run / "samples.jsonl").write_text('{"step": 90, "text": "x"}\n'),
-     "samples.jsonl, line 1: is of step 90"),
+     "samples.jsonl, line 1: was changed or added"),
 }  # fmt: skip
 """An edit of a run, and the beginnings of defects that it causes."""
 
@@ -779,20 +779,16 @@ def test_the_anchor_of_a_run_is_kept_elsewhere(run: Path, tmp_path: Path, capsys
         expect_error(rf"anchor = {place}: {problem}", verify_run, VerifyConfig(run=str(run), anchor=str(place)))
 
 
-def test_a_sample_of_a_step_that_was_undone_is_right(tmp_path: Path) -> None:
-    """The run died after it had gone back, before it was there again."""
+def test_a_sample_is_of_the_step_of_its_row(tmp_path: Path) -> None:
+    """Also of a step that was undone: the run died after it had gone back, before it was there again."""
     lines = [{"step": 12, "prompt": "", "text": "x"}, {"event": "rollback", "step": 6}]
-    (tmp_path / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    back = {"event": "rollback", "step": 6, "samples_sha256": sha256_file(tmp_path / SAMPLES)}
-    begun = {"step": 0, "event": "start", "steps": 20}  # killed behind the sample of a step without a row
-    for rows, is_right in (
-        ([{"step": 12}, back], True),
-        ([{"step": 11}, back], False),
-        ([begun, {"step": 11}, back], True),
-        ([begun, {"step": 11}, back, {"step": 11, "event": "end"}], False),
-    ):
+    rows = [{"event": "sample", "step": 12}, {"event": "rollback", "step": 6}]
+    for number, row in enumerate(rows, 1):
+        (tmp_path / SAMPLES).write_text("".join(json.dumps(line) + "\n" for line in lines[:number]))
+        row[HASH] = sha256_file(tmp_path / SAMPLES)
+    for others in (rows, [rows[0], rows[1] | {"step": 5}], [rows[0], rows[1] | {"event": "sample"}]):
         (tmp_path / METRICS).write_text("")
-        assert bool(end_defects(tmp_path, *rows)) != is_right
+        assert bool(end_defects(tmp_path, *others)) == (others is not rows)
 
 
 def test_killed_before_the_row_of_a_step_saved_again(run: Path, capsys: pytest.CaptureFixture) -> None:

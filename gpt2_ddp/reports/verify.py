@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -69,11 +70,6 @@ class Recorded:
     @property
     def states(self) -> Records:
         return {place: checkpoint.state.record for place, checkpoint in self.checkpoints.items()}
-
-    @property
-    def end(self) -> int:
-        """The last recorded step."""
-        return max([self.log.end, *(state["step"] for state in self.states.values())])
 
     def events(self, name: str) -> list[Record]:
         return [row for row in self.log.events.values() if row["event"] == name]
@@ -231,35 +227,29 @@ def _check_status(found: Recorded) -> Iterator[str]:
     elif state in get_args(Outcome) and (state, event) != ("diverged", "start"):
         outcome = state if event == "start" else last.get("outcome")  # after a start, the last session's stays
         if (state, step) != (outcome, last["step"]):
-            yield f"{STATUS}: has {state} at step {step}, metrics.jsonl {outcome} at step {last['step']}"
+            found_there = f"{last.get('outcome', 'a start')} at step {last['step']}"
+            yield f"{STATUS}: has {state} at step {step}, metrics.jsonl {found_there}"
 
 
 def _check_samples(found: Recorded) -> Iterator[str]:
-    """Defects of the steps in samples.jsonl, and of its hashes in metrics.jsonl. Where the run has not ended, samples
-    may be missing: their rows are written before them."""
-    events, has_ended, end = found.log.events, found.log.last.get("event") == "end", found.end
-    hashed = {place: row for place, row in events.items() if HASH in row}
-    recorded, before, right, newest = {NO_SAMPLES}, 0, 0, NO_SAMPLES
+    """Defects of samples.jsonl: metrics.jsonl has a row for each line, with the SHA-256 up to it, written before it."""
+    hashed, newest, rows = {place: row for place, row in found.log.events.items() if HASH in row}, NO_SAMPLES, []
     for place, row in hashed.items():
-        if row["event"] == "start" and row[HASH] != newest:  # a resume keeps the samples up to the newest hash
+        if row["event"] != "start":
+            rows.append(row)
+        elif row[HASH] != newest:  # a resume keeps the samples up to the newest hash
             yield f"{place}: samples_sha256 differs from the one before: someone changed {SAMPLES} before this start"
         newest = row[HASH]
-        recorded.add(newest)
-    if not has_ended:  # a killed or running process may have sampled at a step without a row
-        end = max([end, *(row["steps"] for row in events.values() if row.get("steps") is not None)])
-    for number, line in enumerate(found.samples, 1):
-        place = f"{SAMPLES}, line {number}"
-        right = number if line.sha256 in recorded else right
-        if type(line.step) is not int:
-            yield f"{place}: is not a row with a step"
-            continue
-        if not line.is_rollback and not before <= line.step <= end:  # a rollback may have undone it
-            yield f"{place}: is of step {line.step}, after step {before} of a run of {end} steps"
-        before = line.step
-    if right < len(found.samples):
-        yield f"{SAMPLES}, line {right + 1}: was changed or added, or one before it: metrics.jsonl lacks its hash"
-    elif has_ended and newest != ([NO_SAMPLES] + [line.sha256 for line in found.samples])[right]:
-        yield f"{SAMPLES}: lines are missing after line {right}"
+    for number, (line, row) in enumerate(zip_longest(found.samples, rows), 1):
+        if line and line.sha256 != (row or {}).get(HASH):
+            yield f"{SAMPLES}, line {number}: was changed or added, or one before it: metrics.jsonl lacks its hash"
+            return
+        if not line:  # a killed or running process may lack some
+            if found.log.last.get("event") == "end":
+                yield f"{SAMPLES}: lines are missing after line {number - 1}"
+            return
+        if (line.step, line.is_rollback) != (row["step"], is_rollback(row)):
+            yield f"{SAMPLES}, line {number}: is of step {line.step}, its {row['event']} row of step {row['step']}"
 
 
 def _check_data(
@@ -267,7 +257,7 @@ def _check_data(
 ) -> Iterator[Finding]:
     """Whether the run was trained on these manifests, with the weights of config.yaml, and whether the shards are those
     of the manifests. Raises: UserError for other manifests, if the command line named their folders."""
-    hashes = [manifest.hash for manifest in manifests]
+    hashes, several = [manifest.hash for manifest in manifests], len(manifests) > 1
     known: dict[str, Mixture] = {}
     defects: list[str] = []
     for place, record in records.items():
@@ -281,7 +271,6 @@ def _check_data(
     if others:
         hint = "if they have moved, name the folder with --data"
         defects.append(f"{' '.join(folders)}: has other tokens than the run was trained on; {hint}")
-    several = len(manifests) > 1
     if several:
         windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
         right = identity(manifests, phases_of(config, windows))
@@ -339,7 +328,8 @@ def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Find
     if schedule is None:
         yield "the order of the data is not known: no record has the number of samples and the global batch", None
         return
-    yield f"order of the data: all digests up to step {found.end}, recomputed from seed {config.seed}", wrong[history]
+    end = max([found.log.end, *(state["step"] for state in states.values())])
+    yield f"order of the data: all digests up to step {end}, recomputed from seed {config.seed}", wrong[history]
     yield "learning rates as scheduled; rows, evaluations and checkpoints at their due steps", wrong[schedule]
 
 

@@ -214,11 +214,12 @@ class Values:
         for name, value in row.items():
             kind, _, source = name.partition("/")
             rule = SCORE if name in self._tasks else RULES.get(kind, UNKNOWN)
-            is_sound = type(value) in rule.types and (rule.types == TEXT or 0 <= value < math.inf)
-            may_be_null = rule.measured and (row.get("not_finite") or name not in ("loss", "loss_mean"))
             if not rule.steps or (source and not rule.of_sources):
                 yield f"has the unknown field {name}"
-            elif not is_sound and not (value is None and may_be_null):
+                continue
+            is_sound = type(value) in rule.types and (rule.types == TEXT or 0 <= value < math.inf)
+            may_be_null = rule.measured and (row.get("not_finite") or name not in ("loss", "loss_mean"))
+            if not is_sound and not (value is None and may_be_null):
                 yield f"{name} of step {step} is {value}"
 
     def _check_numbers(self, row: Record) -> Iterator[str]:
