@@ -849,6 +849,7 @@ def test_a_field_of_another_type_makes_a_line_no_row(tmp_path: Path) -> None:
         ({"step": 1, "chain": 5}, "is no row: chain is 5"),
         ({"step": 1, "event": "hello"}, "is no row: event is hello"),
         ({"step": True}, "is not a row with a step"),
+        ({"step": -1, "val_loss": 1.0}, "is not a row with a step"),
         ({"lr": 0.1}, "is not a row with a step"),
         ({"step": 1, "lr": None}, "has no chain"),
     ):
