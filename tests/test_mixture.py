@@ -401,7 +401,7 @@ TAMPERED = {
         "config.yaml: data.phases is",
     ),
     "everywhere": (weights_everywhere, ": order_digest of step 1 is"),
-    "a row": (tokens_of_a_source, ": the sources of step 6 are"),
+    "a row": (tokens_of_a_source, ": tokens/web of step 6 is"),
     "a state": (
         lambda run: weights_of_a_state(run / "checkpoints/step-00000008"),
         "checkpoints/step-00000008/state.json: data.weights and data.phases are",
