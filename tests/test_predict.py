@@ -103,7 +103,8 @@ def test_files_of_other_suffixes_are_told(runs, tmp_path, capsys):
         (tmp_path / name).write_bytes(png(np.zeros((16, 16, 3), np.uint8)))
     predict(predicted(runs / "kept/run", tmp_path))
     told = capsys.readouterr()
-    assert (told.out.count("\n"), told.err) == (2, f"note: {tmp_path}: not used: 1 .heic, 1 .txt\n")
+    assert told.out.count("\n") == 2
+    assert told.err == f"note: {tmp_path}: not used: 1 .heic, 1 .txt; save images as .png or .jpg\n"
 
 
 def test_a_run_alone_is_no_command():
