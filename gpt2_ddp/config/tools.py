@@ -13,18 +13,24 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Tasks
-from gpt2_ddp.config.run import only
+from gpt2_ddp.config.run import HubName, only
 from gpt2_ddp.errors import UserError
 
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
-RunOrCheckpoint = Annotated[str, Field(description="run folder (its newest intact checkpoint) or checkpoint")]
-
-
-HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
+Replay = Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")]
 Floats = only(tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...], "positive multiples of 4, the bytes of a number")
 Several = only(tuple[Annotated[int, Field(ge=2, le=64)], ...], "numbers from 2 to 64; one process is always timed, too")
+
+
+class CheckpointCommand(Command):
+    """A script that reads a checkpoint"""
+
+    positional = "checkpoint"
+
+    checkpoint: str = "runs/stdlib"
+    """run folder (its newest intact checkpoint) or checkpoint"""
 
 
 class PrepareConfig(Command):
@@ -91,12 +97,9 @@ class PrepareConfig(Command):
         raise ValueError("; did you mean ".join(["should be auto or a text codec of Python", *near]))
 
 
-class EvaluateConfig(Command):
+class EvaluateConfig(CheckpointCommand):
     """evaluate.py: loss, perplexity and bits per byte of a checkpoint, or its scores in tasks"""
 
-    positional = "checkpoint"
-
-    checkpoint: RunOrCheckpoint = "runs/stdlib"
     data: str | None = None
     """folder of token shards; null: the run's own"""
     split: str = "val"
@@ -119,18 +122,14 @@ class EvaluateConfig(Command):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.tasks and self.tokens is not None:
             yield "tokens", self.tokens, "is for the loss of a split, and tasks replace it; remove tokens or tasks"
-        given = {"task_items": self.task_items, "output": self.output}
-        for field, value in given.items():
-            if value is not None and not self.tasks:
-                yield field, value, "is for tasks only; add some, like --tasks cloze"
+        for field in ("task_items", "output"):
+            if getattr(self, field) is not None and not self.tasks:
+                yield field, getattr(self, field), "is for tasks only; add some, like --tasks cloze"
 
 
-class GenerateConfig(Command):
+class GenerateConfig(CheckpointCommand):
     """generate.py: text from a checkpoint"""
 
-    positional = "checkpoint"
-
-    checkpoint: RunOrCheckpoint = "runs/stdlib"
     prompts: tuple[str, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
@@ -171,12 +170,9 @@ class PredictConfig(Command):
             yield "run_and_images", " ".join(self.run_and_images), "should be a run, then images, like runs/NAME a.jpg"
 
 
-class ExportConfig(Command):
+class ExportConfig(CheckpointCommand):
     """export_hf.py: a checkpoint as a folder in transformers' format"""
 
-    positional = "checkpoint"
-
-    checkpoint: RunOrCheckpoint = "runs/stdlib"
     output: str | None = None
     """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
@@ -223,9 +219,7 @@ class VerifyConfig(Command):
     """folder of token shards; for a mixture all folders, joined by `:`; null: the run's own"""
     shards: Literal["full", "sampled", "none"] = "full"
     """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
-    replay: Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")] = (
-        None
-    )
+    replay: Replay = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder (in TMPDIR), on as many processes as the run had; null: train nothing"""
     rescore: bool = False
