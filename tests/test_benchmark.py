@@ -120,7 +120,7 @@ def test_ours_and_the_pool_count_the_same_tokens(tmp_path):
 def checkpoints(folder: Path) -> None:
     """What each contender of `checkpoint` resumes is what it saved, whatever was trained since."""
     config = BenchmarkConfig(device="cpu", preset=str(folder / "tiny.yaml"))
-    training = step.short_run(config, folder, 1, "no", "off", {"model.block_size": 64})
+    training = step.short_run(config, folder, 1, "no", "off", checkpoint.CHANGES)
     step.random_tokens(folder / "random")
     with Run(training, Pretraining) as run:
         run.build()
