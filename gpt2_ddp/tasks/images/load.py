@@ -49,10 +49,10 @@ class StoredImages:
     """The images of a split. They are decoded whenever they are read, and take no memory; or all at once by `scan`."""
 
     split: Split
-    rows: np.ndarray  # int64 [N], of the split
     targets: Tensor  # int64 [N]
+    rows: np.ndarray  # int64 [N], of the split
+    config: ClassifierDataConfig
     shape: tuple[int, ...]  # [3, H, W] of each
-    size: int | None  # as `decode_image` takes it
     workers: int
     inputs: Tensor | None = None  # uint8 [N, 3, H, W], once they are kept
     digest: str = ""  # of all samples
@@ -67,12 +67,16 @@ class StoredImages:
             return self.inputs[index], self.targets[index]
         (_, H, W), images = self.shape, []
         for row, stored in zip(rows, self.split.images[rows], strict=True):
-            images.append(image := decode_image(stored, self.split.where(row), self.size))
+            images.append(image := decode_image(stored, self.split.where(row), self.config.image_size))
             if image.shape[:2] != (H, W):
                 hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; scale all images "
                 hint += f"to one size, like --data.image_size {min(H, W)}"
                 raise UserError("data.path", self.split.where(row), hint)
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), self.targets[index]
+
+    def where(self, item: int) -> str:
+        """The sample's name in messages."""
+        return self.split.where(int(self.rows[item]))
 
     def sha256(self) -> str:
         assert self.digest, "load_images decodes all images once"
@@ -127,7 +131,7 @@ def read_images(
         splits["test"], numbers["test"] = whole, numbers["train"]
         rows = _hold_out(numbers["train"], source, config, seed)
     train, test = (
-        StoredImages(splits[name], of, torch.from_numpy(numbers[name][of]), shape, config.image_size, config.workers)
+        StoredImages(splits[name], torch.from_numpy(numbers[name][of]), of, config, shape, config.workers)
         for name, of in rows.items()
     )
     fits = (len(train) + len(test)) * math.prod(shape) <= config.memory_gb * 1e9
@@ -138,8 +142,7 @@ def read_images(
             note(f"{source}: no {name} images of {len(missing):,} of {len(classes):,} classes: {join_first(missing)}")
     item_of = {digest: item for item, digest in enumerate(trained)}
     if twice := [item for item, digest in enumerate(tested) if digest in item_of]:
-        one, other = test.rows[twice[0]], train.rows[item_of[tested[twice[0]]]]
-        pair = f"{test.split.where(one)} = {train.split.where(other)}"
+        pair = f"{test.where(twice[0])} = {train.where(item_of[tested[twice[0]]])}"
         note(f"{len(twice):,} of {len(test):,} test images are training images, too, such as {pair}")
     return Images(train, test, classes, shape)
 
