@@ -354,7 +354,8 @@ def test_help_lists_every_field_with_its_default(capsys):
 
 
 COMMANDS = [file for file in sorted((ROOT / "scripts").glob("*.py")) if not file.stem.startswith("hello_")]
-"""The scripts that have a configuration."""
+COMMANDS.append(ROOT / "benchmarks/__main__.py")
+"""The programs that have a configuration."""
 
 
 def test_help_and_mistakes_import_no_torch_or_numpy(tmp_path):
