@@ -27,20 +27,14 @@ from gpt2_ddp.training.run import Run
 
 FIGURES = ("training stands still", "until on disk", "training time lost", "resume: read, verify, put")
 """Seconds that a turn measures."""
+CHANGES = {"model.block_size": 64, "checkpoint.keep_last": 1, "checkpoint.background": True}
 
 
 def measure(config: BenchmarkConfig) -> Table:
     """Seconds of each of `FIGURES`."""
     with TemporaryDirectory(prefix="checkpoint-", dir=config.output) as name:
         folder = Path(name)
-        training = short_run(
-            config,
-            folder,
-            1,
-            "no",
-            "off",
-            {"model.block_size": 64, "checkpoint.keep_last": 1, "checkpoint.background": True},
-        )
+        training = short_run(config, folder, 1, "no", "off", CHANGES)
         random_tokens(Path(training.data.paths[0]))
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), Run(training, Pretraining) as run:
             run.build()
@@ -101,8 +95,9 @@ def turn(run: Run, folder: Path, save: Callable[[], None], resume: Callable[[], 
     shutil.rmtree(folder, ignore_errors=True)
     os.sync()
     usual = median(seconds(run, partial(train_step, run)) for _ in range(3))
+    background, before = run.store.background, run.store.background.seconds
     still = lost = seconds(run, save)
-    background, writes = run.store.background, run.store.background.is_working
+    writes = background.seconds != before
     while background.is_working:
         lost += seconds(run, partial(train_step, run)) - usual
     run.wait_for_save()

@@ -64,12 +64,14 @@ MODULES: dict[str, tuple[int, list[str]]] = {
     "model/optim.py": (16, ["tests/test_optim.py"]),
     "model/muon.py": (14, ["tests/test_optim.py", "tests/test_loop.py", "-k", "optim or accumulation"]),
     "checkpoint/run_files.py": (16, ["tests/test_rows.py", *CHAIN]),
-    "checkpoint/run_log.py": (8, CHAIN),
+    "checkpoint/run_folder.py": (8, CHAIN),
     "reports/verify_rows.py": (20, ["tests/test_verify.py"]),
     "reports/verify_checkpoints.py": (20, ["tests/test_verify.py"]),
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
-PARTS = {"checkpoint/run_log.py": {"append", "append_sample", "append_rollback", "_chained", "end", "resume", "_kept"}}
+PARTS = {
+    "checkpoint/run_folder.py": {"append", "append_sample", "append_rollback", "_chained", "end", "resume", "_kept"}
+}
 """The functions of a module that are changed; all of it where it is not named."""
 EQUIVALENT: list[tuple[str, str, str, str]] = [
     (

@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, seal
 from gpt2_ddp.checkpoint.run_files import next_chain
-from gpt2_ddp.checkpoint.run_folder import RunFolder
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig, RegressionConfig, TransformerConfig
 from gpt2_ddp.config.run import RunConfig

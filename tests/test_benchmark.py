@@ -1,4 +1,4 @@
-"""Benchmarks: their tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny model."""
+"""benchmark.py: its tables, turns and user errors on made-up contenders; and, slowly, real ones on a tiny model."""
 
 import json
 import re
@@ -9,7 +9,6 @@ from multiprocessing import Pipe
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from test_gpu import TINY_PRESET
 
 import gpt2_ddp
 from benchmarks import checkpoint, harness, prepare, roofline, step
-from benchmarks.config import Benchmark, BenchmarkConfig
+from benchmarks.config import BenchmarkConfig
 from benchmarks.harness import OURS, Case, interleave, run_benchmarks, step_timer
 from gpt2_ddp.tasks.pretraining import Pretraining
 from gpt2_ddp.training.loop import train_step
@@ -102,13 +101,6 @@ def test_user_errors_come_before_any_work(tmp_path, monkeypatch):
     expect_error(r"output = .*cannot be written", run_benchmarks, config)
 
 
-def test_without_a_name_they_are_listed(capsys):
-    assert run_benchmarks(BenchmarkConfig()) == []
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*get_args(Benchmark)]
-    assert all(len(line.split()) > 3 for line in lines), lines
-
-
 def test_the_package_does_not_import_the_benchmarks():
     package = Path(gpt2_ddp.__file__).parent
     imports = re.compile(r"^\s*(from|import) benchmarks", re.MULTILINE)
@@ -128,7 +120,7 @@ def test_ours_and_the_pool_count_the_same_tokens(tmp_path):
 def checkpoints(folder: Path) -> None:
     """What each contender of `checkpoint` resumes is what it saved, whatever was trained since."""
     config = BenchmarkConfig(device="cpu", preset=str(folder / "tiny.yaml"))
-    training = step.short_run(config, folder, 1, "no", "off", {"model.block_size": 64, "checkpoint.background": True})
+    training = step.short_run(config, folder, 1, "no", "off", checkpoint.CHANGES)
     step.random_tokens(folder / "random")
     with Run(training, Pretraining) as run:
         run.build()

@@ -33,7 +33,7 @@ from gpt2_ddp.model.optim import lr_at
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.reports.verify_rows import Records, replay_order
 from gpt2_ddp.state import GuardState, LogEnd, Pending, Progress
-from gpt2_ddp.tasks.pretraining import Pretraining
+from gpt2_ddp.tasks.pretraining import Pretraining, resolve
 from gpt2_ddp.tasks.supervised import contiguous
 from gpt2_ddp.training.branch import BRANCHES, branch_off, find_parent, register_branch
 from gpt2_ddp.training.guard import Guard
@@ -298,20 +298,18 @@ def test_a_schedule_follows_the_steps_until_one_depends_on_it(tiny_config, chang
     """So no step of the past is another, which is computed here."""
     warm_up = {"optim.warmup_steps": 5, "train.global_batch_tokens": 24 * 32}
     changes = warm_up | changes
-    started = Pretraining(tiny_config(changes | before), ALONE, None)
-    started._resolve_schedule(1900)
-    saved = Checkpoint(Path("saved"), gpt_state(step, 1900), started.config.model_dump(mode="json"))
+    started, _ = resolve(tiny_config(changes | before), None, 1900)
+    saved = Checkpoint(Path("saved"), gpt_state(step, 1900), started.model_dump(mode="json"))
     config = tiny_config(changes | now)
     config.check_resumable(saved.kind, saved.config, saved.step)
-    resumed = Pretraining(config, ALONE, saved)
-    assert resumed.config.optim.decay_steps == length
-    assert all(started.lr_at(past) == resumed.lr_at(past) for past in range(1, step + 1))
+    resumed, _ = resolve(config, saved, 1900)
+    assert resumed.optim.decay_steps == length
+    assert all(lr_at(past, started.optim) == lr_at(past, resumed.optim) for past in range(1, step + 1))
 
 
 def test_a_run_shorter_than_its_warm_up_leaves_a_config_that_can_be_given_back(tiny_config, tmp_path):
-    started = Pretraining(tiny_config({"train.steps": 1}), ALONE, None)
-    started._resolve_schedule(1900)
-    (tmp_path / "config.yaml").write_text(dump(started.config))
+    started, _ = resolve(tiny_config({"train.steps": 1}), None, 1900)
+    (tmp_path / "config.yaml").write_text(dump(started))
     again = load(TrainingConfig, ["--config", str(tmp_path / "config.yaml"), "--train.steps", "6"])
     assert again.optim.decay_steps == 3, "one more than the warm-up"
 

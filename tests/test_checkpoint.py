@@ -40,7 +40,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
@@ -177,7 +177,7 @@ def test_every_damage_is_found_and_named(run, name):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        (STATE, "{", "state.json: Expecting property name"),
+        (STATE, "{", r"state.json: cannot be read \(Expecting property name"),
         (STATE, '{"kind": "gpt2"}', "has no progress"),
         (STATE, GPT_STATE % 9_000_000_000, "has vocab_size = 9000000000"),
         ("config.yaml", CONFIG.replace("name: run", "name: ../x"), "has run_name = ../x"),

@@ -16,10 +16,9 @@ import yaml
 from gpt2_ddp.config import cli
 from gpt2_ddp.config.base import flat, leaves
 from gpt2_ddp.config.cli import dump, load
-from gpt2_ddp.config.help import help_parser
+from gpt2_ddp.config.hints import complete, help_parser
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
 from gpt2_ddp.config.kinds import CONFIGS
-from gpt2_ddp.config.mistakes import complete
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PredictConfig, PrepareConfig
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default

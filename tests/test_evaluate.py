@@ -1,6 +1,5 @@
 """Evaluation: every target once, whatever the ranks and the batch."""
 
-import contextlib
 import io
 import math
 import sys
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from runs import training_config
+from runs import gpt_state, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint
 from gpt2_ddp.config.cli import load
@@ -21,6 +20,7 @@ from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.evaluate import EvalSet, Evaluation, evaluate
 from gpt2_ddp.model.gpt import GPT
+from gpt2_ddp.tasks.pretraining import resolve
 
 SHAPE = ModelConfig(n_layer=2, n_head=2, n_embd=32, block_size=48)
 
@@ -137,27 +137,23 @@ def test_evaluations_take_a_twentieth_of_a_shipped_run_at_most(config):
     assert evaluations * tokens / 3 <= 0.05 * steps * config.train.global_batch_tokens
 
 
-def settled(config: TrainingConfig, recorded: object = "new") -> tuple[object, str]:
-    """`eval.tokens` that a run takes, a new one or one whose config.yaml holds `recorded`; and what is said."""
-    from gpt2_ddp.tasks.pretraining import Pretraining
-
-    accelerator = SimpleNamespace(num_processes=1, is_main_process=True)
-    saved = Checkpoint(Path("saved"), {"step": 5, "kind": "gpt2"}, {"eval": {"tokens": recorded}})
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        tokens = Pretraining(config, accelerator, None if recorded == "new" else saved).config.eval.tokens
-    return tokens, said.getvalue()
+def settled(config: TrainingConfig, recorded: object = "new") -> tuple[object, list[str]]:
+    """`eval.tokens` that a run takes, a new one or one whose config.yaml holds `recorded`; and the notes."""
+    saved = Checkpoint(Path("saved"), gpt_state(5), {"eval": {"tokens": recorded}})
+    resolved, notes = resolve(config, None if recorded == "new" else saved, 1000)
+    return resolved.eval.tokens, [note for note in notes if "eval.tokens" in note]
 
 
 def test_a_run_keeps_the_number_that_it_was_started_with(corpus, tmp_path):
-    """Where nothing else is asked for; the first releases recorded null, which is all."""
+    """Where nothing else is asked for."""
     batch = {"train.global_batch_tokens": 24 * 32}
     auto, all_, some = (training_config(corpus, tmp_path, batch | {"eval": {"tokens": n}}) for n in ("auto", None, 900))
-    assert settled(auto) == (250 * 24 * 6 // 100 * 32, "")
-    assert settled(auto, 777) == (777, "")
-    assert settled(auto, None) == (None, "")
-    assert settled(some, 900) == (900, "")
-    assert settled(all_, None) == (None, "")
-    tokens, said = settled(all_, 777)
+    assert settled(auto) == (250 * 24 * 6 // 100 * 32, [])
+    assert settled(auto, 777) == (777, [])
+    assert settled(auto, None) == (None, [])
+    assert settled(some, 900) == (900, [])
+    assert settled(all_, None) == (None, [])
+    tokens, (note,) = settled(all_, 777)
     assert tokens is None
-    assert said.startswith("note: evaluations now score all tokens, before 777 (eval.tokens); the losses")
+    assert note.startswith("evaluations now score all tokens, before 777 (eval.tokens); the losses")
     assert settled(some, None)[0] == 900

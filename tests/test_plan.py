@@ -346,7 +346,7 @@ def test_what_a_run_settled_and_what_compiles(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "base_memory", lambda config: 0.0)
 
     def planned(**state: Any) -> tuple[int, bool]:
-        monkeypatch.setattr(planning, "preflight", lambda *_: Seen(state=state))
+        monkeypatch.setattr(planning, "preflight", lambda *_: Seen(record=state))
         plan = make_plan(config)
         assert plan.rate is not None
         (memory,) = (line for line in format_plan(plan) if line.startswith("  memory"))

@@ -47,7 +47,9 @@ def test_a_torn_line_has_the_number_after_the_last_one(tmp_path):
     (1, 0, [1]), (3, 0, [1, 2, 3, 4, 6, 8]), (2, 1, [1, 2, 3, 4, 5, 6]), (3, 2, [1, 2, 3, 4, 5, 6, 7, 8]),
     (3, 9, [1, 2, 3, 4, 5, 6, 7, 8]),
 ])  # fmt: skip
-def test_rows_before_the_last_rollback_are_kept_whatever_their_step(tmp_path, step, rollbacks, kept):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in [*ROWS, {"step": "x"}]))
-    assert [line.number for line in repaired(file, step, rollbacks)] == kept
+def test_rows_before_the_last_rollback_are_kept_whatever_their_step(tmp_path, capsys, step, rollbacks, kept):
+    file, lines = tmp_path / "rows.jsonl", [f"{json.dumps(row)}\n" for row in [*ROWS, {"step": "x"}]]
+    file.write_text("".join(lines))
+    assert b"".join(repaired(file, "is odd", step, rollbacks)).decode() == "".join(lines[n - 1] for n in kept)
+    end = f"is odd; lines up to step {step} are kept; a copy is in rows.jsonl.damaged\n"
+    assert capsys.readouterr().err.endswith(end)

@@ -31,7 +31,7 @@ UNUSED = (
     *(
         "checkpoint.trackers",
         "config.jobs",
-        "config.mistakes",
+        "config.hints",
         "config.tools",
         "data.mixture",
         "distributed.workers",

@@ -5,7 +5,7 @@ from runs import open_folder
 from tqdm import tqdm
 
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, bar_format, describe, duration, time_left
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunLog
 
 ROW = {
     "step": 350,

@@ -14,7 +14,7 @@ from ranks import RankError, run_ranks
 from runs import TIMINGS, open_folder, state_of, train, training_config
 
 from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.trackers import Trackers, WandB, last_step_offline
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.state import LogEnd, Progress

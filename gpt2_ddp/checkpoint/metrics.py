@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from tqdm import tqdm
 
 from gpt2_ddp.checkpoint.run_files import finite
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.config.run import RunConfig
 
 if TYPE_CHECKING:

@@ -1,19 +1,45 @@
-"""A run's folder: made, locked by one trainer at a time, and unlocked by its main process."""
+"""A run's folder: made, locked by one trainer at a time, unlocked by its main process; and its records: rows of
+metrics.jsonl, samples, status and configuration."""
 
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from gpt2_ddp.checkpoint.run_files import METRICS, is_locked, read_lines
+from gpt2_ddp.checkpoint.run_files import (
+    CONFIG,
+    HASH,
+    METRICS,
+    SAMPLES,
+    STATUS,
+    chain_of,
+    head,
+    is_locked,
+    next_chain,
+    read_lines,
+    split_chain,
+)
+from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.distributed.ranks import on_every_rank, on_main
+from gpt2_ddp.distributed.process import this_process
+from gpt2_ddp.distributed.ranks import is_main, on_every_rank, on_main
 from gpt2_ddp.errors import UserError
-from gpt2_ddp.files import check_can_make
+from gpt2_ddp.files import check_can_make, fsync_file, overwrite, write_atomically, writing
+from gpt2_ddp.state import FIRST_CHAIN, LogEnd, Progress
 
 LOST = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EAGAIN)  # the folder is gone, or another trainer has the lock
+
+Row = dict[str, Any]
 
 
 class RunFolder:
@@ -109,3 +135,145 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+class RunLog:
+    """The records of a run, on every rank; the main process writes them. `end`: of the rows that are there."""
+
+    def __init__(self, folder: RunFolder):
+        self.path, self.is_main, self._folder = folder.path, is_main(), folder
+        self._state, self._writing, self._appending = "", threading.Lock(), threading.Lock()
+        self._chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
+
+    def write_config(self, config: RunConfig) -> None:
+        """Records the resolved configuration; `--config` accepts the file. Collective."""
+        on_main(lambda: write_atomically(self.path / CONFIG, dump(config)))
+
+    def write_status(self, state: str, step: int, reason: str = "") -> None:
+        """Records running (with the process's identity), completed, stopped, diverged or failed."""
+        if not self.is_main:
+            return
+        with self._writing:
+            self._folder.check_lock()
+            self._state = state
+            process = {**this_process()._asdict(), "heartbeat": time.time()} if state == "running" else {}
+            self._put_status({"state": state, "step": step, "reason": reason, **process})
+
+    def write_heartbeat(self, status: Row) -> bool:
+        """Records `Watchdog.status` of a running run. Returns whether the run has its folder. For any thread."""
+        has_lock = self._folder.has_lock()
+        with self._writing, suppress(UserError):  # the disk may be full for a while
+            if has_lock and self._state == "running":
+                self._put_status({"state": "running", "step": 0, "reason": "", **status}, durable=False)
+        return has_lock
+
+    def write_failure(self, step: int, reason: str) -> None:
+        """Records that the run failed, unless its end is recorded already. For any thread."""
+        if self._state in ("", "running"):
+            with suppress(UserError):  # the reason is printed as well
+                self.write_status("failed", step, reason)
+
+    def _put_status(self, status: Row, durable: bool = True) -> None:
+        file, content = self.path / STATUS, json.dumps(status) + "\n"
+        if not file.is_file() or file.read_text(errors="replace") != content:
+            try:
+                write_atomically(file, content, durable)
+            except UserError as error:  # a full disk still has the blocks of the old file
+                try:
+                    overwrite(file, content)
+                except OSError:
+                    raise error from None
+
+    def append(self, row: Row, name: str = METRICS) -> None:
+        """Appends a row to metrics.jsonl, with its chain, or to samples.jsonl. For any thread. Does nothing if the
+        folder is lost: at the next heartbeat, all ranks stop."""
+        if not (self.is_main and self._folder.has_lock()):
+            return
+        with self._appending, writing(self.path / name), (self.path / name).open("a", encoding="utf-8") as stream:
+            stream.write(self._chained(row) if name == METRICS else json.dumps(row) + "\n")
+
+    def append_sample(self, row: Row, event: Row) -> None:
+        """Appends a row to samples.jsonl. Before, appends `event` to metrics.jsonl, with the SHA-256 of that file."""
+        after = self._samples.copy()
+        after.update(f"{json.dumps(row)}\n".encode())
+        self.append({**event, HASH: after.hexdigest()})
+        self.append(row, SAMPLES)
+        self._samples = after
+
+    def append_rollback(self, event: Row) -> None:
+        """Appends a rollback to metrics.jsonl and, if there are samples, to samples.jsonl."""
+        if self.is_main and (self.path / SAMPLES).exists():
+            self.append_sample(event, event)
+        else:
+            self.append(event)
+
+    def _chained(self, row: Row) -> str:
+        text = json.dumps(row)
+        self._chain = next_chain(self._chain, text)
+        return f'{text[:-1]}, "chain": "{self._chain}"}}\n'
+
+    def end(self) -> LogEnd:
+        """The end of the rows and samples so far, for a checkpoint."""
+        files = (self.path / METRICS, self.path / SAMPLES)
+        with self._appending:
+            rows, samples = (file.stat().st_size if file.is_file() else 0 for file in files)
+            sha256 = self._samples.hexdigest()
+            return LogEnd(chain=self._chain, bytes=rows, samples_bytes=samples, samples_sha256=sha256)
+
+    def sync(self) -> None:
+        """Waits until all rows are on disk. For any thread."""
+        for file in (self.path / SAMPLES, self.path / METRICS):
+            if file.is_file():  # a checkpoint has the chain of the last row, and a row the hash of all samples
+                with writing(file):
+                    fsync_file(file)
+
+    def resume(self, end: LogEnd, progress: Progress, start: Row | None = None) -> None:
+        """Drops the rows and samples after a checkpoint that has `end` and `progress`, and adds the row `start`, with
+        the SHA-256 of the samples. In the same write: a kill leaves the old rows or these. A damaged file is copied
+        aside, with a warning. Collective. Raises: UserError, on every rank."""
+        on_main(partial(self._resume, end, progress, start))
+
+    def _resume(self, end: LogEnd, progress: Progress, start: Row | None) -> None:
+        self._folder.check_lock()
+        file, samples = self.path / METRICS, self.path / SAMPLES
+        self._samples, known = hashlib.sha256(), hashlib.sha256()
+        for line in head(samples, end.samples_bytes):
+            known.update(line)
+        is_same, problem = known.hexdigest() == end.samples_sha256, "the checkpoint has another SHA-256 of it"
+
+        def kept_samples() -> Iterator[bytes]:
+            for line in _kept(samples, end.samples_bytes, progress, "" if is_same else problem):
+                self._samples.update(line)
+                yield line
+
+        if end.samples_bytes or os.path.lexists(samples):  # also a link that leads nowhere, which appends would follow
+            write_atomically(samples, kept_samples())
+        is_same, changed = chain_of(file, end.bytes) == end.chain, "a row before the checkpoint is missing or changed"
+
+        def kept_rows() -> Iterator[bytes]:
+            line = b""
+            for line in _kept(file, end.bytes, progress, "" if is_same else changed):
+                yield line
+            self._chain = split_chain(line.decode(errors="replace").rstrip("\n"))[1] or FIRST_CHAIN
+            if start:
+                yield self._chained({**start, HASH: self._samples.hexdigest()}).encode()
+
+        write_atomically(file, kept_rows())
+
+    def last_row(self) -> Row:
+        """The last row; empty without a whole one."""
+        last = next(iter(deque(read_lines(self.path / METRICS), maxlen=1)), None)
+        return {} if last is None or last.torn else last.row or {}
+
+
+def _kept(file: Path, size: int, progress: Progress, problem: str) -> Iterator[bytes]:
+    """The lines of a file's first `size` bytes; if it has a problem, those that are left of it, a copy being aside."""
+    if os.path.lexists(file) and not file.is_file():
+        problem = "is not a file"
+    if not problem:
+        yield from head(file, size)
+        return
+    from gpt2_ddp.checkpoint.repair import repaired
+
+    # a pending row follows the checkpoint
+    yield from repaired(file, problem, progress.step - bool(progress.pending.row), progress.rollbacks)

@@ -24,8 +24,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
     verify,
     write,
 )
-from gpt2_ddp.checkpoint.run_folder import RunFolder
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.distributed.environment import free_memory
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.distributed.watchdog import TIMEOUT

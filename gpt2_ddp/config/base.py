@@ -95,7 +95,7 @@ class Command(Section):
         try:
             config = handler(values)
         except ValidationError as error:
-            from gpt2_ddp.config.mistakes import describe
+            from gpt2_ddp.config.hints import describe
 
             mistakes = dict.fromkeys(describe(cls, details) for details in error.errors()[: MOST + 1])
             raise join_errors([*mistakes]) from error

@@ -1,6 +1,6 @@
 """Configuration from YAML files and the command line: defaults < files, left to right < dotted flags.
 
-pydantic validates; argparse splits the command line. `config.help` writes `--help`.
+pydantic validates; argparse splits the command line. `config.hints` writes `--help`.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
         SystemExit: after `--help` or `--print_config`.
     """
     if place := next((at for at, word in enumerate(argv, 1) if word in ("-h", "--help")), 0):
-        from gpt2_ddp.config.help import help_parser
+        from gpt2_ddp.config.hints import help_parser
 
         preset = default if isinstance(default, str | None) else default({})[0]
         help_parser(command, preset, "all" in argv[place : place + 1]).print_help()
@@ -99,7 +99,7 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     words = [word for before, word in pairs if word[:1] == "-" or before[:1] != "-"]  # no values of unknown flags
     mistakes: list[str] = []
     if words:
-        from gpt2_ddp.config.mistakes import unknown_words
+        from gpt2_ddp.config.hints import unknown_words
 
         mistakes = unknown_words(words, argv, list(known))
     files = [str(file) for file in arguments.config or ()]  # argparse makes an empty list of a lone `--`
@@ -136,7 +136,7 @@ def resolve(
     try:
         config = command.model_validate(values)
     except UserError as error:
-        from gpt2_ddp.config.mistakes import other_script
+        from gpt2_ddp.config.hints import other_script
 
         others = [mistake for pair in zip(files, contents, strict=True) for mistake in other_script(command, *pair)]
         follows = mistakes and not error.__cause__  # an error between fields, one of which has an unknown name
@@ -145,7 +145,7 @@ def resolve(
         raise join_errors(mistakes)
     own = Path(*config.model_dump(include={"output_dir", "run_name"}).values(), "config.yaml")
     if from_preset and "run_name" in changes and own.is_file():
-        from gpt2_ddp.config.mistakes import check_flags_of_run
+        from gpt2_ddp.config.hints import check_flags_of_run
 
         check_flags_of_run(config, changes, own, read_yaml(str(own)))
     if note:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from gpt2_ddp.config.base import flat, leaves
+from gpt2_ddp.config.hints import complete
 from gpt2_ddp.config.jobs import JobConfig
-from gpt2_ddp.config.mistakes import complete
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError

@@ -176,7 +176,7 @@ class RunConfig(Command):
 
     def check_resumable(self, kind: str, saved: dict[str, Any], step: int) -> list[str]:
         """Checks that this configuration can resume a checkpoint, as `mistakes.check_resumable`."""
-        from gpt2_ddp.config.mistakes import check_resumable
+        from gpt2_ddp.config.hints import check_resumable
 
         return check_resumable(self, kind, saved, step)
 

@@ -323,7 +323,7 @@ class TrainingConfig(RunConfig):
             if owner in OPTIMIZERS and owner != optim.name and given != field.default:
                 yield f"optim.{name}", given, f"is for --optim.name {owner} only; add that flag, or remove this one"
         if len(self.data.paths) > 1 or self.data.weights or self.eval.weights or self.data.phases:
-            from gpt2_ddp.config.mistakes import mixture_mistakes
+            from gpt2_ddp.config.hints import mixture_mistakes
 
             yield from mixture_mistakes(self)
         end = optim.decay_steps

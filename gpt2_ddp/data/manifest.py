@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_small(path, LARGEST_MANIFEST)
     except (FileNotFoundError, NotADirectoryError) as error:
-        from gpt2_ddp.config.mistakes import describe_missing
+        from gpt2_ddp.config.hints import describe_missing
 
         raise UserError("data", folder, describe_missing(path)) from error
     except OSError as error:

@@ -16,7 +16,7 @@ import torch
 from gpt2_ddp.checkpoint.run_files import METRICS, read_lines
 from gpt2_ddp.checkpoint.store import should_save_async
 from gpt2_ddp.config.cli import load
-from gpt2_ddp.config.mistakes import differences
+from gpt2_ddp.config.hints import differences
 from gpt2_ddp.config.plan import GPT2_IDS, PlanConfig
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.config.training import TrainingConfig

@@ -318,7 +318,7 @@ def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -
     notes: list[str] = []
     optim, tokens, length, known = config.optim, config.eval.tokens, config.optim.decay_steps, {}
     if saved:
-        from gpt2_ddp.config.mistakes import complete
+        from gpt2_ddp.config.hints import complete
 
         known = complete(TrainingConfig, saved.config)[0]
     before = known["eval"]["tokens"] if saved else config.auto_eval_tokens

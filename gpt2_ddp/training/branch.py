@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from gpt2_ddp.checkpoint.checkpoint import MANIFEST, Checkpoint, find_checkpoint
-from gpt2_ddp.config.mistakes import differences
+from gpt2_ddp.config.hints import differences
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.ranks import on_main
 from gpt2_ddp.errors import UserError

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.distributed.ranks import sum_over_ranks
 from gpt2_ddp.project import VERSION
 from gpt2_ddp.state import Sums

@@ -19,8 +19,7 @@ from gpt2_ddp.checkpoint import checkpoint
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot
 from gpt2_ddp.checkpoint.metrics import LongStage, Metrics, Sample
 from gpt2_ddp.checkpoint.run_files import Outcome
-from gpt2_ddp.checkpoint.run_folder import RunFolder
-from gpt2_ddp.checkpoint.run_log import RunLog
+from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
 from gpt2_ddp.checkpoint.store import SLOW_DISK, CheckpointStore
 from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
