@@ -63,18 +63,20 @@ class StoredImages:
     shape: tuple[int, ...]  # [3, H, W] of each
     workers: int
     digest: str | None = None  # of all of it, as `Samples.sha256`; None until it is known
+    field: str = "data.path"  # of messages
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def read(self, items: np.ndarray) -> tuple[Tensor, Tensor]:
         """uint8 [b, 3, H, W] and int64 [b] of the samples int64 [b]. Raises: UserError where one cannot be decoded."""
-        decoded = list(_decode(self.split, self.rows[items].tolist(), self.config))
+        decoded = list(_decode(self.split, self.rows[items].tolist(), self.config, self.field))
         _, H, W = self.shape
         for item, image in zip(items, decoded, strict=True):
             if image.shape[:2] != (H, W):
                 hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; scale all images "
-                raise UserError("data.path", self.where(item), f"{hint}to one size, like --data.image_size {min(H, W)}")
+                hint += f"to one size, as a training with --data.image_size {min(H, W)} does"
+                raise UserError(self.field, self.where(item), hint)
         images = torch.from_numpy(np.stack(decoded)).permute(0, 3, 1, 2).contiguous()
         return images, self.targets[torch.from_numpy(items)]
 
@@ -107,10 +109,21 @@ class StoredImages:
         return self, digests
 
 
-def _decode(split: Split, rows: list[int], config: ClassifierDataConfig) -> Iterator[np.ndarray]:
+def _decode(
+    split: Split, rows: list[int], config: ClassifierDataConfig, field: str = "data.path"
+) -> Iterator[np.ndarray]:
     """uint8 [H, W, 3] of each row."""
     for row, stored in zip(rows, split.images[rows], strict=True):
-        yield decode_image(stored, split.where(row), config.image_size)
+        yield decode_image(stored, split.where(row), config.image_size, field)
+
+
+def unlabelled(files: Sequence[Path], config: ClassifierDataConfig, shape: Sequence[int], field: str) -> StoredImages:
+    """The images of files, prepared as those of a run, with targets 0. `field`: of messages, where the user named them.
+    Decodes all of them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
+    rows, split = np.arange(len(files)), Split("", np.array(files, object), [])
+    images = StoredImages(split, torch.zeros(len(rows), dtype=torch.long), rows, config, tuple(shape), 0, field=field)
+    images.scan(keep=False)
+    return images
 
 
 def load_images(
@@ -166,7 +179,10 @@ def read_images(
         notes += _notes(source, classes, stored, {name: digests for name, (_, digests) in scanned.items()})
         for note in notes:
             print(f"note: {truncate(note, NOTE)}", file=sys.stderr)
-    return Images(scanned["train"][0], scanned["test"][0], classes, shape)
+    test = scanned["test"][0]
+    if isinstance(test, Samples):
+        test.where = stored["test"].where
+    return Images(scanned["train"][0], test, classes, shape)
 
 
 def _hold_out(
