@@ -16,6 +16,7 @@ from gpt2_ddp.config.base import Command, Tasks
 from gpt2_ddp.config.run import HubName, only
 from gpt2_ddp.errors import UserError
 
+TASKS_ONLY = "is for tasks only; add some, like --tasks cloze"
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
@@ -98,7 +99,7 @@ class PrepareConfig(Command):
 
 
 class EvaluateConfig(CheckpointCommand):
-    """evaluate.py: loss, perplexity and bits per byte of a checkpoint, or its scores in tasks"""
+    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of small jobs"""
 
     data: str | None = None
     """folder of token shards; null: the run's own"""
@@ -111,10 +112,13 @@ class EvaluateConfig(CheckpointCommand):
     jsonl files of items (docs/evaluation.md); one or several, separated by spaces or commas"""
     task_items: int | None = Field(default=None, ge=1)
     """items of each task, evenly spread; null: all"""
+    images: tuple[str, ...] = ()
+    """classifiers of images: images of unknown classes, or folders of them, to classify instead of scoring"""
     output: str | None = None
-    """folder for the tasks' items and scores; null: evaluations/CHECKPOINT in the run folder"""
+    """folder for the tasks' items and scores, or a small job's predictions; null: evaluations/CHECKPOINT in the run
+    folder, but none for other samples than the run's own"""
     batch_size: int = Field(default=16, ge=1)
-    """windows, or continuations of a task, per forward pass and process"""
+    """windows, continuations of a task, or samples of a small job per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it"""
     device: Device = "auto"
@@ -122,9 +126,10 @@ class EvaluateConfig(CheckpointCommand):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.tasks and self.tokens is not None:
             yield "tokens", self.tokens, "is for the loss of a split, and tasks replace it; remove tokens or tasks"
-        for field in ("task_items", "output"):
-            if getattr(self, field) is not None and not self.tasks:
-                yield field, getattr(self, field), "is for tasks only; add some, like --tasks cloze"
+        if self.task_items is not None and not self.tasks:
+            yield "task_items", self.task_items, TASKS_ONLY
+        if self.images and self.data:
+            yield "images", " ".join(self.images), "are not scored, unlike data; remove one of the two"
 
 
 class GenerateConfig(CheckpointCommand):
@@ -148,26 +153,6 @@ class GenerateConfig(CheckpointCommand):
     num_samples: int = Field(default=1, ge=1, le=100_000)
     """continuations per prompt, up to 100,000"""
     device: Device = "auto"
-
-
-class PredictConfig(Command):
-    """predict.py: the classes of images, by a classifier"""
-
-    positional = "run_and_images"
-
-    run_and_images: tuple[str, ...] = ()
-    """run folder of train_classifier.py (its newest intact checkpoint) or checkpoint; then images, or their folders"""
-    output: str | None = None
-    """jsonl file to write, with the probabilities of all classes; null: none"""
-    top: int = Field(default=3, ge=1)
-    """number of classes to print per image, likeliest first"""
-    batch_size: int = Field(default=256, ge=1)
-    """images per forward pass"""
-    device: Device = "auto"
-
-    def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        if len(self.run_and_images) < 2:
-            yield "run_and_images", " ".join(self.run_and_images), "should be a run, then images, like runs/NAME a.jpg"
 
 
 class ExportConfig(CheckpointCommand):

@@ -56,6 +56,7 @@ class StoredImages:
     workers: int
     inputs: Tensor | None = None  # uint8 [N, 3, H, W], once they are kept
     digest: str = ""  # of all samples
+    field: str = "data.path"  # of messages
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -67,11 +68,11 @@ class StoredImages:
             return self.inputs[index], self.targets[index]
         (_, H, W), images = self.shape, []
         for row, stored in zip(rows, self.split.images[rows], strict=True):
-            images.append(image := decode_image(stored, self.split.where(row), self.config.image_size))
+            images.append(image := decode_image(stored, self.split.where(row), self.config.image_size, self.field))
             if image.shape[:2] != (H, W):
                 hint = f"is {image.shape[1]} x {image.shape[0]} pixels, others are {W} x {H}; scale all images "
-                hint += f"to one size, like --data.image_size {min(H, W)}"
-                raise UserError("data.path", self.split.where(row), hint)
+                hint += f"to one size, as a training with --data.image_size {min(H, W)} does"
+                raise UserError(self.field, self.split.where(row), hint)
         return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), self.targets[index]
 
     def where(self, item: int) -> str:
@@ -99,6 +100,15 @@ class StoredImages:
         self.digest = hash_of((torch.uint8, (len(self), *self.shape), batches()), self.targets)
         self.inputs = inputs if keep else None
         return digests
+
+
+def unlabelled(files: Sequence[Path], config: ClassifierDataConfig, shape: Sequence[int], field: str) -> StoredImages:
+    """The images of files, prepared as those of a run, with targets 0. `field`: of messages, where the user named them.
+    Decodes all of them once. Raises: UserError if one is no image, or without `data.image_size` of another `shape`."""
+    rows, split = np.arange(len(files)), Split("", np.array(files, object), [])
+    images = StoredImages(split, torch.zeros(len(rows), dtype=torch.long), rows, config, tuple(shape), 0, field=field)
+    images.scan(keep=False)
+    return images
 
 
 def load_images(
