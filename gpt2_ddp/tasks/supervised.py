@@ -39,6 +39,11 @@ class SampleSet(Source, Protocol):
         """Hash of all samples."""
         ...
 
+    @property
+    def where(self) -> Callable[[int], str]:
+        """The name of a sample in messages and predictions."""
+        ...
+
 
 @dataclass
 class Samples:
@@ -47,6 +52,7 @@ class Samples:
     inputs: Tensor
     targets: Tensor
     workers: int = 0
+    where: Callable[[int], str] = "sample {}".format
 
     def __len__(self) -> int:
         return len(self.targets)
