@@ -623,6 +623,8 @@ def test_the_checkpoint_of_the_first_step_is_kept_until_a_later_one_is_known_to_
         checkpoints.save(snapshot(step), last_good)
         kept.append(steps(run))
     assert kept == [[0], [0, 2], [0, 2, 4], [2, 4, 6]]
+    listing = checkpoints.listing()
+    assert (listing["checkpoint"]["step"], listing["kept"]) == (6, [2, 4, 6])
     checkpoints.save(snapshot(8, branched_from={"parent": "", "run_id": "", "step": 2, "checkpoint_sha256": ""}), 3)
     assert steps(run) == [2, 4, 6, 8]
     checkpoints.prune(last_good=4)

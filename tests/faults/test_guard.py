@@ -297,6 +297,12 @@ def test_a_resumed_guard_judges_alike(cut):
     assert judgements(cut) == judgements()
 
 
+def test_a_loss_that_is_not_finite_is_judged_bad_without_a_limit():
+    guard = Guard(GuardConfig(loss_sigmas=None), ALONE)
+    verdicts = [guard.judge(step, torch.tensor([math.nan, 5, 5][step]), torch.tensor(0.0)) for step in range(3)]
+    assert (verdicts[2], guard.problem) == (Verdict.BAD, "its loss is not finite")
+
+
 def test_only_the_first_bad_step_is_warned_of():
     guard, lines = Guard(GuardConfig(patience=99), ALONE), []
     run: Any = SimpleNamespace(guard=guard, config=SimpleNamespace(guard=guard.config), metrics=SimpleNamespace())
