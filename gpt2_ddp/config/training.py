@@ -200,8 +200,8 @@ class TrainConfig(LoopConfig):
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
-    """source of a new run's weights: a run folder or checkpoint, a transformers folder with a GPT-2 (config.json,
-    safetensors), or `hub:OWNER/NAME[@REVISION]`; its tokenizer must equal the data's; null: random weights"""
+    """source of a new run's weights: a run folder or checkpoint; or, read by transformers (extra `export`), a folder
+    with config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; null: random"""
     branch_from: str | None = None
     """run folder or checkpoint to branch a new run from: it continues the step, weights, optimizer state and data
     position; learning rate, schedule and the optimizer's settings may differ; null: none"""
