@@ -212,6 +212,7 @@ def test_the_same_names_are_refused_and_the_hub_is_asked_for_what_lm_eval_asks(t
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset, config=config))
+    monkeypatch.setitem(sys.modules, "datasets.config", config)
     file = write(tmp_path / "hellaswag.jsonl", made_items(5))
     load = lambda *tasks: load_sets(tasks, 3, GPT2, 64, lambda: pytest.fail("not needed"))  # noqa: E731
     (found,), (other,) = load("hellaswag"), load(str(file))
