@@ -98,8 +98,8 @@ class EvaluateConfig(Command):
     positional = "checkpoint"
 
     checkpoint: RunOrCheckpoint = "runs/stdlib"
-    data: str | None = None
-    """folder of token shards; null: the run's own"""
+    data: tuple[str, ...] = ()
+    """folders of token shards, one or several, or a folder of images in folders of classes; none: the run's own"""
     split: str = "val"
     """split to score: each of its tokens except the first, once"""
     tokens: int | None = Field(default=None, ge=1)
@@ -203,8 +203,8 @@ class VerifyConfig(Command):
 
     run: str = "runs/stdlib"
     """run folder"""
-    data: str | None = None
-    """folder of token shards; for a mixture all folders, joined by `:`; null: the run's own"""
+    data: tuple[str, ...] = ()
+    """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
     shards: Literal["full", "sampled", "none"] = "full"
     """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
     replay: Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")] = (
