@@ -20,7 +20,7 @@ GROUPS = {
     "use": ("generate", "evaluate", "export_hf"),
     "look": ("status", "report", "verify_run"),
     "plan": ("plan", "check_cluster", "compare_parallel"),
-    "learn": ("hello_ddp", "hello_torch_ddp", "hello_trainer", "ddp_lab"),
+    "learn": ("ddp_lab",),
 }
 
 

@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from commands import WITH_FLAGS
 
 from gpt2_ddp.config import cli
 from gpt2_ddp.config.base import flat, leaves
@@ -352,8 +353,7 @@ def test_help_lists_every_field_with_its_default(capsys):
     assert f"--help all lists all {len(cli.leaves(TrainingConfig))} flags" in few
 
 
-COMMANDS = [file for file in sorted((ROOT / "scripts").glob("*.py")) if not file.stem.startswith("hello_")]
-COMMANDS.append(ROOT / "benchmarks/__main__.py")
+COMMANDS = [*WITH_FLAGS, ROOT / "benchmarks/__main__.py"]
 """The programs that have a configuration."""
 
 

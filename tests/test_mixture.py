@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import expect_error
 from pydantic import ValidationError
 from ranks import in_turn, run_ranks
 from runs import change, edit_manifest, edit_rows, gpt_state, permuted, reseal, rows, train, training_config, verified
 
 from gpt2_ddp.config.cli import dump, load
+from gpt2_ddp.config.tools import EvaluateConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.manifest import Manifest, read_manifest
@@ -40,6 +42,7 @@ from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.evaluate import Evaluation, mixed
 from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
 from gpt2_ddp.state import FeedState, Mixture
+from gpt2_ddp.tasks.checkpoints import evaluate_checkpoint
 
 WINDOWS = [997, 300, 50]
 PHASES = [Phase(0, normal([0.7, 0.2, 0.1])), Phase(3000, normal([0, 0.5, 0.5])), Phase(5000, normal([0.3, 1, 1e-4]))]
@@ -431,9 +434,18 @@ def test_other_weights_are_found(whole, tmp_path, capsys, name):
 
 def test_folders_that_have_moved(whole, sources, tmp_path, capsys):
     moved = [str(shutil.copytree(path, tmp_path / f"m{number}")) for number, path in enumerate(sources)]
-    assert verified(whole, capsys, data=":".join(moved))[:2] == (0, [])
-    with pytest.raises(UserError, match=r"the run was trained on 3 folders; name all of them, joined by `:`"):
-        verified(whole, capsys, data=moved[0])
+    assert verified(whole, capsys, data=moved)[:2] == (0, [])
+    hint = "the run was trained on 3 folders; name as many, separated by spaces"
+    for old in (moved[:1], [":".join(moved)]):
+        with pytest.raises(UserError, match=f"data = .*: {hint}"):
+            verified(whole, capsys, data=old)
+    scores, _ = {}, capsys.readouterr()
+    for name, folders in {"own": (), "moved": moved, "two": moved[1:]}.items():
+        assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(whole), device="cpu", data=tuple(folders))) == 0
+        scores[name] = [line.partition("loss ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert scores["moved"] == scores["own"], "as many folders have the run's weights"
+    assert scores["two"] == scores["own"][2:], "others have no mean"
+    expect_error(f"separate several by spaces: {' '.join(moved)}", read_manifest, Path(":".join(moved)))
 
 
 BEFORE = Mixture(manifests=["a", "b"], phases=[(0, ["7/10", "3/10"]), (2000, ["1/2", "1/2"])])

@@ -141,7 +141,7 @@ def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
 
 def test_flags_that_do_not_fit_are_refused(runs, tmp_path):
     hint = "are not scored, unlike data; remove one of the two"
-    expect_error(f"images = a.png: {hint}", evaluate, runs / "kept/run", Path("a.png"), data="x")
+    expect_error(f"images = a.png: {hint}", evaluate, runs / "kept/run", Path("a.png"), data=("x",))
     expect_error("split = train: is for GPT-2 runs", evaluate, runs / "kept/run", Path("a.png"), split="train")
     (tmp_path / "file").touch()
     expect_error("output = .*/file: cannot be written", evaluate, runs / "kept/run", output=str(tmp_path / "file"))
@@ -238,14 +238,14 @@ def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsy
         write_images(tmp_path / "some" / split, {"dog": 2, "owl": 2}, 3)
         write_images(tmp_path / "others" / split, {"dog": 2, "yak": 2}, 3)
     run = runs / "scaled/run"
-    evaluate(run, data=str(tmp_path / "some"))
+    evaluate(run, data=(str(tmp_path / "some"),))
     printed = capsys.readouterr().out
     evaluate(run, tmp_path / "some/test")
     pairs = (line.split(": ") for line in capsys.readouterr().out.splitlines()[1:])
     right = sum(f"/{likeliest.split()[0]}/" in file for file, likeliest in pairs)
     assert f"accuracy {right / 4:.6f} over 4 test" in printed
     with pytest.raises(UserError, match=r"has the label yak; labels are cat, dog, owl"):
-        evaluate(run, data=str(tmp_path / "others"))
+        evaluate(run, data=(str(tmp_path / "others"),))
 
 
 def test_test_images_that_have_changed_are_not_scored(runs):

@@ -83,7 +83,7 @@ def test_trained_run_is_intact(run: Path, corpus: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", ["gpt2_run", "regression_run"])
 def test_a_recorded_run_is_intact(name: str, capsys: pytest.CaptureFixture) -> None:
-    code, defects, others = verified(GOLDEN / name, capsys, **({"data": str(CORPUS)} if name == "gpt2_run" else {}))
+    code, defects, others = verified(GOLDEN / name, capsys, **({"data": [str(CORPUS)]} if name == "gpt2_run" else {}))
     assert (code, defects) == (0, [])
     assert any(line.startswith("ok      learning rates as scheduled; rows, evaluations") for line in others)
 
@@ -130,13 +130,13 @@ def test_a_run_may_go_on_meanwhile(run: Path, monkeypatch, capsys, is_known: boo
 def test_mistakes_of_the_user(run: Path, corpus: Path, tmp_path: Path) -> None:
     nothing = VerifyConfig(run=str(tmp_path / "nothing"))
     expect_error(r"run = .*/nothing: has no config.yaml; name a run folder", verify_run, nothing)
-    expect_error(r"data = .*/absent", verify_run, VerifyConfig(run=str(run), data=str(tmp_path / "absent")))
+    expect_error(r"data = .*/absent", verify_run, VerifyConfig(run=str(run), data=(str(tmp_path / "absent"),)))
     other = shutil.copytree(corpus, tmp_path / "other")
     manifest = read_manifest(other)
     write_manifest(other, replace(manifest, splits={"train": manifest.splits["train"][:-1]}))
     message = r"data = .*/other: has other tokens than the run was trained on"
-    expect_error(message, verify_run, VerifyConfig(run=str(run), data=str(other)))
-    assert verify_run(VerifyConfig(run=str(run), data=str(shutil.copytree(corpus, tmp_path / "moved")))) == 0
+    expect_error(message, verify_run, VerifyConfig(run=str(run), data=(str(other),)))
+    assert verify_run(VerifyConfig(run=str(run), data=(str(shutil.copytree(corpus, tmp_path / "moved")),))) == 0
 
 
 def test_a_small_job_is_intact_from_its_first_row_on(
@@ -430,7 +430,7 @@ def test_text_of_a_forger_stays_on_the_line_of_its_defect(run: Path, capsys, tam
 def test_the_tokenizer_of_the_data_is_compared(run: Path, trained: Path, tmp_path: Path, capsys) -> None:
     data = Path(shutil.copytree(trained.parent / "data", tmp_path / "data"))
     change(data / "tokenizer.json", "{", "{ ")
-    code, defects, _ = verified(run, capsys, data=str(data))
+    code, defects, _ = verified(run, capsys, data=(str(data),))
     assert (code, defects) == (1, ["tokenizer.json: its SHA-256 differs from tokenizer_sha256 in manifest.json"])
 
 
@@ -472,11 +472,11 @@ def test_shards_that_are_others(run: Path, trained: Path, tmp_path: Path, capsys
     shard = data / "train_000000.bin"
     content = shard.read_bytes()
     shard.write_bytes(content[:-2] + b"\1\1")
-    code, defects, _ = verified(run, capsys, data=str(data))
+    code, defects, _ = verified(run, capsys, data=(str(data),))
     assert (code, defects) == (1, [f"{shard}: its SHA-256 differs from {data / 'manifest.json'}'s"])
-    assert verified(run, capsys, data=str(data), shards="none")[0] == 0
+    assert verified(run, capsys, data=(str(data),), shards="none")[0] == 0
     shard.unlink()
-    code, defects, _ = verified(run, capsys, data=str(data))
+    code, defects, _ = verified(run, capsys, data=(str(data),))
     assert code == 1
     assert str(shard) in defects[0]
 

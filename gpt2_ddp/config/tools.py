@@ -101,8 +101,8 @@ class PrepareConfig(Command):
 class EvaluateConfig(CheckpointCommand):
     """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of small jobs"""
 
-    data: str | None = None
-    """folder of token shards; null: the run's own"""
+    data: tuple[str, ...] = ()
+    """folders of token shards, one or several, or a folder of images in folders of classes; none: the run's own"""
     split: str = "val"
     """split to score: each of its tokens except the first, once"""
     tokens: int | None = Field(default=None, ge=1)
@@ -200,8 +200,8 @@ class VerifyConfig(Command):
 
     run: str = "runs/stdlib"
     """run folder"""
-    data: str | None = None
-    """folder of token shards; for a mixture all folders, joined by `:`; null: the run's own"""
+    data: tuple[str, ...] = ()
+    """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
     shards: Literal["full", "sampled", "none"] = "full"
     """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
     replay: Replay = None

@@ -34,7 +34,7 @@ class DataConfig(Section):
 
     path: str | tuple[str, ...] = "data/stdlib"
     """folder of token shards with a manifest.json, written by prepare_data.py; or a mixture of several folders with the
-    same tokenizer"""
+    same tokenizer, like data/web data/code"""
     weights: tuple[float, ...] = ()
     """several folders: relative weight of each in the training data, like 7 2 1 (0: unused until a later phase); none:
     in proportion to their windows"""
@@ -65,10 +65,6 @@ class DataConfig(Section):
                 name += f"-{number}"
             names.append(name)
         return tuple(names)
-
-    def moved(self, to: str | None) -> tuple[str, ...]:
-        """The folders, or their new locations `to`, joined by `:` for several."""
-        return self.paths if to is None else tuple(to.split(":")) if len(self.paths) > 1 else (to,)
 
     @field_validator("path", mode="before")
     @classmethod

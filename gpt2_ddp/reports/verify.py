@@ -152,11 +152,12 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
     yield "configuration: equal in config.yaml, starts and checkpoints, with one run id", _check_configuration(found)
     yield from check_end(found)
     manifests: list[Manifest] = []
+    n_folders = len(config.data.paths) if isinstance(config, TrainingConfig) else 1
+    if command.data and len(command.data) != n_folders:
+        hint = f"the run was trained on {n_folders} folder{'s' * (n_folders > 1)}; name as many, separated by spaces"
+        raise UserError("data", " ".join(command.data), hint)
     if isinstance(config, TrainingConfig):
-        folders, n_folders = config.data.moved(command.data), len(config.data.paths)
-        if len(folders) != n_folders:
-            hint = f"the run was trained on {n_folders} folders; name all of them, joined by `:`"
-            raise UserError("data", command.data, hint)
+        folders = command.data or config.data.paths
         manifests = read_manifests(folders)
         yield from _check_data(config, folders, manifests, command, log.events | found.states)
     yield from _check_training(found, manifests)
@@ -267,7 +268,9 @@ def _check_data(
             defects.append(f"{place}: its mixture is invalid: {record.get('mixture')}")
     others = [place for place, found in known.items() if found.manifests != hashes[: len(found.manifests)]]
     if others and command.data and len(others) == len(known):
-        raise UserError("data", command.data, "has other tokens than the run was trained on; name the run's data")
+        raise UserError(
+            "data", " ".join(command.data), "has other tokens than the run was trained on; name the run's data"
+        )
     if others:
         hint = "if they have moved, name the folder with --data"
         defects.append(f"{' '.join(folders)}: has other tokens than the run was trained on; {hint}")

@@ -81,21 +81,24 @@ def open_splits(
     return manifests, {number: TokenStream(Path(folders[number]), manifests[number], split) for number in there}
 
 
-def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, Sequence[str]]:
-    """The configuration of a GPT's run, and the folders to score: `data`, or the run's own."""
+def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, bool]:
+    """The configuration of a GPT's run with the folders to score, `data` or the run's own; and whether they are several
+    and as many as the run's, so that its weights apply."""
     settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(settings, TrainingConfig), "a GPT's"
-    return settings, [config.data] if config.data else settings.data.paths
+    own, data = settings.data.paths, settings.data.model_copy(update={"path": config.data or settings.data.path})
+    return settings.model_copy(update={"data": data}), 1 < len(own) == len(data.paths)
 
 
 def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """The loss of a GPT's checkpoint over a split, and with several folders that of each."""
-    settings, folders = _settings(config, checkpoint)
+    settings, has_weights = _settings(config, checkpoint)
+    folders = settings.data.paths
 
     def load():
         model, tokenizer = load_model(checkpoint)
         manifests, streams = open_splits(folders, config.split, tokenizer)
-        return model, tokenizer, streams, source_weights(settings, manifests, config.split) if len(folders) > 1 else {}
+        return model, tokenizer, streams, source_weights(settings, manifests, config.split) if has_weights else {}
 
     model, tokenizer, streams, weights = on_every_rank(load)
     size, lengths = model.config.block_size, tokenizer.token_bytes()
@@ -121,7 +124,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     data or number, have another file."""
     model, tokenizer = on_every_rank(lambda: load_model(checkpoint))
     size, path = model.config.block_size, checkpoint.path
-    folder, folders = Path(config.output or _evaluations(checkpoint)), _settings(config, checkpoint)[1]
+    folder, folders = Path(config.output or _evaluations(checkpoint)), _settings(config, checkpoint)[0].data.paths
 
     def load() -> list[ItemSet]:
         split = lambda: next(iter(open_splits(folders, config.split, tokenizer)[1].values()))  # noqa: E731
@@ -143,7 +146,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
             facts |= {"split": config.split, "data": [*folders]}
             names += [
                 config.split if config.split != "val" else None,
-                config.data and Path(config.data).absolute().name,
+                *(Path(name).absolute().name for name in config.data),
             ]
         place = folder / "-".join(map(str, filter(None, [*names, config.task_items])))
         on_main(partial(save, place, items, result, facts))
@@ -173,13 +176,16 @@ def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
     GPT-2 runs."""
     saved, own = dict(checkpoint.config), checkpoint.config.get("data", {})
     given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None}
-    given |= {"data": None if own.get("path") else config.data, "tasks": ", ".join(config.tasks) or None}
+    given |= {"data": None if own.get("path") else " ".join(config.data) or None}
+    given |= {"tasks": ", ".join(config.tasks) or None}
     for field, value in given.items():
         if value is not None:
             hint = f"is for GPT-2 runs; this {checkpoint.kind} run is scored on all of its test samples: remove it"
             raise UserError(field, value, hint)
+    if len(config.data) > 1:
+        raise UserError("data", " ".join(config.data), "should be one folder with folders of classes")
     if config.data:
-        saved["data"] = {**own, "path": config.data}
+        saved["data"] = {**own, "path": config.data[0]}
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
     return settings
