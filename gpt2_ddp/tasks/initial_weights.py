@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights
+from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights, tensor_shapes
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.model.transformers_layout import CLASSES, HEAD, SHAPE, fixed_fields, from_transformers, shape, their_names
-from gpt2_ddp.tasks.trained_model import tensor_shapes
 
 FIELD, HUB = "train.init_from", "hub:"
 WEIGHTS, VOCABULARY, MERGES = "model*.safetensors", "vocab.json", "merges.txt"
