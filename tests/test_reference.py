@@ -102,7 +102,7 @@ def test_files_names_every_event_and_its_keys():
     lines = [line for line in section("Events").splitlines() if line.startswith("| `")]
     events = {line.split("`")[1]: {*re.findall(r"`(\w+)`", line)} for line in lines if line.count("|") == 4}
     written = {
-        "start": dict_keys("training/run", "facts") | dict_keys("training/run", "_record_start"),
+        "start": dict_keys("state", "identity") | dict_keys("training/run", "_record_start"),
         "checkpoint": dict_keys("checkpoint/checkpoint", "checkpoint_ref"),
         "sample": dict_keys("checkpoint/metrics", "show_samples") | {HASH},
         "room": dict_keys("checkpoint/store", "_write"),

@@ -212,8 +212,9 @@ class Run:
     def _record_start(self) -> None:
         config, parent, progress = self.config, self._parent, self.progress
         self.store.prune(self.guard.last_good)  # keep_last may have been lowered since, for a full disk
-        parts = {"feed": self.task.feed.state_dict(), "setup": self.setup, "task": self.task.state_dict()}
-        start = {"event": "start", **State.of(config.kind, progress=progress, **parts).identity, "steps": self.steps}
+        feed, task = self.task.feed.state_dict(), self.task.state_dict()
+        begins = State.of(config.kind, progress=progress, feed=feed, setup=self.setup, task=task)
+        start = {"event": "start", **begins.identity, "steps": self.steps}
         start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
         start |= {"commit": git_commit(), "hardware": describe_hardware(), **self.store.listing()}
         self.log.resume(self._start.state.log if self._start else LogEnd(), progress, start)
