@@ -445,91 +445,62 @@ def test_refused_or_killed_anywhere(kill, tmp_path):
     assert int(left[-1].split()[0]) > 10
 
 
-class Server(ThreadingHTTPServer):
-    """Answers as the Hub does to who uploads small files.
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the Hub does to an upload of small files: `refused` is a part of paths, `repositories` were asked for,
+    `files` were committed."""
 
-    Attributes:
-        refuse: part of a path that is forbidden.
-        repositories: what was asked to be made. files: what was committed.
-    """
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.refuse, self.repositories, self.files = "", [], {}
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self) -> None:
-        known = self.headers["Authorization"] == "Bearer hf_of_me"
-        self.answer({"name": "me", "type": "user", "orgs": []}, 200 if known else 401)
+    refused, repositories, files = "nothing", [], {}
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.server.refuse and self.server.refuse in self.path:
-            self.answer({"error": "not for you"}, 403)
-            return
-        url = f"http://127.0.0.1:{self.server.server_port}/me/mine"
-        if self.path == "/api/repos/create":
-            self.server.repositories.append(json.loads(body))
-            self.answer({"url": url, "name": "me/mine"})
+        body, answer = self.rfile.read(int(self.headers.get("Content-Length", 0))), {"files": []}
+        known, url = self.headers["Authorization"] == "Bearer hf_of_me", "http://127.0.0.1/me/mine"
+        if "/repos/create" in self.path:
+            self.repositories.append(json.loads(body))
+            answer = {"url": url, "name": "me/mine"}
         elif "/preupload/" in self.path:
             files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
-            self.answer({"files": [file | {"shouldIgnore": False} for file in files]})
-        elif "/commit/" in self.path:
+            answer = {"files": [file | {"shouldIgnore": False} for file in files]}
+        elif "/commit/" in self.path and self.refused not in self.path:
             lines = [json.loads(line) for line in body.splitlines()]
             sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
-            self.server.files |= {path: base64.b64decode(content) for path, content in sent.items()}
-            self.answer({"success": True, "commitOid": "0" * 40, "commitUrl": f"{url}/commit/0", "hookOutput": ""})
-        else:
-            self.answer({"files": []})
-
-    def answer(self, content: object, status: int = 200) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
+            self.files.update((path, base64.b64decode(content)) for path, content in sent.items())
+            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{url}/commit/0", "hookOutput": ""}
+        self.send_response(403 if self.refused in self.path else 200 if known else 401)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(json.dumps(answer).encode())
 
-    def log_message(self, *args: object) -> None:
-        pass
+    do_GET = do_POST
 
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    server = Server()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_me")
-    yield server
-    server.shutdown()
-    server.server_close()
+    def log_message(self, *args: object) -> None: ...
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "README.md").write_text("# mine")
-    return tmp_path
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    own = type("OwnHub", (Hub,), {"repositories": [], "files": {}})
+    with ThreadingHTTPServer(("127.0.0.1", 0), own) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_of_me")
+        yield own
+        server.shutdown()
 
 
-def test_the_folder_is_uploaded_to_a_repository_that_is_private(server, folder):
-    assert upload(folder, "me/mine", private=True).endswith("/me/mine")
-    (made,) = server.repositories
+def test_the_folder_is_uploaded_to_a_private_repository_and_refusals_have_a_hint(hub, tmp_path, monkeypatch):
+    sent = {"config.json": b"{}", "README.md": b"# mine"}
+    for name, content in sent.items():
+        (tmp_path / name).write_bytes(content)
+    hub.refused = "/commit/"
+    later = r"the export is complete; upload it later: `hf upload me/mine .*`"
+    expect_error(later, upload, tmp_path, "me/mine", False)
+    assert not hub.files
+    hub.refused = "nothing"
+    assert upload(tmp_path, "me/mine", private=True).endswith("/me/mine")
+    made = hub.repositories[-1]
     assert made["name"] == "mine"
     assert made.get("private") or made["visibility"] == "private"  # by the client's release
-    assert server.files == {"config.json": b"{}", "README.md": b"# mine"}
-
-
-def test_refusals_are_told_with_a_cure(server, folder, monkeypatch):
+    assert hub.files == sent
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     config = ExportConfig(checkpoint="nowhere", push_to_hub="me/mine")
     expect_error(r"push_to_hub = me/mine: .*; log in with `hf auth login`", export_hf, config)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_me")
-    server.refuse = "/commit/"
-    later = r"the export is complete; upload it later: `hf upload me/mine .*`"
-    expect_error(later, upload, folder, "me/mine", False)
-    assert not server.files
