@@ -119,8 +119,8 @@ def test_the_sky_task_fits_its_schema():
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_pod_is_one_of_the_image(machine):
-    pod, container, *_ = machine()
+def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(machine):
+    pod, container, _, processes = machine()
     image = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["train"]["image"]
     assert re.fullmatch(rf"[^/]+/{image}:\S+", container["image"])
     copied = " ".join(re.findall(r"^COPY ((?!--from).+) \S+$", DOCKERFILE, re.MULTILINE)).split()
@@ -136,15 +136,9 @@ def test_a_pod_is_one_of_the_image(machine):
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     claims = {d["metadata"]["name"] for d in documents("prepare.yaml") if d["kind"] == "PersistentVolumeClaim"}
     assert {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v} == claims
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_pod_has_a_gpu_for_each_process_and_time_to_save(machine):
-    pod, container, _, processes = machine()
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == processes
     assert resources["requests"]["cpu"] >= processes
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     shm, memory = volumes["shm"]["emptyDir"]["sizeLimit"], resources["requests"]["memory"]
     assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi")), "it counts"
     documented = re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
@@ -214,12 +208,8 @@ def test_torchrun_reads_the_pods_variables(monkeypatch):
     assert found.master_addr == f"{job['metadata']['name']}-0.{subdomain}"
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-
-
-def test_the_train_job_leaves_the_runtimes_variables_alone():
-    """Kubeflow refuses a TrainJob that sets them itself."""
     reserved = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
-    assert not reserved & set(train_job_machine().env)
+    assert not reserved & set(train_job_machine().env), "Kubeflow refuses a TrainJob that sets them itself"
 
 
 def test_the_job_starts_again_what_was_stopped():
@@ -259,16 +249,12 @@ def test_launch_ends_with_what_the_run_came_to(tmp_path, codes, code, expected):
     assert [file.name for file in tmp_path.iterdir()] == ["torchrun"], "the file of codes is gone"
 
 
-def test_a_command_that_is_not_there_is_a_user_error(tmp_path):
-    ended = subprocess.run([LAUNCH, "runs/mine", "torchrun"], cwd=tmp_path, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr.count("error: command = runs/mine: not found")) == (2, 1)
-
-
-def test_a_user_error_of_the_script_ends_launch_with_2(tmp_path):
+def test_a_user_error_and_a_command_that_is_not_there_end_launch_with_2(tmp_path):
     torchrun = launcher(tmp_path, f'TORCHELASTIC_RUN_ID=1 {sys.executable} "$@" || exit 1')
-    command = [LAUNCH, torchrun, ROOT / "scripts/train_gpt2.py", "--optim.nonsense", "3"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr.count("error: ")) == (2, 1)
+    wrong = [torchrun, ROOT / "scripts/train_gpt2.py", "--optim.nonsense", "3"]
+    for words, error in ((wrong, "error: "), (["runs/mine", "torchrun"], "error: command = runs/mine: not found")):
+        ended = subprocess.run([LAUNCH, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr.count(error)) == (2, 1)
 
 
 LAUNCHERS = {

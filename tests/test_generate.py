@@ -240,14 +240,24 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     file = folder / "tokenizer.json"
     train_bpe(["def main(argument):\n    return argument + 1\n"] * 10, 300, file)
-    vocab_size = load_tokenizer(str(file)).vocab_size
+    tokenizer = load_tokenizer(str(file))
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
     config = TrainingConfig.model_validate({"model": shape, "train": {"steps": 1}})
+<<<<<<< HEAD
     model = GPT(config.model, vocab_size)
     for step in (1, 2):
         state = gpt_state(progress={"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}})
         state.task = state.task.model_copy(update={"tokenizer": "tokenizer.json", "vocab_size": vocab_size})
         open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, (file,)))
+=======
+    model = GPT(config.model, tokenizer.vocab_size)
+    task = {"tokenizer": file.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
+    task |= {"data_manifest": "", "micro_batch": 1}
+    for step in (1, 2):
+        progress = {"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}}
+        state = State.of("gpt2", progress=progress, feed={}, setup={"epoch_size": 1}, task=task)
+        open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, {file.name: file.read_bytes()}))
+>>>>>>> main
     return folder
 
 
@@ -256,6 +266,13 @@ def test_a_checkpoint_with_what_no_training_writes(checkpoint, model):
     found = find_gpt(checkpoint, "checkpoint")
     strange = replace(found, config=found.config | {"model": found.config["model"] | model})
     expect_error(r"config.yaml: model\.\w+ = .*; restore the run's original file", load_model, strange)
+
+
+def test_another_tokenizer_is_refused(checkpoint):
+    found = find_gpt(checkpoint, "checkpoint")
+    task = found.state.task.model_copy(update={"tokenizer_sha256": "0" * 64})
+    other = replace(found, state=found.state.model_copy(update={"task": task}))
+    expect_error(r"checkpoint = .*tokenizer.json: is not the tokenizer of the run", load_model, other)
 
 
 def test_weights_that_are_no_weights(checkpoint, tmp_path):

@@ -181,7 +181,7 @@ def test_memory_by_part():
     n = 16 * 1024
     assert sum(memory.parts.values()) == pytest.approx(memory.peak)
     assert memory.moment == "training"
-    states = sum(memory.parts[name] for name in ("weights", "gradients", "moments"))
+    states = sum(memory.parts[name] for name in ("weights", "gradients", "optimizer state"))
     assert states == pytest.approx(16 * 124_475_904)
     assert memory.parts["logits"] == 12 * n * 50_304
     per_layer = 36 * n * 768  # bytes, half of them in bf16: docs/plan.md has the sum
@@ -203,7 +203,7 @@ def test_a_checkpoint_behind_the_training_takes_its_copy():
 def test_muon_keeps_one_moment_of_the_blocks_matrices():
     muon = setting(state=2 * 124_475_904 - 84_934_656)
     fewer = {part: size - estimate(muon).parts[part] for part, size in estimate(setting()).parts.items()}
-    assert {part: size for part, size in fewer.items() if size} == {"moments": pytest.approx(4 * 84_934_656)}
+    assert {part: size for part, size in fewer.items() if size} == {"optimizer state": pytest.approx(4 * 84_934_656)}
     assert estimate(setting()).host - estimate(muon).host == 4 * 84_934_656
     cpu = [setting(kind="cpu", background=True, state=2 * 124_475_904 - less) for less in (0, 84_934_656)]
     saving, fewer = (sum(block.total for block in moments_of(one)["saving"]) for one in cpu)
