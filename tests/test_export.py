@@ -54,7 +54,7 @@ def checkpoint_of(model: GPT, tokenizer: Tokenizer, file: Path | None, folder: P
     progress, feed = Progress(step=7, scores=scores), FeedState(position=30, order_digest="0f" * 32)
     state = gpt_state(epoch_size=12, progress=progress, feed=feed)
     state.task = state.task.model_copy(update=task | {"data_manifest": "ab" * 32})
-    files = (file,) if file else ()
+    files = {file.name: file.read_bytes()} if file else {}
     saved = yaml.safe_dump(config.model_dump(mode="json"))
     write(Snapshot(state, saved, model.state_dict(), {}, files), folder / "run")
     return folder / "run"

@@ -243,21 +243,12 @@ def checkpoint(tmp_path_factory):
     tokenizer = load_tokenizer(str(file))
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
     config = TrainingConfig.model_validate({"model": shape, "train": {"steps": 1}})
-<<<<<<< HEAD
-    model = GPT(config.model, vocab_size)
-    for step in (1, 2):
-        state = gpt_state(progress={"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}})
-        state.task = state.task.model_copy(update={"tokenizer": "tokenizer.json", "vocab_size": vocab_size})
-        open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, (file,)))
-=======
     model = GPT(config.model, tokenizer.vocab_size)
     task = {"tokenizer": file.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
-    task |= {"data_manifest": "", "micro_batch": 1}
     for step in (1, 2):
-        progress = {"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}}
-        state = State.of("gpt2", progress=progress, feed={}, setup={"epoch_size": 1}, task=task)
+        state = gpt_state(progress={"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}})
+        state.task = state.task.model_copy(update=task)
         open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, {file.name: file.read_bytes()}))
->>>>>>> main
     return folder
 
 

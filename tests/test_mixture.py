@@ -375,25 +375,12 @@ TAMPERED = {
     "config.yaml": (lambda run: change(run / "config.yaml", "  - 0.6\n  - 0.3", "  - 0.5\n  - 0.4"),
      "config.yaml: data.weights is [0.5, 0.4, 0.1], in metrics.jsonl, line 1 [0.6, 0.3, 0.1]"),
     "everywhere": (weights_everywhere, ": order_digest of step 1 is"),
-<<<<<<< HEAD
-    "a row": (tokens_of_a_source, ": the sources of step 6 are"),
+    "a row": (tokens_of_a_source, ": tokens/web of step 6 is"),
     "a state": (lambda run: weights_of_a_state(run / "checkpoints/step-00000008"),
      "checkpoints/step-00000008/state.json: data.weights and data.phases are"),
     "nonsense": (lambda run: edit_rows(run, lambda values: values[0]["mixture"].pop("phases")),
      "metrics.jsonl, line 1: its mixture is invalid"),
 }  # fmt: skip
-=======
-    "a row": (tokens_of_a_source, ": tokens/web of step 6 is"),
-    "a state": (
-        lambda run: weights_of_a_state(run / "checkpoints/step-00000008"),
-        "checkpoints/step-00000008/state.json: data.weights and data.phases are",
-    ),
-    "nonsense": (
-        lambda run: edit_rows(run, lambda values: values[0]["mixture"].pop("phases")),
-        "metrics.jsonl, line 1: its mixture is invalid",
-    ),
-}
->>>>>>> main
 
 
 def test_an_untouched_run_is_intact(whole, capsys):
