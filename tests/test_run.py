@@ -96,16 +96,12 @@ def test_stopped_and_killed_anywhere_and_resumed_is_bitwise_equal(corpus, short_
 def there_and_back(config: RunConfig) -> list[Any]:
     """Trains four steps, saves; then three times four more from there, and what they came to each time."""
     import torch
+    from runs import built
 
-    from gpt2_ddp.tasks.jobs import Supervised, make_job
-    from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import train_step
-    from gpt2_ddp.training.run import Run
 
-    make_task = Pretraining if isinstance(config, TrainingConfig) else lambda *given: Supervised(make_job, *given)
     found = []
-    with closing(Run(config, make_task)) as run:
-        run.build()
+    with closing(built(config)) as run:
         run.warm_up()
         for _ in range(4):
             train_step(run)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from disk import refuse
 from ranks import RankError, run_ranks
-from runs import open_folder, rows, state_after, train, training_config
+from runs import before_each_step, open_folder, rows, state_after, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, next_chain, split_chain
@@ -184,17 +184,14 @@ def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):
 def lose_the_folder(config: TrainingConfig, loss: str) -> str:
     """Trains steps without rows until the folder is lost in step 3; the user error."""
     from gpt2_ddp.distributed import watchdog
-    from gpt2_ddp.training import loop
 
-    watchdog.REPORT_INTERVAL, train_step = 0.1, loop.train_step
-
-    def losing(run):
+    def lose(run):
         if run.step == 2 and run.log.is_main:
             LOSSES[loss](run.folder.path)
         time.sleep(0.01)
-        return train_step(run)
 
-    loop.train_step = losing
+    watchdog.REPORT_INTERVAL = 0.1
+    before_each_step(lose)
     try:
         return train(config)
     except UserError as error:
@@ -228,16 +225,11 @@ def test_a_full_disk_has_room_for_a_status(log, monkeypatch):
 
 
 def crash_at_step_6(config: TrainingConfig) -> None:
-    from gpt2_ddp.training import loop
-
-    train_step = loop.train_step
-
-    def crashing(run):
+    def crash(run):
         if run.step == 5:
             raise RuntimeError("out of order")
-        return train_step(run)
 
-    loop.train_step = crashing
+    before_each_step(crash)
     train(config)
 
 
