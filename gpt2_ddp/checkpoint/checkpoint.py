@@ -401,10 +401,3 @@ def seal(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest without its own `sha256`."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def tensor_shapes(file: Path) -> dict[str, tuple[str, list[int]]]:
-    """Type and shape of each tensor in a safetensors file, by its header."""
-    with safe_open(file, "pt") as tensors:
-        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is not a dict
-        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}

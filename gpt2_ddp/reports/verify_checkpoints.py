@@ -15,7 +15,6 @@ from gpt2_ddp.checkpoint.checkpoint import (
     CorruptCheckpoint,
     list_checkpoints,
     misfit,
-    tensor_shapes,
     verify,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback
@@ -25,7 +24,7 @@ from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.reports.verify_rows import Log, Record, Records, differing
 from gpt2_ddp.state import FIRST_CHAIN, Best, GPTState, State
-from gpt2_ddp.tasks.trained_model import outline, shape_defect
+from gpt2_ddp.tasks.trained_model import outline, shape_defect, tensor_shapes
 
 Checkpoints = dict[str, Checkpoint]
 """Intact checkpoints, by the place of their state in the run folder."""

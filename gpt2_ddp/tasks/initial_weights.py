@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights, tensor_shapes
+from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights
 from gpt2_ddp.config.training import ModelConfig, TrainingConfig
 from gpt2_ddp.data.tokenizer import CHARACTER_OF_BYTE, END_OF_TEXT, TOKENIZER_FILE, Tokenizer
 from gpt2_ddp.errors import UserError, truncate

@@ -12,19 +12,11 @@ from operator import add
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import (
-    CONFIG,
-    DTYPES,
-    MODEL,
-    Checkpoint,
-    find_checkpoint,
-    fit_weights,
-    tensor_shapes,
-)
+from gpt2_ddp.checkpoint.checkpoint import CONFIG, DTYPES, MODEL, Checkpoint, find_checkpoint, fit_weights
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import GenerateConfig
@@ -69,6 +61,13 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
 def read_settings(checkpoint: Checkpoint) -> RunConfig:
     """The validated configuration of a checkpoint. Raises: UserError for a value that no training accepts."""
     return read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
+
+
+def tensor_shapes(file: Path) -> dict[str, TypeAndShape]:
+    """Type and shape of each tensor in a safetensors file, by its header."""
+    with safe_open(file, "pt") as tensors:
+        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is not a dict
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
 
 
 def shape_defect(config: ModelConfig, vocab_size: int, tensors: Mapping[str, TypeAndShape]) -> str:
