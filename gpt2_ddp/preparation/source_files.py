@@ -244,18 +244,18 @@ class Entry(NamedTuple):
 def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
     """Writes `RECORD`, durably. Returns what the manifest's recipe keeps. That is the digest of all names and
     hashes, which shows a change even without the record; or the version of a source of rows, {} if unknown."""
+    entries = [] if row_source(config) else list(_entries(config))
+    write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
     if rows := row_source(config):
         commit = rows.version(config)
         return {"commit": commit} if commit else {}
-    entries = list(_entries(config))
-    write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
     return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": _digest(entries)}
 
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], then: str | None = None) -> None:
-    """Compares the source with its record. Files of equal size and time count as equal. Unknown states pass: a record
-    of an older release, deleted files, no answer from the Hub. `was`: returned by `record_source`. `then`: the source's
-    description when its tokens were made; None: they are being made. Raises: UserError, with the changes."""
+    """Compares the source with its record. Files of equal size and time count as equal. Unknown states pass: deleted
+    files, no answer from the Hub. `was`: returned by `record_source`. `then`: the source's description when its tokens
+    were made; None: they are being made. Raises: UserError, with the changes."""
     changes = ""
     if "commit" in was:
         rows = row_source(config)
