@@ -126,12 +126,11 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     folder, start = Path(config.folder), time.perf_counter()
     fingerprint: dict[str, Any] = {}
     try:
-        # a worker hashes files meanwhile; no further requests to the Hub if the first one fails
-        recorded = None if row_source(config) else pool.submit(_record, aside, config)
-        source = scan(config)
-        if next(source.pieces(), None) is None:
+        source = scan(config, pool, workers, hashed=True)
+        if next(source.pieces(), None) is None:  # no further requests to the Hub if the first one fails
             raise UserError("source", config.source, "has no text for a train split; check the source and its column")
-        fingerprint = recorded.result() if recorded else record_source(aside, config)
+        fingerprint = record_source(aside, config, source.entries)
+        source.entries.clear()
         name = _place_tokenizer(aside, source)
         tokenizer = load_tokenizer(name)
         splits = write_splits(aside, source, name, pool, workers, fast)
@@ -149,11 +148,6 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
     _print_account(manifest)
     return manifest
-
-
-def _record(folder: Path, config: PrepareConfig) -> dict[str, Any]:
-    tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
-    return record_source(folder, config)
 
 
 def _place_tokenizer(folder: Path, source: Source) -> str:
@@ -347,8 +341,8 @@ def write_characters(texts: Iterable[str], path: Path) -> None:
 def _texts(source: Source, most: float = math.inf) -> Iterator[str]:
     """About `most` characters of the source, counted by a bar."""
     with tqdm(desc="reading", unit=" characters", unit_scale=True, disable=None) as progress:
-        for text, _ in source.pieces():
-            yield text
-            progress.update(len(text))
+        for piece in source.pieces():
+            yield piece.text
+            progress.update(len(piece.text))
             if source.stats.characters >= most:
                 return
