@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -110,6 +111,16 @@ def results(started: list[tuple[BaseProcess, Connection]], timeout: float = 120)
                 process.kill()
                 process.join()
     return values
+
+
+def wait_for(condition: Callable[[], object], process: BaseProcess | subprocess.Popen, seconds: float = 120) -> None:
+    """Returns once the condition holds. Raises: AssertionError if the process ends before, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        ended = process.poll() is not None if isinstance(process, subprocess.Popen) else not process.is_alive()
+        assert not ended, "the process has ended"
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:

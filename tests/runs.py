@@ -110,20 +110,12 @@ def train(config: RunConfig) -> str:
     return (loop.train(config, Pretraining) if isinstance(config, TrainingConfig) else run_small_job(config)).outcome
 
 
-def signalled_job(config: JobConfig, step: int, number: int) -> str:
-    """Trains, and has the last rank's own process signalled in the middle of step `step`."""
+def before_each_step(action: Callable[[Any], object]) -> None:
+    """From now on, each step of a training in this process begins with `action(run)`."""
     from gpt2_ddp.training import loop
 
-    train_step = loop.train_step
-
-    def signalling(run):
-        accelerator = run.accelerator
-        if run.step + 1 == step and accelerator.process_index == accelerator.num_processes - 1:
-            os.kill(os.getpid(), number)
-        return train_step(run)
-
-    loop.train_step = signalling
-    return run_small_job(config).outcome
+    step = loop.train_step
+    loop.train_step = lambda run: (action(run), step(run))[1]
 
 
 def said(function: Callable, *args: Any) -> tuple[Any, str, str]:
@@ -213,6 +205,12 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def assert_same(one: Path, other: Path) -> None:
+    """Two runs have the same rows but for timings, and the same newest weights, bit for bit."""
+    assert untimed(one) == untimed(other)
+    assert same(weights(one), weights(other))
+
+
 def training_config(corpus: Path, output_dir: Path, changes: dict[str, Any] | None = None) -> TrainingConfig:
     """A tiny GPT of ten steps on the CPU, a quarter of a second; dotted names in `changes` differ from it."""
     values: dict[str, Any] = {
@@ -283,13 +281,20 @@ def expect_defect(run: Path, capsys: pytest.CaptureFixture, *defects: str) -> No
     assert others[-1].startswith(f"{run} is not intact, defects: ")
 
 
-def evaluate_checkpoint(config) -> dict[str, float]:
+def built(config: RunConfig) -> Any:
+    """The `Run` of a configuration, as a training builds it."""
     from gpt2_ddp.tasks.jobs import make_job
+    from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.tasks.supervised import Supervised
     from gpt2_ddp.training.run import Run
 
-    with closing(Run(config, partial(Supervised, make_job))) as run:
-        run.build()
+    run = Run(config, Pretraining if isinstance(config, TrainingConfig) else partial(Supervised, make_job))
+    run.build()
+    return run
+
+
+def evaluate_checkpoint(config: RunConfig) -> dict[str, float]:
+    with closing(built(config)) as run:
         return run.evaluate(lambda: None)
 
 

@@ -65,19 +65,19 @@ def their_loss(theirs: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -
     return F.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.parametrize(("shape", "length"), [({}, 32), ({"n_layer": 1, "n_head": 6, "n_embd": 96}, 7), ({}, 1)])
 @each
-def test_logits_and_gradients_are_those_of_transformers(kind, key_heads):
-    model = make(kind, key_heads)
-    theirs, tokens = reference(model), random_tokens(VOCABULARY, length=33)
+def test_logits_and_gradients_are_those_of_transformers(kind, key_heads, shape, length):
+    model = make(kind, key_heads, **shape)
+    theirs, tokens = reference(model), random_tokens(VOCABULARY, length=length + 1)
     tokens, targets = tokens[:, :-1], tokens[:, 1:]
     torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
     model(tokens, targets).backward()
     their_loss(theirs, tokens, targets).backward()
     found, known = to_transformers(gradients(model), model.config, VOCABULARY), gradients(theirs)
     assert known.keys() == found.keys()
-    for name, gradient in known.items():
-        if not name.endswith("c_attn.bias"):  # that of the keys is 0 in exact arithmetic
-            assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+    for name, gradient in known.items():  # that of the keys' biases, and of one token's queries, is 0 but for rounding
+        assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max() + 1e-7, name
 
 
 @each
@@ -85,18 +85,17 @@ def test_fifty_steps_end_where_those_of_transformers_do(kind, key_heads):
     model = make(kind, key_heads, scale=1.0)
     theirs = reference(model).train()
     config = OptimConfig(lr=1e-3, weight_decay=0.0)
-    ours = build_optimizer(model, config)
     other = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=config.betas, eps=config.eps, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(1)
+    optimizers, generator = (build_optimizer(model, config), other), torch.Generator().manual_seed(1)
     for _ in range(50):
         tokens = torch.randint(0, VOCABULARY // 8, (4, 33), generator=generator)
         losses = model(tokens[:, :-1], tokens[:, 1:]), their_loss(theirs, tokens[:, :-1], tokens[:, 1:])
-        for loss, optimizer in zip(losses, (ours, other), strict=True):
+        for loss, optimizer in zip(losses, optimizers, strict=True):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         assert abs(losses[0].item() - losses[1].item()) <= 1e-4
-    assert model(tokens[:, :-1], tokens[:, 1:]) < 4, "the model learns that an eighth of the vocabulary occurs"  # pyright: ignore
+    assert losses[0] < 4, "the model learns that an eighth of the vocabulary occurs"
 
 
 @each
@@ -154,7 +153,7 @@ def test_the_chunked_loss_is_the_loss(kind, key_heads):
 
 
 @ours_too
-def test_flops_count_every_matrix_product_once(kind, key_heads):
+def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_blocks(kind, key_heads):
     """By torch's own counter, of a step without attention's scores."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -162,15 +161,8 @@ def test_flops_count_every_matrix_product_once(kind, key_heads):
     with FlopCounterMode(display=False) as counter:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
     counted = sum(count for name, count in counter.get_flop_counts()["Global"].items() if "mm" in str(name))
-    scores = 12 * 3 * 64 * 32 * tokens[:, :-1].numel()
-    ours = model.flops_per_token() * tokens[:, :-1].numel() - scores
-    small = 6 * sum(p.numel() for p in model.parameters() if p.dim() == 1) * tokens[:, :-1].numel()
-    assert ours - small == pytest.approx(counted, rel=1e-6)
-
-
-@ours_too
-def test_muon_has_the_matrices_of_the_blocks(kind, key_heads):
-    model = make(kind, key_heads)
+    no_products = 12 * 3 * 64 * 32 + 6 * sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert (model.flops_per_token() - no_products) * tokens[:, 1:].numel() == pytest.approx(counted, rel=1e-6)
     assert len(muon_matrices(model)) == 3 * 4
 
 
@@ -253,18 +245,12 @@ def test_a_run_keeps_what_runs_promise(short_documents, tmp_path, kind):
     assert "\n" not in "".join(refused)
 
 
-@pytest.mark.parametrize(
-    ("changes", "mistake"),
-    [
-        ({"n_kv_head": 3}, "model.n_kv_head = 3: should divide model.n_head (4), or be it for gpt2"),
-        ({"architecture": "llama", "n_kv_head": 3}, "model.n_kv_head = 3: should divide model.n_head (4)"),
-        (
-            {"architecture": "llama", "n_embd": 12},
-            "model.n_embd = 12: should be a multiple of 2 model.n_head (8), like 8",
-        ),
-        ({"architecture": "mamba"}, "model.architecture = mamba"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "mistake"), [
+    ({"n_kv_head": 3}, "model.n_kv_head = 3: should divide model.n_head (4), or be it for gpt2"),
+    ({"architecture": "llama", "n_kv_head": 3}, "model.n_kv_head = 3: should divide model.n_head (4)"),
+    ({"architecture": "llama", "n_embd": 12}, "model.n_embd = 12: should be a multiple of 2 model.n_head (8), like 8"),
+    ({"architecture": "mamba"}, "model.architecture = mamba"),
+])  # fmt: skip
 def test_shapes_that_do_not_fit_are_named(changes, mistake):
     model = {"n_head": 4, "n_embd": 64, "block_size": 32} | changes
     with pytest.raises(UserError) as error:

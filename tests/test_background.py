@@ -14,7 +14,7 @@ import pytest
 import torch
 from disk import refuse
 from ranks import run_ranks, start_ranks
-from runs import open_store, same, state_after, training_config, weights
+from runs import before_each_step, open_store, same, state_after, train_with_faults, training_config, weights
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, Snapshot, list_checkpoints, steps_of, verify
 from gpt2_ddp.checkpoint.run_files import read_lines
@@ -113,27 +113,26 @@ def test_a_background_save_prunes_and_is_recorded(tmp_path):
     ]
 
 
-def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> Any:
+def train(
+    config: RunConfig, held: int = 0, then: str = "", number: int = 0, bad: tuple[int, int] = (0, 0)
+) -> tuple[str, int]:
     """Trains. The checkpoint of step `held` is written and then waits, before it gets its name, until somebody waits
     for it; `number` is the error that it gets then. With step `held` + 2 on its way, `then` comes: "kill", "stop", or
-    "fail" (the error).
+    "fail" (the error). Gradients of the data at positions in `bad` are not finite.
 
     Returns:
         outcome or mistake, and the step that was come to.
     """
     from gpt2_ddp.checkpoint import store
-    from gpt2_ddp.tasks.pretraining import Pretraining
-    from gpt2_ddp.training import loop
+    from gpt2_ddp.files import writing
 
-    write, join, step, gate, at = store.write, Background.join, loop.train_step, threading.Event(), [0]
+    write, join, gate, at = store.write, Background.join, threading.Event(), [0]
 
     def holding(snapshot: Any, folder: Path) -> None:
         write(snapshot, folder)
         if held and snapshot.state.step == held:
             assert gate.wait(60)
             if number:
-                from gpt2_ddp.files import writing
-
                 with writing(folder):
                     refuse(number)
 
@@ -142,7 +141,7 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
             gate.set()
         join(background)
 
-    def train_step(run: Any) -> Any:
+    def happen(run: Any) -> None:
         at[0] = run.step + 1
         if held and run.step == held + 1:
             if then == "kill":
@@ -155,12 +154,12 @@ def train(config: RunConfig, held: int = 0, then: str = "", number: int = 0) -> 
                 gate.set()
                 while not run.store.background.error:
                     time.sleep(0.02)
-        return step(run)
 
-    store.write, loop.train_step = holding, train_step
+    store.write = holding
     Background.join = opening  # pyright: ignore
+    before_each_step(happen)
     try:
-        return loop.train(config, Pretraining).outcome, at[0]
+        return train_with_faults(config, bad), at[0]
     except UserError as error:
         return str(error), at[0]
 
@@ -239,21 +238,7 @@ def test_an_error_is_told_at_the_next_step_by_all_ranks(corpus, tmp_path):
 
 def test_a_run_that_diverges_waits_before_it_looks_at_its_checkpoints(corpus, tmp_path):
     """The held one is of the step before the bad stretch, to which the run goes back."""
-    assert run_ranks(train_into_poison, 1, configured(corpus, tmp_path, **{"train.steps": 12})) == [("completed", 12)]
+    config = configured(corpus, tmp_path, **{"train.steps": 12})
+    assert run_ranks(train, 1, config, 4, "", 0, (48, 96)) == [("completed", 12)]
     order = events(tmp_path / "run")
     assert order.index(("checkpoint", 4)) < order.index(("rollback", 4))
-
-
-def train_into_poison(config: TrainingConfig) -> Any:
-    """Holds the checkpoint of step 4; gradients of the data of steps 5 to 8 are not finite."""
-    from gpt2_ddp.training import run
-
-    start = run.Run.start
-
-    def poison(self: Any) -> None:
-        parameter = next(self.task.model.parameters())
-        parameter.register_hook(lambda gradient: gradient * (float("nan") if 48 < self.task.feed.position < 96 else 1))
-        start(self)
-
-    run.Run.start = poison  # pyright: ignore
-    return train(config, 4)

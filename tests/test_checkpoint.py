@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from gpt2_ddp.checkpoint import store
 from gpt2_ddp.checkpoint.checkpoint import (
     DTYPES,
+    MANIFEST,
     MODEL,
     OPTIMIZER,
     STATE,
@@ -164,20 +166,16 @@ def test_a_copy_stays_as_it_is_and_takes_the_same_memory_again():
     assert {name: t.data_ptr() for name, t in (live.copied(memory).model | copy.optimizer).items()} == places
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-def test_every_damage_is_found_and_named(run, name):
-    file = save(run, 1) / name
-    data = file.read_bytes()
-    for damaged in (data[:-1] + bytes([data[-1] ^ 1]), data[:-1], None):
-        file.write_bytes(damaged) if damaged else file.unlink()
-        with pytest.raises(CorruptCheckpoint, match=name):
-            verify(file.parent)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        (STATE, "{", r"state.json: cannot be read \(Expecting property name"),
+        (MODEL, None, "is missing"),
+        (STATE, None, "is missing"),
+        (MODEL, "x", "has 1 bytes instead of"),
+        (MANIFEST, None, "is missing"),
+        *((MANIFEST, text, "cannot be read") for text in ("", "{", "[]", '{"files": {"a": 3}}', '{"files": {}}')),
+        (MANIFEST, " " * 2**20 + "{}", r"cannot be read \(More than"),
+        (STATE, "{", r"cannot be read \(Expecting property name"),
         (STATE, '{"kind": "gpt2"}', "has no progress"),
         (STATE, GPT_STATE % 9_000_000_000, "has vocab_size = 9000000000"),
         ("config.yaml", CONFIG.replace("name: run", "name: ../x"), "has run_name = ../x"),
@@ -187,15 +185,27 @@ def test_every_damage_is_found_and_named(run, name):
         (OPTIMIZER, "", r"is no safetensors file \(.*header"),
     ],
 )
-def test_forged_content_with_right_hashes_is_damage(run, name, content, reason):
-    """A resumed run falls back to the checkpoint before, as for a flipped bit."""
-    save(run, 1)
+def test_damage_is_found_and_a_resumed_run_falls_back_to_the_checkpoint_before(run, capsys, name, content, reason):
+    """A file that is missing or short, and forged content with right hashes. Without an intact checkpoint, no run
+    starts from scratch; a process that only looks leaves everything where it is."""
+    assert open_store(run).newest() is None
     place = save(run, 2)
-    (place / name).write_text(content)
-    reseal(place / name)
-    with pytest.raises(CorruptCheckpoint, match=reason):
+    (place / name).write_text(content) if content is not None else (place / name).unlink()
+    if name != MANIFEST and content not in (None, "x"):
+        reseal(place / name)
+    with pytest.raises(CorruptCheckpoint, match=rf"{name}: {reason}"):
         verify(place)
+    place.with_name(".step-00000003.tmp").mkdir()
+    with pytest.raises(UserError, match="none is intact"):
+        open_store(run, lock=False).newest()
+    assert {file.name for file in place.parent.iterdir()} == {"step-00000002", ".step-00000003.tmp"}
+    before = save(run, 1)
     assert open_store(run).newest().step == 1
+    assert re.search(rf"step-00000002/{name}: {reason}", capsys.readouterr().err)
+    assert {file.name for file in place.parent.iterdir()} == {"step-00000001", "step-00000002.corrupt"}
+    shutil.rmtree(before)
+    with pytest.raises(UserError, match="none is intact"):
+        open_store(run).newest()
 
 
 @pytest.mark.parametrize(
@@ -218,25 +228,6 @@ def test_optimizer_state_that_does_not_fit_is_refused(edit, reason):
     with pytest.raises(UserError, match=rf"optimizer.safetensors: .*{reason}"):
         load_optimizer_state(state, model, optimizer)
     assert len(optimizer_state(model, optimizer)) == 3 * len([*model.parameters()]), "nothing is lost"
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"files": {"model.safetensors": 3}}', '{"format": 1, "files": {}}'])
-def test_a_broken_manifest_is_damage(run, text):
-    place = save(run, 1)
-    (place / "manifest.json").write_text(text)
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
-        verify(place)
-
-
-def test_a_manifest_lists_no_file_of_another_folder(run):
-    file = save(run, 1) / "manifest.json"
-    manifest = json.loads(file.read_text())
-    del manifest["sha256"]
-    manifest["files"]["../x"] = manifest["files"][STATE]
-    file.write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
-    shutil.copy(file.parent / STATE, file.parent.with_name("x"))
-    with pytest.raises(CorruptCheckpoint, match=r"lists \.\./x, outside of the folder"):
-        verify(file.parent)
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, "manifest.json"])
@@ -265,25 +256,6 @@ def test_an_error_of_the_disk_is_no_damage(run, monkeypatch, capsys, name):
     assert steps(run) == [1, 2, 3], "one that cannot be read is kept, and does not count"
 
 
-def test_falls_back_to_the_newest_intact_and_says_why(run, capsys):
-    save(run, 1), save(run, 2), save(run, 3)
-    (run / "checkpoints/step-00000003/model.safetensors").write_bytes(b"x")
-    found = open_store(run).newest()
-    assert (found.path.name, found.step) == ("step-00000002", 2)
-    assert "step-00000003/model.safetensors: has 1 bytes instead of" in capsys.readouterr().err
-    assert (run / "checkpoints/step-00000003.corrupt").is_dir()
-    assert steps(run) == [1, 2]
-
-
-def test_refuses_to_start_from_scratch_when_none_is_intact(run):
-    assert open_store(run).newest() is None
-    save(run, 1)
-    (run / "checkpoints/step-00000001/state.json").unlink()
-    for _ in range(2):  # the second time, all that is left is called *.corrupt
-        with pytest.raises(UserError, match="none is intact"):
-            open_store(run).newest()
-
-
 @pytest.mark.parametrize(
     ("keep_last", "saves", "kept"),
     [
@@ -308,23 +280,17 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
     save(run, 1)
     (run / SAMPLES).touch()
     done = []
-    fsync, rename, rmtree = os.fsync, Path.rename, shutil.rmtree
 
-    def note_fsync(descriptor):
-        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
-        fsync(descriptor)
+    def noted(what: str, function: Callable) -> Callable:
+        def note(path, *args, **kwargs):
+            place = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+            done.append((what, Path(place).name))
+            return function(path, *args, **kwargs)
 
-    def note_rename(path, target):
-        done.append(("rename", path.name))
-        return rename(path, target)
+        return note
 
-    def note_rmtree(path, **kwargs):
-        done.append(("remove", Path(path).name))
-        rmtree(path, **kwargs)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(Path, "rename", note_rename)
-    monkeypatch.setattr(shutil, "rmtree", note_rmtree)
+    for owner, name, what in ((os, "fsync", "fsync"), (Path, "rename", "rename"), (shutil, "rmtree", "remove")):
+        monkeypatch.setattr(owner, name, noted(what, getattr(owner, name)))
     save(run, 2, keep_last=1)
     files = ["config.yaml", "model.safetensors", "optimizer.safetensors", "state.json"]
     assert done == [
@@ -341,22 +307,6 @@ def test_everything_is_on_disk_before_the_old_one_goes(run, monkeypatch):
     ]
 
 
-def test_a_damaged_one_does_not_count_and_is_not_removed(run, capsys):
-    for step in (1, 2, 3):
-        save(run, step)
-    (run / "checkpoints/step-00000003/state.json").write_text("{}")
-    save(run, 4, keep_last=2)
-    assert steps(run) == [2, 3, 4]
-    assert "step-00000003" in capsys.readouterr().err
-
-
-def test_leftovers_of_a_killed_process_are_removed(run):
-    save(run, 1)
-    (run / "checkpoints/.step-00000002.tmp").mkdir()
-    assert open_store(run).newest().step == 1
-    assert [place.name for place in (run / "checkpoints").iterdir()] == ["step-00000001"]
-
-
 def test_a_planted_name_reaches_no_terminal():
     assert str(CorruptCheckpoint(Path("a/\x1b[2J"), "is missing")) == r"a/\x1b[2J: is missing"
 
@@ -365,9 +315,9 @@ def test_find_checkpoint_takes_a_run_or_a_checkpoint(run):
     first, second = save(run, 1), save(run, 2)
     assert find_checkpoint(run).path == second
     assert find_checkpoint(first).path == first
-    (second / "state.json").write_text("{}")
+    (second / MANIFEST).unlink()
     assert find_checkpoint(run).path == first
-    with pytest.raises(UserError, match=r"state\.json"):
+    with pytest.raises(UserError, match=r"manifest\.json: is missing"):
         find_checkpoint(second)
     shutil.rmtree(first)
     with pytest.raises(UserError, match="no intact checkpoint"):
@@ -388,20 +338,14 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(run, monkeypatch, c
     assert capsys.readouterr().err == ""
 
 
-def test_weights_that_are_removed_before_they_are_loaded(run):
+def test_weights_that_are_removed_before_they_are_loaded_or_of_another_shape(run):
     model, _ = trained_model()
     checkpoint = verify(save(run, 1))
-    save(run, 2, keep_last=1)
-    with pytest.raises(
-        UserError, match=r"step-00000001: was deleted, since a running training deletes old checkpoints"
-    ):
-        load_weights(checkpoint, model)
-
-
-def test_weights_of_another_shape_are_refused(run):
-    place = save(run, 1)
     with pytest.raises(UserError, match=r"does not fit .*size mismatch"):
-        load_weights(verify(place), GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=4), 100))
+        load_weights(checkpoint, GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=4), 100))
+    save(run, 2, keep_last=1)
+    with pytest.raises(UserError, match="step-00000001: was deleted, since a running training deletes old checkpoints"):
+        load_weights(checkpoint, model)
 
 
 def test_peeking_reads_the_small_files_alone(run):
@@ -416,25 +360,32 @@ def test_peeking_reads_the_small_files_alone(run):
     assert open_store(run.with_name("none")).peek() is None
 
 
-def of_format(place: Path, format: int | None) -> None:
-    """Writes the manifest of a checkpoint anew, with its hash, as one of another format; None: without a format."""
-    manifest = json.loads((place / "manifest.json").read_text())
-    manifest = {name: value for name, value in manifest.items() if name not in ("format", "sha256")}
-    manifest |= {"format": format} if format is not None else {}
-    (place / "manifest.json").write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
+def with_manifest(place: Path, change: Callable[[dict], object]) -> None:
+    """Changes the manifest of a checkpoint, and its own hash with it."""
+    manifest = json.loads((place / MANIFEST).read_text())
+    del manifest["sha256"]
+    change(manifest)
+    (place / MANIFEST).write_text(json.dumps({**manifest, "sha256": seal(manifest)}))
 
 
 @pytest.mark.parametrize("format", [None, 0, 2])
 def test_another_format_is_a_user_error_and_no_damage(run, format):
     """Nothing is renamed, and no older checkpoint is loaded in its place."""
     save(run, 1)
-    place = save(run, 2)
-    of_format(place, format)
+    with_manifest(save(run, 2), lambda manifest: manifest.pop("format") and manifest.update({"format": format}))
     checkpoints = open_store(run)
     for look in (checkpoints.peek, checkpoints.newest, lambda: find_checkpoint(run)):
         with pytest.raises(UserError, match=rf"step-00000002: has format {format}, this release reads format 1"):
             look()
-    assert [place.name for place in sorted(place.parent.iterdir())] == ["step-00000001", "step-00000002"]
+    assert steps(run) == [1, 2]
+
+
+def test_a_manifest_lists_no_file_of_another_folder(run):
+    place = save(run, 1)
+    with_manifest(place, lambda manifest: manifest["files"].update({"../x": manifest["files"][STATE]}))
+    shutil.copy(place / STATE, place.with_name("x"))
+    with pytest.raises(CorruptCheckpoint, match=r"lists \.\./x, outside of the folder"):
+        verify(place)
 
 
 # Faults
@@ -510,35 +461,22 @@ def test_killed_while_a_step_is_replaced_the_new_one_counts(run):
 
 @pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_flipped_bit_is_found(run, count):
-    """In every file alike, however small it is: its manifest too."""
+    """In every file alike, however small it is: its manifest too, of which the slow test flips each bit."""
     place = save(run, 1, val_loss=2.5)
-    random = np.random.default_rng(count)
-    files = sorted(place.iterdir())
+    random, files = np.random.default_rng(count), sorted(place.iterdir())
     assert len(files) == 5
-    for number in range(count):
-        file = files[number % len(files)]
-        data = bytearray(file.read_bytes())
-        bit = int(random.integers(8 * len(data)))
+    sizes = {file: 8 * file.stat().st_size for file in files}
+    flips = [(files[number % 5], int(random.integers(sizes[files[number % 5]]))) for number in range(count)]
+    manifest = place / MANIFEST
+    for file, bit in flips + [(manifest, bit) for bit in range(sizes[manifest] if count == 1000 else 0)]:
+        content = file.read_bytes()
+        data = bytearray(content)
         data[bit // 8] ^= 1 << bit % 8
         file.write_bytes(data)
         with pytest.raises(CorruptCheckpoint, match=re.escape(file.name)):
-            verify(place)
-        data[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(data)
+            verify(place, weights=file != manifest)
+        file.write_bytes(content)
     verify(place)
-
-
-@pytest.mark.slow
-def test_every_bit_of_a_manifest_counts(run):
-    place = save(run, 1)
-    file = place / "manifest.json"
-    data = file.read_bytes()
-    for bit in range(8 * len(data)):
-        flipped = bytearray(data)
-        flipped[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(flipped)
-        with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
-            verify(place, weights=False)
 
 
 def test_what_has_to_go_anyway_goes_first_where_room_is_short(run, monkeypatch):
@@ -570,49 +508,15 @@ def test_room_is_made_only_once_that_is_recorded(run, monkeypatch):
     assert said == [("room", [2], [1, 2]), ("checkpoint", [2, 3], [2, 3])]
 
 
-def test_a_manifest_has_a_format_every_file_and_a_size_limit(run):
-    place = save(run, 1)
-    text = (place / "manifest.json").read_text()
-    manifest = json.loads(text)
-    assert manifest["format"] == 1
-    assert {file.name for file in place.iterdir()} == {*manifest["files"], "manifest.json"}
-    (place / "manifest.json").write_text(text + " " * 2**20)
-    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json"):
-        verify(place)
-
-
-def test_a_folder_with_weights_alone_is_a_checkpoint_without_a_manifest(run):
-    place = save(run, 1)
-    (place / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"manifest\.json: is missing"):
-        find_checkpoint(place)
-
-
-def test_who_only_looks_leaves_everything_where_it_is(run):
-    place = save(run, 1)
-    (place / "state.json").unlink()
-    place.with_name(".step-00000002.tmp").mkdir()
-    with pytest.raises(UserError, match="none is intact"):
-        open_store(run, lock=False).newest()
-    assert {file.name for file in place.parent.iterdir()} == {"step-00000001", ".step-00000002.tmp"}
-
-
-def test_checkpoints_after_a_step_are_removed(run):
-    checkpoints = open_store(run)
-    for step in (2, 4, 6, 8):
-        checkpoints.save(snapshot(step))
-    assert steps(run) == [4, 6, 8]
-    checkpoints.remove_after(6)
-    assert steps(run) == [4, 6]
-
-
-def test_the_newest_good_one_and_those_after_it_are_kept(run):
+def test_the_newest_good_one_and_those_after_it_are_kept_until_they_are_removed(run):
     checkpoints = open_store(run, keep_last=1)
     for step in (1, 2, 3, 4, 5):
         checkpoints.save(snapshot(step), last_good=3)
     assert steps(run) == [3, 4, 5]
+    checkpoints.remove_after(4)
+    assert steps(run) == [3, 4]
     checkpoints.prune(last_good=4)
-    assert steps(run) == [4, 5]
+    assert steps(run) == [4]
 
 
 def test_the_checkpoint_of_the_first_step_is_kept_until_a_later_one_is_known_to_be_good(run):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from commands import expect_error
 from hellaswag import made_items, write
 
 from gpt2_ddp.data.manifest import read_manifest
@@ -88,17 +89,16 @@ def test_what_is_no_item_is_refused_by_its_line(tmp_path, second, said):
 
 def test_a_file_of_two_kinds_is_refused(tmp_path):
     why = r"line 2: has one choice, unlike .*x.jsonl, line 1; write them to two files"
-    with pytest.raises(UserError, match=why):
-        read_items(lines(tmp_path / "x.jsonl", CHOICE, {"text": "a b"}))
+    expect_error(why, read_items, lines(tmp_path / "x.jsonl", CHOICE, {"text": "a b"}))
 
 
-@pytest.mark.parametrize(("content", "said"), [(b"\n \n", "has no items"), (b'{"text": "a \xff"}', "is not UTF-8")])
+@pytest.mark.parametrize(("content", "said"), [
+    (b"\n \n", "has no items"), (b'{"text": "a \xff"}', "is not UTF-8"), (None, "cannot be read"),
+])  # fmt: skip
 def test_a_file_that_has_none_is_refused(tmp_path, content, said):
-    (tmp_path / "x.jsonl").write_bytes(content)
-    with pytest.raises(UserError, match=said):
-        read_items(tmp_path / "x.jsonl")
-    with pytest.raises(UserError, match="cannot be read"):
-        read_items(tmp_path / "hellaswg")
+    if content:
+        (tmp_path / "x.jsonl").write_bytes(content)
+    expect_error(said, read_items, tmp_path / "x.jsonl")
 
 
 def test_blanks_move_and_end_of_text_stands_for_no_context():
@@ -119,13 +119,9 @@ def test_blanks_move_and_end_of_text_stands_for_no_context():
 
 
 def test_what_cannot_be_scored_is_refused():
-    for item, said in [
-        (Item("the", ("re", "x"), 0, "", "f, line 7"), "f, line 7: choice 0 has 0 tokens, which do not fit"),
-        (Item("a", ("b", "b " * 9), 0, " ", "f, line 8"), "f, line 8: choice 1 has 10 tokens, which do not fit"),
-    ]:
-        with pytest.raises(UserError) as error:
-            make_set("t", [item], None, GPT2, 8)
-        assert said in str(error.value)
+    item, other = Item("the", ("re", "x"), 0, "", "f, line 7"), Item("a", ("b", "b " * 9), 0, " ", "f, line 8")
+    for given, said in ((item, "f, line 7: choice 0 has 0 tokens"), (other, "f, line 8: choice 1 has 10 tokens")):
+        expect_error(f"{said}, which do not fit", make_set, "t", [given], None, GPT2, 8)
 
 
 def test_a_part_is_spread_and_long_contexts_lose_their_beginning():

@@ -1,12 +1,10 @@
-"""The model against HuggingFace's GPT-2 with the same weights, and the properties that training relies on."""
+"""Properties of the model that training relies on. tests/test_architecture.py compares it with transformers' models."""
 
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from models import random_tokens, tiny
-from torch import nn
 
 from gpt2_ddp.config.training import ModelConfig
 from gpt2_ddp.model.gpt import GPT, VOCAB_MULTIPLE
@@ -19,76 +17,6 @@ SIZES = {
 }
 
 
-def reference(model: GPT) -> nn.Module:
-    """transformers' GPT-2 with the weights of `model`."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = model.config
-    theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=model.vocab_size,
-            n_positions=config.block_size,
-            n_embd=config.n_embd,
-            n_layer=config.n_layer,
-            n_head=config.n_head,
-            activation_function="gelu_new",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            attn_implementation="eager",
-        )
-    )
-    with torch.no_grad():
-        for name, parameter in theirs.transformer.named_parameters():
-            parameter.copy_(in_their_layout(model, name, model.get_parameter(name)))
-    return theirs
-
-
-def in_their_layout(model: GPT, name: str, values: torch.Tensor) -> torch.Tensor:
-    if name == "wte.weight":
-        return values[: model.vocab_size]
-    return values.T if name.startswith("h.") and values.dim() == 2 else values  # their Conv1D holds [in, out]
-
-
-@pytest.mark.parametrize(
-    ("shape", "vocab_size", "length"),
-    [
-        ({"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16}, 65, 16),
-        ({"n_layer": 3, "n_head": 5, "n_embd": 80, "block_size": 33}, 1000, 7),
-        ({"n_layer": 1, "n_head": 1, "n_embd": 64, "block_size": 64}, 256, 64),
-        ({"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 32}, 257, 1),
-    ],
-)
-def test_equals_huggingface_gpt2(shape, vocab_size, length):
-    model = tiny(vocab_size, **shape)
-    theirs = reference(model)
-    tokens = random_tokens(vocab_size, length=length)
-    targets = random_tokens(vocab_size, length=length + 3)[:, 3:]
-
-    logits, their_logits = model(tokens), theirs(tokens).logits
-    assert logits.shape == (3, length, vocab_size)
-    torch.testing.assert_close(logits, their_logits, rtol=0, atol=1e-4)
-
-    loss = model(tokens, targets)
-    their_loss = F.cross_entropy(their_logits.flatten(0, 1), targets.flatten())
-    assert loss.item() == pytest.approx(their_loss.item(), abs=1e-5)
-
-    loss.backward()
-    their_loss.backward()
-    ours, others = [], []
-    for name, parameter in theirs.transformer.named_parameters():
-        ours.append(in_their_layout(model, name, model.get_parameter(name).grad).flatten())
-        others.append(parameter.grad.flatten())
-    # Whole-model norms: the key bias of attention has a zero gradient in exact arithmetic.
-    difference = (torch.cat(ours) - torch.cat(others)).norm() / torch.cat(others).norm()
-    assert difference < 1e-4
-
-
-def test_every_parameter_has_a_counterpart_in_gpt2():
-    model = tiny()
-    assert dict(model.named_parameters()).keys() == dict(reference(model).transformer.named_parameters()).keys()
-
-
 def test_padding_is_never_predicted_and_gets_no_gradient():
     model = tiny(vocab_size=65)
     assert model.wte.weight.size(0) == VOCAB_MULTIPLE
@@ -98,16 +26,12 @@ def test_padding_is_never_predicted_and_gets_no_gradient():
     model(random_tokens(65), random_tokens(65)).backward()
     assert torch.equal(model.wte.weight.grad[65:], torch.zeros(63, 32))
     assert model.wte.weight.grad[:65].abs().sum(dim=1).min() > 0
+    unpadded = tiny(vocab_size=256)
+    assert (unpadded.padding_mask, unpadded.wte.weight.size(0)) == (None, 256)
+    assert unpadded(random_tokens(256)).shape == (3, 16, 256)
 
 
-def test_a_vocabulary_that_needs_no_padding():
-    model = tiny(vocab_size=256)
-    assert model.padding_mask is None
-    assert model.wte.weight.size(0) == 256
-    assert model(random_tokens(256)).shape == (3, 16, 256)
-
-
-def test_reductions_agree():
+def test_reductions_agree_and_ignored_targets_are_not_scored():
     model, tokens, targets = tiny(), random_tokens(65), random_tokens(65, length=17)[:, 1:]
     each = model(tokens, targets, reduction="none")
     assert each.shape == targets.shape
@@ -116,26 +40,11 @@ def test_reductions_agree():
     torch.testing.assert_close(model(tokens, targets), each.mean())
     probabilities = model(tokens).log_softmax(dim=-1)
     torch.testing.assert_close(each, -probabilities.gather(2, targets[..., None])[..., 0])
-
-
-def test_ignored_targets_are_not_scored():
-    model, tokens, targets = tiny(), random_tokens(65), random_tokens(65)
-    each = model(tokens, targets, reduction="none")
     ignored = torch.zeros_like(targets, dtype=torch.bool)
     ignored[0, 3:] = ignored[2, :] = True
     masked = targets.masked_fill(ignored, -100)
     torch.testing.assert_close(model(tokens, masked, reduction="none"), each.masked_fill(ignored, 0.0))
     torch.testing.assert_close(model(tokens, masked), each[~ignored].mean())
-
-
-@pytest.mark.parametrize("position", [1, 7, 15])
-def test_later_tokens_do_not_change_earlier_logits(position):
-    model, tokens = tiny().eval(), random_tokens(65)
-    changed = tokens.clone()
-    changed[:, position:] = (changed[:, position:] + 1) % 65
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :position], after[:, :position])
-    assert not torch.allclose(before[:, position:], after[:, position:])
 
 
 def test_without_biases():
@@ -193,12 +102,5 @@ def test_parameter_counts_of_the_published_models(size):
     padding = (model.wte.weight.size(0) - 50257) * config.n_embd
     positions = 1024 * config.n_embd
     assert model.num_parameters() - padding + positions == published
-
-
-def test_flops_of_gpt2():
-    with torch.device("meta"):
-        model = GPT(ModelConfig(), 50257)
-    assert model.wte.weight.size(0) == 50304
-    assert model.num_parameters() == 123_689_472
-    assert model.flops_per_token() == 6 * 123_689_472 + 12 * 12 * 768 * 1024
-    assert model.flops_per_token() == pytest.approx(855.4e6, rel=1e-4)
+    if size == "124M":
+        assert model.flops_per_token() == 6 * 123_689_472 + 12 * 12 * 768 * 1024 == 855_383_040

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from runs import job_config, training_config
+from runs import built, job_config, training_config
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
@@ -36,14 +36,9 @@ def flip_bit(tensor: Tensor, byte: int, bit: int) -> None:
 
 def trained(config: RunConfig, steps: int):
     """A run after some steps, and every tensor that its ranks have alike, by name."""
-    from gpt2_ddp.tasks.jobs import make_job
-    from gpt2_ddp.tasks.pretraining import Pretraining
-    from gpt2_ddp.tasks.supervised import Supervised
     from gpt2_ddp.training.loop import train_step
-    from gpt2_ddp.training.run import Run
 
-    run = Run(config, Pretraining if config.kind == "gpt2" else partial(Supervised, make_job))  # pyright: ignore
-    run.build()
+    run = built(config)
     run.warm_up()
     for _ in range(steps):
         train_step(run)
@@ -149,15 +144,15 @@ def test_every_bit_counts(name: str) -> None:
             flip_bit(plain, byte, bit)
 
 
-def test_rows_that_change_places_are_found() -> None:
+def test_changes_that_could_cancel_are_found() -> None:
+    """Rows that change places. Of neighbouring bytes with weights of 1, 3, 5 ...: 3 · 1 - 1 · 2 - 1 · 1."""
     rows = torch.randn(50, 256, generator=torch.Generator().manual_seed(0))
     for i in range(49):
         swapped = rows.clone()
         swapped[[i, 49]] = rows[[49, i]]
         assert sum_of(swapped) != sum_of(rows)
-
-
-def test_an_empty_tensor_has_a_sum() -> None:
+    count = torch.tensor([0b11, 0, 0, 0], dtype=torch.uint8)
+    assert sum_of(count) != sum_of(torch.tensor([0, 0b1, 0, 0], dtype=torch.uint8))
     assert sum_of(torch.zeros(0)) == 0
 
 
@@ -171,12 +166,6 @@ def test_several_ranks_and_many_tensors_are_named() -> None:
     assert re.findall(r"rank (\d) \(host (.)\): (.*?) differs from another rank's", message) == [
         (str(rank), "wxyz"[rank], "b") for rank in range(4)
     ]
-
-
-def test_bits_of_neighbouring_bytes_do_not_make_up_for_each_other() -> None:
-    """With weights of 1, 3, 5 ... three bits of a step count could: 3 · 1 - 1 · 2 - 1 · 1."""
-    count = torch.tensor([0b11, 0, 0, 0], dtype=torch.uint8)
-    assert sum_of(count) != sum_of(torch.tensor([0, 0b1, 0, 0], dtype=torch.uint8))
 
 
 def damaged_in_training(config: TrainingConfig, at: int, number: float) -> str:

@@ -28,16 +28,8 @@ HEAVY = (
 )
 """What a training on the CPU with one process has no use for; each takes a tenth of a second to two."""
 UNUSED = (
-    *(
-        "checkpoint.trackers",
-        "config.jobs",
-        "config.hints",
-        "config.tools",
-        "data.mixture",
-        "distributed.workers",
-        "preparation",
-    ),
-    *("model.chunked_loss", "model.documents", "model.memory", "model.muon", "reports", "scoring"),
+    *("checkpoint.trackers", "config.jobs", "config.hints", "config.tools", "data.mixture", "distributed.workers"),
+    *("model.chunked_loss", "model.documents", "model.memory", "model.muon", "preparation", "reports", "scoring"),
     *("tasks.initial_weights", "training.branch", "training.peaks", "training.replica_check"),
 )
 """Modules and folders of this package that a training on prepared data loads only where they are switched on."""
@@ -157,22 +149,20 @@ def test_a_report_that_cannot_be_written_fails_no_training(trained, tmp_path):
     assert f"report: none: file = {run / 'report.html'}: cannot be written" in done.stdout
 
 
-def test_the_front_door_lists_every_script_once(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["gpt2-ddp"])
-    front_door.main()
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+def test_the_front_door_lists_every_script_once_runs_a_script_and_refuses_other_names(capsys, monkeypatch):
+    def front(*words: str) -> str:
+        monkeypatch.setattr("sys.argv", ["gpt2-ddp", *words])
+        front_door.main()
+        return capsys.readouterr().out
+
+    lines = [line for line in front().splitlines() if line.startswith("  ")]
     assert sorted(line.split()[0] for line in lines) == [file.stem for file in WITH_FLAGS]
     assert all(len(line.split()) > 3 and len(line) <= 120 for line in lines), lines
-
-
-def test_the_front_door_runs_a_script_and_refuses_other_names(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["gpt2-ddp", "status", "--help"])
     with pytest.raises(SystemExit) as end:
-        front_door.main()
+        front("status", "--help")
     assert not end.value.code
     assert "usage: status.py" in capsys.readouterr().out
     for name, hint in (("plna", "did you mean plan?"), ("--x", "--help lists all names")):
-        monkeypatch.setattr("sys.argv", ["gpt2-ddp", name])
         with pytest.raises(SystemExit, match="2"):
-            front_door.main()
+            front(name)
         assert capsys.readouterr().err == f"error: script = {name}: unknown script; {hint}\n"

@@ -27,22 +27,7 @@ from gpt2_ddp.state import (
 GPT = state_of(GOLDEN / "gpt2_run")
 OWN = {"kind": "mine", "progress": {}, "feed": {}, "setup": {"epoch_size": 9}, "task": {"letters": ["a"]}}
 MISSING = object()
-ODD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    1.5,
-    2**62,
-    10**30,
-    1e300,
-    float("inf"),
-    float("nan"),
-    "x\n",
-    [],
-    [[5]],
-    {},
-    {"a": 1},
-)
+ODD: tuple[Any, ...] = (None, True, -1, 1.5, 2**62, 10**30, 1e300, math.inf, math.nan, "x\n", [], [[5]], {}, {"a": 1})
 
 
 def changed(state: Any, name: str, value: Any) -> str:
@@ -76,28 +61,18 @@ def test_a_kind_of_its_own_keeps_its_task_and_what_lacks_takes_its_default():
     assert read.task.model_dump() == job.model_dump(), "a job of a new kind has fields that State does not know"
 
 
-@pytest.mark.parametrize(
-    ("state", "name", "value", "problem"),
-    [
-        (GPT, "kind", MISSING, "has no kind"),
-        (GPT, "progress", MISSING, "has no progress"),
-        (GPT, "setup.epoch_size", MISSING, "has no setup.epoch_size"),
-        (GPT, "task.vocab_size", MISSING, "has no task.vocab_size"),
-        (OWN | {"kind": "classifier"}, "feed", {}, "has no task.global_batch_size"),
-        (GPT, "task.tokenizer", "../x", r"has task\.tokenizer = \.\./x"),
-        (GPT, "task.micro_batch", 0, r"has task\.micro_batch = 0"),
-        (GPT, "progress.step", -60, r"has progress\.step = -60"),
-        (GPT, "progress.step", "5", r"has progress\.step = 5"),
-        (GPT, "progress.step", True, r"has progress\.step = True"),
-        (GPT, "progress.step", 2**63, "has an integer of more than 64 bits"),
-        (GPT, "feed.skipped_ranges", 5, r"has feed\.skipped_ranges = 5"),
-        (GPT, "feed.skipped_ranges", [[3]], r"has no feed\.skipped_ranges\.0\.1"),
-        (GPT, "guard.losses", ["x", 0, 0], r"has guard\.losses\.0 = x"),
-        (GPT, "log.bytes", -1, r"has log\.bytes = -1"),
-        (GPT, "progress.pending", None, r"has progress\.pending = None"),
-        (GPT, "feed", {"position": "y" * 99}, r"has feed\.position = y+ \.\.\. y+$"),
-    ],
-)
+@pytest.mark.parametrize(("state", "name", "value", "problem"), [
+    *((GPT, name, MISSING, f"has no {name}") for name in ("kind", "progress", "setup.epoch_size", "task.vocab_size")),
+    (OWN | {"kind": "classifier"}, "feed", {}, "has no task.global_batch_size"),
+    *((GPT, name, value, f"has {name} = {value}") for name, value in (
+        ("task.tokenizer", "../x"), ("task.micro_batch", 0), ("progress.step", -60), ("progress.step", "5"),
+        ("progress.step", True), ("feed.skipped_ranges", 5), ("log.bytes", -1), ("progress.pending", None),
+    )),
+    (GPT, "progress.step", 2**63, "has an integer of more than 64 bits"),
+    (GPT, "feed.skipped_ranges", [[3]], "has no feed.skipped_ranges.0.1"),
+    (GPT, "guard.losses", ["x", 0, 0], "has guard.losses.0 = x"),
+    (GPT, "feed", {"position": "y" * 99}, "has feed.position = y+ ... y+$"),
+])  # fmt: skip
 def test_the_first_wrong_or_missing_field_is_named(state, name, value, problem):
     with pytest.raises(ValueError, match=rf"^{problem}"):
         State.parse(changed(state, name, value))
@@ -142,14 +117,12 @@ def test_infinity_comes_back_where_json_has_null():
     assert read.progress.best.val_loss == math.inf
 
 
-def test_pending_work_is_kept_but_for_the_save_that_keeps_it():
+def test_what_is_derived_from_the_state():
+    """Pending work is kept but for the save that keeps it; items of skipped ranges are not consumed."""
     state = state_after(3, pending=Pending(row={"step": 3}, sample=True, save=True))
     assert State.parse(state.to_json()).progress.pending == Pending(row={"step": 3}, sample=True)
     assert not any(map(bool, (Pending(), Pending(save=True))))
     assert all(map(bool, (Pending(evaluate=True), Pending(sample=True), Pending(row={"step": 3}))))
-
-
-def test_items_of_skipped_ranges_are_not_consumed():
     assert FeedState(position=50, skipped_ranges=[(10, 20), (45, 70), (80, 90)]).consumed == 35
 
 

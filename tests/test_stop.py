@@ -7,7 +7,7 @@ import time
 
 import pytest
 from ranks import in_turn, run_ranks
-from runs import job_config, lasting_state, same, state_of, train, training_config, untimed, weights
+from runs import assert_same, job_config, lasting_state, state_of, train, training_config, untimed
 
 from gpt2_ddp.distributed import signals
 from gpt2_ddp.distributed.launch import build_accelerator
@@ -79,9 +79,8 @@ def test_what_a_stop_breaks_off_is_done_by_the_resumed_run(corpus, tmp_path, sto
         if during in ("evaluate", "tasks") and step:
             assert not any(row["step"] == step for row in untimed(run))
     assert [end for end, _ in run_ranks(train_and_stop, 2, config, "", 0, 0)] == ["completed"] * 2
-    for file in ("metrics.jsonl", "samples.jsonl"):
-        assert untimed(run, file) == untimed(undisturbed, file)
-    assert same(weights(run), weights(undisturbed))
+    assert_same(run, undisturbed)
+    assert untimed(run, "samples.jsonl") == untimed(undisturbed, "samples.jsonl")
     for checkpoint in (undisturbed / "checkpoints").iterdir():
         assert lasting_state(checkpoint) == lasting_state(run / "checkpoints" / checkpoint.name)
 
@@ -91,8 +90,7 @@ def test_a_stop_in_a_jobs_evaluation_is_heard(tmp_path, trained_job):
     assert run_ranks(train_and_stop, 1, config, "evaluate", 9, 0)[0][0] == "stopped"
     assert any(state_of(tmp_path / "run")["progress"]["pending"].values())
     run_ranks(train, 1, config)
-    assert untimed(tmp_path / "run") == untimed(trained_job)
-    assert same(weights(tmp_path / "run"), weights(trained_job))
+    assert_same(tmp_path / "run", trained_job)
 
 
 def test_the_deadline_reserves_what_a_typical_step_and_save_take(monkeypatch):
@@ -165,13 +163,7 @@ def agreed(reasons: list[str], elastic: bool = True) -> tuple[bool, bool]:
 
 
 def test_an_elastic_stop_is_of_the_machines_that_were_signalled(monkeypatch):
-    cases = [
-        (["", "SIGTERM"],),
-        (["SIGTERM", "SIGTERM"],),
-        (["time", "SIGTERM"],),
-        (["time", ""],),
-        (["", "SIGTERM"], False),
-    ]
-    ranks = run_ranks(in_turn, 2, *[(agreed, *case) for case in cases])
+    cases = [["", "SIGTERM"], ["SIGTERM", "SIGTERM"], ["time", "SIGTERM"], ["time", ""]]
+    ranks = run_ranks(in_turn, 2, *[(agreed, case) for case in cases], (agreed, cases[0], False))
     assert ranks[0] == [(True, True), *[(True, False)] * 4]
     assert ranks[1] == [(True, False)] * 5

@@ -5,7 +5,6 @@ import math
 import random
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from cifar import pictures, write_cifar, write_parquet
 from ranks import RankError, in_turn, run_ranks, run_until_killed
-from runs import evaluate_checkpoint, job_config, newest_checkpoint, rows, said, same, signalled_job, weights
+from runs import assert_same, evaluate_checkpoint, job_config, newest_checkpoint, rows, said, train_with_faults, weights
 from runs import run_small_job as train
 from safetensors.torch import load_file
 
@@ -35,8 +34,9 @@ def cifar(tmp_path_factory) -> str:
     return str(write_cifar(tmp_path_factory.mktemp("data") / "cifar", 130, 37))
 
 
-def by_hand(config) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
-    """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples."""
+def assert_by_hand(folder: Path, config) -> list[float]:
+    """Linear regression in plain PyTorch: no Accelerate, no module of ours but the order of the samples. Compares the
+    weights of the run in `folder`; returns the losses."""
     generator = torch.Generator().manual_seed(config.seed)
     x, noise = torch.randn(2, config.data.points, generator=generator)
     y = 2 * x + 3 + 0.1 * noise
@@ -53,14 +53,8 @@ def by_hand(config) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return line.weight.detach(), line.bias.detach(), losses
-
-
-def assert_by_hand(folder: Path, config) -> list[float]:
-    weight, bias, losses = by_hand(config)
-    found = weights(folder / "run")
-    assert torch.allclose(found["linear.weight"], weight, atol=1e-6)
-    assert torch.allclose(found["linear.bias"], bias, atol=1e-6)
+    for name, value in line.named_parameters():
+        assert torch.allclose(weights(folder / "run")[f"linear.{name}"], value, atol=1e-6)
     return losses
 
 
@@ -90,17 +84,6 @@ def test_rates_by_epochs(tmp_path):
     assert {constant(step) for step in (1, 28, 10**6)} == {0.01}
 
 
-def warm_up_and_cosine(warm_up: int, steps: int) -> Callable[[int], float]:
-    """What PyTorch's LambdaLR multiplies the rate by, in step i, of which its first is 0."""
-
-    def share(i: int) -> float:
-        if i + 1 < warm_up:
-            return (i + 1) / warm_up
-        return (1 + math.cos(math.pi * (i + 1 - warm_up) / (steps - warm_up))) / 2
-
-    return share
-
-
 @pytest.mark.parametrize(("changes", "mistake"), [
     ({"step_epochs": (2,)}, "step_epochs = [2.0]: is for --optim.schedule step"),
     ({"step_factor": 0.5}, "step_factor = 0.5: is for --optim.schedule step"),
@@ -120,18 +103,18 @@ def test_a_cosine_goes_on_to_the_end_that_it_had(tmp_path, capsys):
     changes = {"optim.schedule": "cosine", "optim.warmup_epochs": 1.5}
     run_ranks(train, 1, job_config("regression", tmp_path / "whole", changes))
     parts = job_config("regression", tmp_path / "parts", changes)
-    assert run_ranks(signalled_job, 1, parts, 14, signal.SIGTERM) == ["stopped"]
+    assert run_ranks(train_with_faults, 1, parts, (0, 0), 1.0, 14, signal.SIGTERM) == ["stopped"]
     with pytest.raises(RankError, match=r"train.epochs = 6: the run was started with 4; restore it"):
         run_ranks(train, 1, job_config("regression", tmp_path / "parts", {**changes, "train.epochs": 6}))
     run_ranks(train, 1, parts)
-    assert same(weights(tmp_path / "whole/run"), weights(tmp_path / "parts/run"))
-    assert_same_rows(tmp_path)
-    rates = [row["lr"] for row in rows(tmp_path / "parts/run")[1:]]
+    run = tmp_path / "parts/run"
+    assert_same(tmp_path / "whole/run", run)
+    rates = [row["lr"] for row in rows(run)[1:]]
     assert (max(rates), rates[-1]) == (rates[13], 0.0)
-    assert verify_run(VerifyConfig(run=str(tmp_path / "parts/run"))) == 0
-    file = tmp_path / "parts/run/metrics.jsonl"
+    assert verify_run(VerifyConfig(run=str(run))) == 0
+    file = run / "metrics.jsonl"
     file.write_text(file.read_text().replace(f'"lr": {rates[20]}', f'"lr": {rates[19]}'))
-    assert verify_run(VerifyConfig(run=str(tmp_path / "parts/run"))) == 1
+    assert verify_run(VerifyConfig(run=str(run))) == 1
     assert f"lr of step 21 is {rates[19]}, not {rates[20]}" in capsys.readouterr().out
 
 
@@ -141,8 +124,9 @@ def resnet18_by_hand(config, images: np.ndarray, labels: np.ndarray) -> list[flo
     torch.manual_seed(config.seed)
     model = ResNet18(10)
     optimizer = torch.optim.SGD(model.parameters(), optim.lr, optim.momentum, weight_decay=optim.weight_decay)
-    steps = len(images) // size
-    share = warm_up_and_cosine(round(optim.warmup_epochs * steps), epochs * steps)
+    warm_up, steps = round(optim.warmup_epochs * len(images) // size), epochs * len(images) // size
+    cosine = lambda i: (1 + math.cos(math.pi * (i + 1 - warm_up) / (steps - warm_up))) / 2  # noqa: E731
+    share = lambda i: (i + 1) / warm_up if i + 1 < warm_up else cosine(i)  # noqa: E731
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share)
     inputs = torch.from_numpy(images).permute(0, 3, 1, 2).contiguous() / 127.5 - 1
     order = Order(config.seed, len(images)).items_at(np.arange(epochs * len(images))).astype("int64")
@@ -237,22 +221,12 @@ def test_accuracy_is_that_of_a_plain_computation_on_any_number_of_processes(cifa
 @pytest.mark.parametrize("kind", ["transformer", pytest.param("lenet", marks=pytest.mark.slow)])
 def test_killed_and_restarted_is_bitwise_equal(tmp_path, cifar, kind):
     changes = {"train.epochs": 2, **({"data.path": cifar} if kind == "lenet" else {})}
-    whole = job_config(kind, tmp_path / "whole", changes)
-    per_epoch = run_ranks(train, 2, whole)[0].step // 2
-    parts = job_config(kind, tmp_path / "parts", changes)
-    run_until_killed(signalled_job, 2, parts, per_epoch + random.Random(kind).randint(1, per_epoch), signal.SIGKILL)
+    per_epoch = run_ranks(train, 2, job_config(kind, tmp_path / "whole", changes))[0].step // 2
+    parts, step = job_config(kind, tmp_path / "parts", changes), per_epoch + random.Random(kind).randint(1, per_epoch)
+    run_until_killed(train_with_faults, 2, parts, (0, 0), 1.0, step)
     assert newest_checkpoint(tmp_path / "parts/run").name == f"step-{per_epoch:08d}"
     run_ranks(train, 2, parts)
-    assert same(weights(tmp_path / "whole/run"), weights(tmp_path / "parts/run"))
-    assert_same_rows(tmp_path)
-
-
-def assert_same_rows(tmp_path) -> None:
-    for one, other in zip(rows(tmp_path / "whole/run"), rows(tmp_path / "parts/run"), strict=True):
-        for timing in ("samples_per_second", "data_share", "memory"):
-            one.pop(timing, None), other.pop(timing, None)
-        assert one.pop("train_loss", 0) == pytest.approx(other.pop("train_loss", 0), rel=1e-9)
-        assert one == other
+    assert_same(tmp_path / "whole/run", tmp_path / "parts/run")
 
 
 @pytest.mark.slow
@@ -261,14 +235,12 @@ def test_stopped_inside_an_epoch_and_resumed_is_bitwise_equal(tmp_path):
     changes = {"data.path": str(cifar), "data.image_size": 8, "train.epochs": 1}
     run_ranks(train, 2, job_config("resnet18", tmp_path / "whole", changes))
     parts = job_config("resnet18", tmp_path / "parts", changes)
-    assert run_ranks(signalled_job, 2, parts, 3, signal.SIGTERM) == ["stopped"] * 2
+    assert run_ranks(train_with_faults, 2, parts, (0, 0), 1.0, 3, signal.SIGTERM) == ["stopped"] * 2
     status = json.loads((tmp_path / "parts/run/status.json").read_text())
     assert (status["state"], status["step"] in (3, 4)) == ("stopped", True)
     run_ranks(train, 2, parts)
-    found = weights(tmp_path / "parts/run")
-    assert found["bn1.num_batches_tracked"] == 9  # micro-batches of 5 steps, of which the last is short
-    assert same(weights(tmp_path / "whole/run"), found)
-    assert_same_rows(tmp_path)
+    assert_same(tmp_path / "whole/run", tmp_path / "parts/run")
+    assert weights(tmp_path / "parts/run")["bn1.num_batches_tracked"] == 9, "of 5 steps, the last is short"
 
 
 def test_a_finished_run_says_so_and_more_epochs_go_on(trained_job, tmp_path):
@@ -294,7 +266,7 @@ def test_checkpoints_without_moments(tmp_path, capsys):
     size = lambda run: sum((newest_checkpoint(run) / name).stat().st_size for name in (MODEL, OPTIMIZER))  # noqa: E731
     assert size(bare / "run") < 0.4 * size(tmp_path / "run")
     assert load_file(newest_checkpoint(bare / "run") / OPTIMIZER) == {}
-    assert same(weights(tmp_path / "run"), weights(bare / "run"))
+    assert_same(tmp_path / "run", bare / "run")
     changes |= {"train.epochs": 3, "checkpoint.save_optimizer": True}
     [(_, printed, _)] = run_ranks(said, 1, train, job_config("mlp", bare, changes))
     assert printed.count("note: the checkpoint of step 10 has no optimizer state") == 1

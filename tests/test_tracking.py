@@ -5,18 +5,17 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
 import pytest
 from disk import refuse
-from ranks import run_ranks, start_ranks
-from runs import open_folder, rows, state_after, train, training_config
+from ranks import RankError, run_ranks
+from runs import before_each_step, open_folder, rows, state_after, train, training_config
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES, chain_of, next_chain, split_chain
-from gpt2_ddp.checkpoint.run_folder import RunFolder, RunLog
+from gpt2_ddp.checkpoint.run_folder import RunLog
 from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.errors import UserError
@@ -140,18 +139,6 @@ def test_what_is_no_file_is_set_aside(log, capsys, make, name):
     assert f"is not a file; lines up to step 3 are kept; moved to {name}.damaged" in capsys.readouterr().err
 
 
-def test_the_lock_is_gone_with_its_process(corpus, tmp_path):
-    config = training_config(corpus, tmp_path)
-    ((process, _),) = start_ranks(_hold_the_lock, 1, config)
-    while not (tmp_path / "run/held").exists():
-        time.sleep(0.02)
-    with pytest.raises(UserError, match="another trainer"):
-        RunFolder(config)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    RunFolder(config)
-
-
 LOSSES = {
     "lock removed": lambda run: (run / ".lock").unlink(),
     "lock taken": lambda run: ((run / ".lock").unlink(), open_folder(run)),
@@ -197,17 +184,14 @@ def test_a_disk_that_does_not_answer_is_no_loss(log, monkeypatch):
 def lose_the_folder(config: TrainingConfig, loss: str) -> str:
     """Trains steps without rows until the folder is lost in step 3; the user error."""
     from gpt2_ddp.distributed import watchdog
-    from gpt2_ddp.training import loop
 
-    watchdog.REPORT_INTERVAL, train_step = 0.1, loop.train_step
-
-    def losing(run):
+    def lose(run):
         if run.step == 2 and run.log.is_main:
             LOSSES[loss](run.folder.path)
         time.sleep(0.01)
-        return train_step(run)
 
-    loop.train_step = losing
+    watchdog.REPORT_INTERVAL = 0.1
+    before_each_step(lose)
     try:
         return train(config)
     except UserError as error:
@@ -240,33 +224,21 @@ def test_a_full_disk_has_room_for_a_status(log, monkeypatch):
         assert json.loads((log.path / "status.json").read_text()) == {"state": state, "step": 2, "reason": reason}
 
 
-def _hold_the_lock(config: TrainingConfig) -> None:
-    folder = RunFolder(config)
-    (folder.path / "held").touch()
-    time.sleep(60)
+def crash_at_step_6(config: TrainingConfig) -> None:
+    def crash(run):
+        if run.step == 5:
+            raise RuntimeError("out of order")
+
+    before_each_step(crash)
+    train(config)
 
 
 def test_each_prompt_has_its_sample_and_a_crash_is_recorded(corpus, tmp_path):
     changes = {"tracking.sample_prompt": ["def ", ""], "tracking.sample_every": 2}
-    with pytest.raises(Exception, match="out of order"):
-        run_ranks(_crash_at_step_6, 1, training_config(corpus, tmp_path, changes))
+    with pytest.raises(RankError, match="out of order"):
+        run_ranks(crash_at_step_6, 1, training_config(corpus, tmp_path, changes))
     samples = rows(tmp_path / "run", SAMPLES)
     assert [(row["step"], row["prompt"]) for row in samples] == [(2, "def "), (2, ""), (4, "def "), (4, "")]
     assert all(row["text"].startswith(row["prompt"]) and len(row["text"]) > 20 for row in samples)
     status = json.loads((tmp_path / "run/status.json").read_text())
-    assert (status["state"], status["step"]) == ("failed", 5)
-    assert "out of order" in status["reason"]
-
-
-def _crash_at_step_6(config: TrainingConfig) -> None:
-    from gpt2_ddp.training import loop
-
-    train_step = loop.train_step
-
-    def crashing(run):
-        if run.step == 5:
-            raise RuntimeError("out of order")
-        return train_step(run)
-
-    loop.train_step = crashing
-    train(config)
+    assert (status["state"], status["step"], "out of order" in status["reason"]) == ("failed", 5, True)

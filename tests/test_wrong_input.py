@@ -1,6 +1,7 @@
 """The user's mistakes: exit code 2, one `error:` line that names the field and the hint, no traceback, nothing changed.
 
-Mistakes that the configuration finds are in test_config.py. Here one process runs the real scripts in turn.
+Mistakes that the configuration finds are in test_config.py, those that the data's reader finds in test_shards.py. Here
+one process runs the real scripts in turn.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import expect_error, expect_mistake, run_script, run_scripts, snapshot
+from faults.mutations import check_told
 from ranks import run_ranks
 from runs import edit_manifest, training_config
 
@@ -20,6 +22,7 @@ from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config.cli import load
 from gpt2_ddp.config.tools import ReportConfig, StatusConfig
 from gpt2_ddp.data.manifest import read_manifest
+from gpt2_ddp.errors import UserError
 from gpt2_ddp.reports.report import report
 from gpt2_ddp.reports.status import show_status
 from gpt2_ddp.tasks.pretraining import missing_data
@@ -32,13 +35,15 @@ def expect_mistakes(folder: Path, cases: dict[str, Case]) -> None:
     before = snapshot(folder)
     (answers,) = run_ranks(run_scripts, 1, [(script, arguments) for script, arguments, _ in cases.values()])
     for (case, (*_, words)), (code, errors) in zip(cases.items(), answers, strict=True):
-        assert code == 2, (case, errors)
-        (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-        assert errors.endswith(f"{line}\n"), (case, errors)
+        assert (code, errors.count("error: ")) == (2, 1), (case, errors)
+        line = errors.splitlines()[-1]
+        assert line.startswith("error: "), (case, errors)
         assert all(word in line for word in words), (case, line)
+        check_told(UserError.join([line.removeprefix("error: ")]))
     assert {name: digest for name, digest in snapshot(folder).items() if name in before} == before
 
 
+LONG = "a" * 5000
 FLAGS = {
     "a flag": (["--optim.lr", "nan"], "optim.lr = nan", "finite"),
     "a file": (["--config", "{place}/more.yaml"], "did you mean model.n_head?"),
@@ -46,16 +51,40 @@ FLAGS = {
     "init_from nowhere": (["--train.init_from", "/no/place"], "train.init_from = /no/place", "no intact checkpoint"),
     "missing data folder": (["--data.path", "/no/such/place"], "data = /no/such/place", "no such folder"),
     "missing recipe": (["--data.path", "/none", "--data.prepare", "no.yaml"], "data.prepare = no.yaml", "No such file"),
-}
+    "long run_name": (["--run_name", LONG],), "long output_dir": (["--output_dir", LONG],),
+    "long data.path": (["--data.path", LONG],), "long init_from": (["--train.init_from", LONG],),
+    "long data.path, with a recipe": (["--data.path", LONG, "--data.prepare", "configs/data_stdlib.yaml"],),
+    "long data.prepare": (["--data.path", "/tmp/none", "--data.prepare", LONG],),
+    "a file as data.path": (["--data.path", "{place}/config.yaml"],),
+    "a pipe as configuration": (["--config", "{place}/pipe"],),
+    "a pipe as recipe": (["--data.path", "/tmp/none", "--data.prepare", "{place}/pipe"],),
+    "a pipe as data.path": (["--data.path", "{place}/pipe"],),
+    "a pipe as output_dir": (["--output_dir", "{place}/pipe"],),
+    "a pipe as init_from": (["--train.init_from", "{place}/pipe"],),
+    "a loop of links": (["--data.path", "{place}/loop", "--data.prepare", "configs/data_stdlib.yaml"],),
+}  # fmt: skip
+LENET = ["--config", "configs/jobs/cifar100_lenet.yaml"]
+JOBS: dict[str, Case] = {
+    "model": ("train_classifier", ["--model.name", "vgg"], ["model.name = vgg"]),
+    "no images": ("train_classifier", [*LENET, "--data.path", "/no/such"], ["data.path"]),
+    "no GPU": ("train_classifier", ["--config", "configs/jobs/cifar100_resnet18.yaml", "--model.sync_batchnorm"],
+     ["model.sync"]),
+    "width": ("train_transformer", ["--model.n_embd", "13"], ["model.n_embd = 13"]),
+    "batch": ("train_regression", ["--train.global_batch_size", "0"], ["train.global_batch_size = 0"]),
+}  # fmt: skip
 
 
 def test_flags_and_files(place):
     (place / "more.yaml").write_text("model: {n_heads: 1}")
+    os.mkfifo(place / "pipe")
+    (place / "loop").symlink_to("loop")
     config = ["--config", str(place / "config.yaml")]
     cases: dict[str, Case] = {}
     for case, (arguments, *words) in FLAGS.items():
         cases[case] = ("train_gpt2", [*config, *(word.format(place=place) for word in arguments)], words)
-    expect_mistakes(place, cases)
+    own = ["--output_dir", str(place / "jobs"), "--train.device", "cpu", "--train.mixed_precision", "no"]
+    expect_mistakes(place, cases | {case: (name, [*flags, *own], words) for case, (name, flags, words) in JOBS.items()})
+    assert not (place / "jobs").exists()
 
 
 def edit(file: Path, offset: int, data: bytes) -> None:
@@ -74,16 +103,7 @@ def too_large_id(data: Path) -> None:
 
 
 DATA: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "shard missing": (lambda data: (data / "train_000001.bin").unlink(), "train_000001.bin", "missing"),
-    "shard truncated": (lambda data: os.truncate(data / "train_000001.bin", 5000), "train_000001.bin", "bytes"),
-    "bit flipped": (lambda data: edit(data / "train_000001.bin", 5000, b"\x01\x01"), "train_000001.bin", "SHA-256"),
     "token id outside the vocabulary": (too_large_id, "train_000001.bin", "vocabulary"),
-    "manifest missing": (lambda data: (data / "manifest.json").unlink(), "data", "manifest.json"),
-    "manifest torn": (lambda data: (data / "manifest.json").write_text('{"vers'), "manifest.json", "again"),
-    "manifest changed": (lambda data: edit(data / "manifest.json", 34, b"1"), "manifest.json", "sha256 differs"),
-    "another vocabulary": (lambda data: edit_manifest(data, vocab_size=500), "vocab_size 500", "has 512"),
-    "another end-of-text": (lambda data: edit_manifest(data, eot=5), "eot 5", "has 0"),
-    "no training split": (lambda data: edit_manifest(data, splits={}), "manifest.json", "prepare"),
     "tokenizer missing": (lambda data: (data / "tokenizer.json").unlink(), "tokenizer", "tokenizer.json"),
     "another tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt2"), "tokenizer", "restore that file"),
     "unknown tokenizer": (lambda data: edit_manifest(data, tokenizer="gpt9"), "gpt9", "gpt2"),
@@ -139,8 +159,12 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "damaged")
     damaged = str(tmp_path / "damaged/checkpoints/step-00000010")
     edit(Path(damaged, "model.safetensors"), 3000, b"\x01\x02\x03")
+    gone = tmp_path.with_name(f"{tmp_path.name}-gone")  # its checkpoints are renamed
+    for file in Path(shutil.copytree(trained, gone / "run")).glob("checkpoints/*/model.safetensors"):
+        file.unlink()
     run, new = str(tmp_path / "run"), str(tmp_path / "new")
     cases: dict[str, Case] = {
+        "none intact": ("train_gpt2", [*arguments, "--output_dir", str(gone)], ["none is intact"]),
         "other data": ("train_gpt2", [*arguments, "--data.path", str(data)], ["data.path", "its tokens differ"]),
         "evaluate": ("evaluate", ["--checkpoint", new], ["no intact checkpoint"]),
         "no split": ("evaluate", ["--checkpoint", run, "--split", "test"], ["split = test"]),
@@ -155,16 +179,7 @@ def test_runs_that_cannot_be_resumed_or_read(arguments, trained, tmp_path):
         "a flag": ("evaluate", ["--batch_size", "0"], ["batch_size = 0"]),
     }
     expect_mistakes(tmp_path, cases)
-
-
-def test_resume_with_no_intact_checkpoint(arguments, tmp_path):
-    for file in tmp_path.glob("run/checkpoints/*/model.safetensors"):
-        file.write_bytes(b"")
-    ((code, errors),) = run_ranks(run_script, 1, "train_gpt2", arguments)
-    assert code == 2
-    assert [line for line in errors.splitlines() if line.startswith("error:")] == [errors.splitlines()[-1]]
-    assert "none is intact" in errors
-    assert len(list(tmp_path.glob("run/checkpoints/*.corrupt"))) == 2
+    assert len(list(gone.glob("run/checkpoints/*.corrupt"))) == 2
 
 
 def test_ranks_started_with_other_configurations(place):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gpt2_ddp.checkpoint.checkpoint import MODEL, TRANSFORMERS, find_checkpoint, fit_weights, tensor_shapes
@@ -131,8 +132,9 @@ def _load(path: Path, name: str) -> Any:
     options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with _reading(path):
         theirs, found = getattr(transformers, name).from_pretrained(path, **options)
-        files = [tensor_shapes(file) for file in path.glob(WEIGHTS)]
-    stored = {name: dtype for file in files for name, (dtype, _) in file.items() if not name.endswith(BUFFERS)}
+        files = [safe_open(file, "pt") for file in path.glob(WEIGHTS)]
+        dtypes = {name: file.get_slice(name).get_dtype() for file in files for name in file.keys()}  # noqa: SIM118
+    stored = {name: dtype for name, dtype in dtypes.items() if not name.endswith(BUFFERS)}
     unfit = [f"{name} is missing" for name in found["missing_keys"]]
     unfit += [f"{name} is unknown" for name in found["unexpected_keys"] if not name.endswith(BUFFERS)]
     unfit += [f"{name} has shape {[*has]} instead of {[*wants]}" for name, has, wants in found["mismatched_keys"]]

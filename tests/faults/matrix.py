@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 from commands import ACCELERATE, ROOT, TORCHRUN, environment
-from ranks import free_port
+from ranks import free_port, wait_for
 from runs import rows, same, training_config, weights
 
 from gpt2_ddp.config.cli import dump
@@ -148,13 +148,6 @@ def _numbers(run: Path) -> list[tuple]:
 
 
 def _await_stage(cell: Cell, folder: Path, process: subprocess.Popen, mark: str) -> None:
-    def wait(until, what: str) -> None:
-        deadline = time.monotonic() + 120
-        while not until():
-            assert process.poll() is None, f"ended before {what}: " + (folder / "stderr").read_text()
-            assert time.monotonic() < deadline, what
-            time.sleep(0.02)
-
     def step() -> int:
         metrics = folder / "run/metrics.jsonl"
         found = rows(metrics.parent) if metrics.exists() and metrics.read_text().endswith("\n") else []
@@ -162,14 +155,14 @@ def _await_stage(cell: Cell, folder: Path, process: subprocess.Popen, mark: str)
 
     stage_mark = folder / "mark"
     if cell.stage == "imports":
-        wait(lambda: len(_ranks(mark)) == (2 if cell.launcher in ("torchrun", "processes") else 1), "its ranks")
-        wait(lambda: any("libtorch" in line.path for line in _ranks(mark)[-1].memory_maps()), "torch")
+        wait_for(lambda: len(_ranks(mark)) == (2 if cell.launcher in ("torchrun", "processes") else 1), process)
+        wait_for(lambda: any("libtorch" in line.path for line in _ranks(mark)[-1].memory_maps()), process)
         return
     if cell.stage != "hashing":
-        wait(lambda: step() >= (3 if cell.stage in ("training", "sampling", "saving") else 2), "its third row")
+        wait_for(lambda: step() >= (3 if cell.stage in ("training", "sampling", "saving") else 2), process)
         stage_mark.unlink(missing_ok=True)
     if cell.stage != "training":
-        wait(stage_mark.exists, cell.stage)
+        wait_for(stage_mark.exists, process)
         time.sleep(0.2)
 
 

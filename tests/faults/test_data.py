@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data import shards as hashes
 from gpt2_ddp.data.manifest import MANIFEST, read_manifest
 from gpt2_ddp.data.shards import RECORD, verify_shards
-from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.preparation.encode import write_manifest
@@ -199,43 +197,6 @@ def test_ranks_remember_at_once(data, monkeypatch):
     lines = (data / RECORD).read_text().splitlines()
     assert sorted(json.loads(line)[0] for line in set(lines)) == SHARDS
     assert hashed(data, monkeypatch) == []
-
-
-def tokens_by_id(values: dict) -> list[str]:
-    return sorted(values["model"]["vocab"], key=values["model"]["vocab"].get)
-
-
-def with_id(index: object) -> Callable[[dict, str], object]:
-    return lambda values, last: values["model"]["vocab"].update({last: index})
-
-
-def with_added(text: object, index: int = 512) -> Callable[[dict, str], object]:
-    return lambda values, last: values["added_tokens"].append({"content": text, "id": index})
-
-
-TOKENIZERS = {
-    "huge id": with_id(2**40), "negative id": with_id(-1), "the same id twice": with_id(5),
-    "an id left out": with_id(512), "a fraction": with_id(511.0), "text": with_id("511"),
-    "an added token far away": with_added("x", 10**9), "an added token without text": with_added(""),
-    "an added token that is a number": with_added(5), "half a character": with_added("\ud800"),
-    "true": lambda values, last: values["model"]["vocab"].update({tokens_by_id(values)[1]: True}),
-    "huge id of an added token": lambda values, last: values["added_tokens"][0].update(id=2**70),
-    "one merge too few": lambda values, last: values["model"]["merges"].pop(),
-    "a merge of numbers": lambda values, last: values["model"]["merges"].append([1, 2]),
-    "no vocabulary": lambda values, last: values["model"].update(vocab=[]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", TOKENIZERS)
-def test_tokenizers_that_tiktoken_would_panic_at(corpus, tmp_path, case):
-    values = json.loads((corpus / "tokenizer.json").read_text())
-    TOKENIZERS[case](values, tokens_by_id(values)[-1])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
-    with pytest.raises(UserError, match="is neither a byte-level BPE") as caught:
-        load_tokenizer(str(tmp_path))
-    check_told(caught.value)
-    (tmp_path / "tokenizer.json").write_text('{"model":' * 100_000)
-    expect_error("is neither a byte-level BPE", load_tokenizer, str(tmp_path))
 
 
 def test_a_manifest_that_says_otherwise_of_its_tokenizer(data):

@@ -314,10 +314,13 @@ def test_only_the_first_bad_step_is_warned_of():
 
 
 def test_a_guard_without_a_bad_step_knows_where_the_run_began():
+    """The beginning of a branch can be gone back to, though it is in a stretch of bad steps already."""
     guard = Guard(GuardConfig(), ALONE, first_step=7)
     assert (guard.last_good, guard.judged, guard.bad_steps) == (7, 0, 0)
-    guard.load_state_dict(GuardState(judged=9, first_bad=9))
-    assert guard.last_good == 8
+    for begins, good in ((7, 8), (10, 10)):
+        guard = Guard(GuardConfig(), ALONE, begins)
+        guard.load_state_dict(GuardState(judged=11, first_bad=9))
+        assert guard.last_good == good
     assert _Numbers().integers() == [0, 0, 0, 0]
     assert _Numbers(torch.tensor([0.5, 1.0])).integers() == [1, 2**31, False, 1]
     assert _Numbers(torch.tensor([-1e30, 0.0])).integers() == [1, -LARGEST * 2**32, False, 0]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import run_scripts, snapshot
 from faults.mutations import CASES, NASTY, change_value, check_told, flip, mangle, no_hang, open_data
-from ranks import run_ranks
 
 from gpt2_ddp.checkpoint.checkpoint import find_checkpoint
 from gpt2_ddp.config import tools
@@ -168,32 +166,3 @@ def test_a_configuration_of_a_megabyte_is_not_parsed(tmp_path):
     (tmp_path / "c.yaml").write_text("# comment\n" * (LARGEST // 10 + 1))
     with pytest.raises(UserError, match="More than 65,536 bytes"):
         load(TrainingConfig, ["--config", str(tmp_path / "c.yaml")])
-
-
-LONG = "a" * 5000
-COMMAND_LINES = {
-    "long run_name": ["--run_name", LONG], "long output_dir": ["--output_dir", LONG],
-    "long data.path": ["--data.path", LONG],
-    "long data.path, with a recipe": ["--data.path", LONG, "--data.prepare", "configs/data_stdlib.yaml"],
-    "long init_from": ["--train.init_from", LONG],
-    "long data.prepare": ["--data.path", "/tmp/none", "--data.prepare", LONG],
-    "a file as data.path": ["--data.path", "{place}/config.yaml"],
-    "a pipe as configuration": ["--config", "{place}/pipe"],
-    "a pipe as recipe": ["--data.path", "/tmp/none", "--data.prepare", "{place}/pipe"],
-    "a pipe as data.path": ["--data.path", "{place}/pipe"], "a pipe as output_dir": ["--output_dir", "{place}/pipe"],
-    "a loop of links as data.path": ["--data.path", "{place}/loop", "--data.prepare", "configs/data_stdlib.yaml"],
-    "a pipe as init_from": ["--train.init_from", "{place}/pipe"],
-}  # fmt: skip
-
-
-def test_trainings_that_cannot_begin(place):
-    os.mkfifo(place / "pipe")
-    (place / "loop").symlink_to("loop")
-    config = ["--config", str(place / "config.yaml")]
-    command_lines = [[*config, *(word.format(place=place) for word in case)] for case in COMMAND_LINES.values()]
-    before = snapshot(place)
-    (answers,) = run_ranks(run_scripts, 1, [("train_gpt2", arguments) for arguments in command_lines])
-    for case, (code, errors) in zip(COMMAND_LINES, answers, strict=True):
-        assert (code, errors.count("\n"), errors[:7]) == (2, 1, "error: "), (case, errors)
-        check_told(UserError.join([errors.removeprefix("error: ").removesuffix("\n")]))
-    assert snapshot(place) == before

@@ -6,8 +6,8 @@ Its data hold a stretch that makes every gradient NaN. Nobody repairs anything. 
 are those of the run that was left alone.
 """
 
+import itertools
 import json
-import math
 import os
 import random
 import shutil
@@ -21,7 +21,7 @@ import pytest
 import torch
 from disk import interpose, refuse
 from ranks import start_ranks
-from runs import same, state_of, training_config, weights
+from runs import before_each_step, same, state_of, train_with_faults, training_config, weights
 
 from gpt2_ddp.config.training import TrainingConfig
 
@@ -38,43 +38,33 @@ BETWEEN = ("nothing", "nothing", "flip a file", "torn rows", "no status")
 
 def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: int) -> str:
     """Trains; `fault` happens on that rank when this process has taken `after` steps."""
-    from gpt2_ddp.tasks.pretraining import Pretraining
-    from gpt2_ddp.training import loop
+    taken = itertools.count(1)
 
-    step, taken = loop.train_step, [0]
-
-    def train_step(run):
-        taken[0] += 1
-        here = run.accelerator.process_index == rank and taken[0] == after
-        if here and fault == "raise":
+    def happen(run):
+        here = run.accelerator.process_index == rank
+        if next(taken) != after or not here:
+            return
+        if fault == "raise":
             raise ZeroDivisionError("a rank of the soak raises")
-        if here and fault == "hang":
+        if fault == "hang":
             time.sleep(10**6)
-        if here and fault == "flip":
+        if fault == "flip":
             parameter = random.choice(list(run.task.model.parameters()))
             parameter.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << (number % 31))
-        if here and fault == "worker":
+        if fault == "worker":
             for child in psutil.Process().children():
                 child.kill()
-        position = int(run.task.feed.positions_from(run.task.feed.position)[0])
-        times = math.nan if POISON[0] <= position < POISON[1] else 1.0
-        handle = next(run.task.model.parameters()).register_hook(lambda gradient: gradient * times)
-        try:
-            return step(run)
-        finally:
-            handle.remove()
 
     if fault == "full disk":
-        count = [0]
+        written = itertools.count(1)
 
         def tell(operation: str, name: str) -> None:
-            count[0] += 1
-            if count[0] > number % 200 + 20:
+            if next(written) > number % 200 + 20:
                 refuse()
 
         interpose(Path(config.output_dir), tell)
-    loop.train_step = train_step
-    return loop.train(config, Pretraining).outcome
+    before_each_step(happen)
+    return train_with_faults(config, POISON)
 
 
 def settings(corpus: Path, folder: Path, steps: int) -> TrainingConfig:
