@@ -101,7 +101,7 @@ def run_scripts(commands: list[tuple[str, list[str]]]) -> list[tuple[int, str]]:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    not_counted = (".lock", ".prepare.lock", ".verified.jsonl")
+    not_counted = (".lock", ".verified.jsonl")
     files = (file for file in folder.rglob("*") if file.is_file() and file.name not in not_counted)
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

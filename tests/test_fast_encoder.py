@@ -12,7 +12,7 @@ from nasty import difficult_texts
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import Tokenizer, load_tokenizer
-from gpt2_ddp.distributed.workers import InlineExecutor
+from gpt2_ddp.distributed.workers import AHEAD, InlineExecutor, in_order
 from gpt2_ddp.preparation import encode
 from gpt2_ddp.preparation.encode import SAMPLE, EncodersDiffer, FastEncoder, fast_encoder, first_id
 from gpt2_ddp.preparation.prepare import prepare, train_bpe
@@ -180,11 +180,11 @@ def test_only_a_few_items_are_under_way(workers):
             most = max(most, given - taken)
             yield given
 
-    for found in encode.in_order(lambda item: item, items(), InlineExecutor(), workers):
+    for found in in_order(lambda item: item, items(), InlineExecutor(), workers):
         taken += 1
         assert found == taken
     assert (given, taken) == (50, 50)
-    assert most == (encode.AHEAD * workers if workers > 1 else 1)
+    assert most == (AHEAD * workers if workers > 1 else 1)
 
 
 def test_samples_are_taken_all_over(rows, monkeypatch):

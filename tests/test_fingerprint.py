@@ -12,7 +12,6 @@ from commands import expect_error
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.preparation import row_sources, source_files
-from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.preparation.prepare import prepare
 from gpt2_ddp.preparation.source_files import RECORD
 
@@ -91,15 +90,6 @@ def test_sources_that_cannot_be_compared_are_taken_as_they_were(texts, capsys):
     texts.rename("elsewhere")
     assert prepare(config()) == made
     assert "note: texts no longer exists" in capsys.readouterr().out
-    Path("texts").mkdir()
-    Path("texts/b.txt").write_text("another\n")
-    later = "fingerprint", "column", "revision", "encoding", "on_bad_file", "document_separator", "account"
-    recipe = {name: value for name, value in made.recipe.items() if name not in later}
-    (Path("out") / RECORD).unlink()
-    (Path("out") / "manifest.json").unlink()
-    write_manifest(Path("out"), type(made)(**{**vars(made), "recipe": recipe}))  # of a release that had none of them
-    assert prepare(config()).hash == made.hash
-    assert "account" not in read_manifest(Path("out")).recipe
     expect_error("made with column text; choose another", prepare, config(column="body"))
 
 

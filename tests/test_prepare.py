@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import tiktoken
 from commands import expect_error
@@ -28,7 +29,7 @@ from gpt2_ddp.data.shards import RECORD, TokenStream, verify_shards
 from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.output import locked_output
-from gpt2_ddp.preparation import encode, row_sources, source_files
+from gpt2_ddp.preparation import encode, row_sources, source_files, sources
 from gpt2_ddp.preparation import prepare as prepare_module
 from gpt2_ddp.preparation.prepare import prepare, suitable_vocab_size
 
@@ -107,7 +108,7 @@ def test_a_document_keeps_its_split(texts, tmp_path):
 
 
 def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(encode, "CHUNK", 10_000)
+    monkeypatch.setattr(encode, "BLOCK", 10_000)
     rows = [{"text": text[:2000]} for text in documents_in(texts)[:100]]
     (texts / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     bpe = {"tokenizer": "bpe", "vocab_size": 400, "shard_tokens": 50_000}
@@ -120,8 +121,58 @@ def test_any_number_of_workers_gives_the_same_bytes(texts, tmp_path, monkeypatch
     assert moved.hash == one.hash
 
 
+PARTED = {  # files that are read in parts, and how
+    "rows.jsonl": {}, "rows.parquet": {}, "lines.txt": {"documents": "line"}, "marked.txt": {"documents": "line"},
+    "paragraphs.txt": {"documents": "paragraph"}, "stories.txt": {"document_separator": "<|endoftext|>"},
+    "blank.txt": {"document_separator": "\n\n"}, "dashes.txt": {"document_separator": "---"},
+}  # fmt: skip
+
+
+def write_parted(folder: Path, library: list[str]) -> None:
+    """Files with text of the library, some of it longer than others, and rows without text."""
+    texts = [text[: 200 + 37 * number % 500] for number, text in enumerate(library[:80])]
+    texts[50] = "".join(library)[:9000]
+    rows: list[dict] = [{"text": text} for text in texts] + [{"text": None}, {"body": "x"}] * 3
+    random.Random(0).shuffle(rows)
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("\r\n".join(map(json.dumps, rows)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=7)
+    for name, between in {"lines": "\r\n", "paragraphs": "\n \n", "blank": "\n\n\n", "dashes": "--\n-----"}.items():
+        (folder / f"{name}.txt").write_bytes(between.join(texts).encode())
+    (folder / "marked.txt").write_bytes("\ufeff".join(["", *texts, "\xe9" * 5000]).encode())
+    (folder / "stories.txt").write_bytes("<|endoftext|>\n".join([*texts, ""]).encode()[:-1] + b"\xff")
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_files_in_parts_give_the_same_shards_and_statistics(tmp_path, library, monkeypatch, name):
+    write_parted(tmp_path / "texts", library)
+    values = {"source": tmp_path / "texts" / name, "shard_tokens": 10_000, **PARTED[name]}
+    whole = prepare(config(output=tmp_path / "whole", **values))
+    for module in (encode, source_files, sources):
+        monkeypatch.setattr(module, "BLOCK", 1000)
+    for module in (encode, source_files):
+        monkeypatch.setattr(module, "LARGEST", 4000)
+    assert len(list(sources.scan(config(output=tmp_path / "in parts", **values)).parts())) > 5
+    assert prepare(config(output=tmp_path / "in parts", **values)) == whole
+
+
+def test_workers_name_the_lines_of_parts(tmp_path):
+    lines = [json.dumps({"text": f"{number} " * 20}) for number in range(30_000)]
+    for number, bad in ((29_000, "[]"), (28_000, "{"), (27_000, '{"text": null}')):
+        lines[number - 1] = bad
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        if bad != '{"text": null}':
+            where = rf"rows\.jsonl: line {number} is not "
+            expect_error(where, prepare, config(tmp_path / "rows.jsonl", tmp_path / "out", workers=2))
+    lines[27_999] = lines[28_999] = '{"text": "words"}'
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    made = [prepare(config(tmp_path / "rows.jsonl", tmp_path / str(n), workers=n)) for n in (1, 2)]
+    assert made[0] == made[1]
+    assert made[0].recipe["account"]["without_text"] == {"count": 1, "where": [f"{tmp_path}/rows.jsonl, line 27000"]}
+
+
 def test_few_documents_are_divided_by_tokens(tmp_path, library, monkeypatch):
-    monkeypatch.setattr(encode, "CHUNK", 1000)
+    monkeypatch.setattr(encode, "BLOCK", 1000)
     text = "".join(library[:40])
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "one.txt").write_bytes(text.encode())
@@ -200,7 +251,7 @@ def test_killed_and_run_again(tmp_path):
     process.communicate()
     assert not output.exists()
     output.mkdir()
-    for name in (".prepare.lock", "train_000999.bin", ".val_000999.bin.tmp"):  # as older releases left them
+    for name in (".source.jsonl", "train_000999.bin"):  # of one that was killed while it published its files
         (output / name).touch()
     expect_error("has shards but no manifest", read_manifest, output)
     subprocess.run([*arguments, "--output", str(output)], check=True)
@@ -280,7 +331,7 @@ def test_into_a_folder_that_is_there(texts, tmp_path, monkeypatch, kind):
     assert prepare(config(texts, output)) == made
     assert os.listdir(tmp_path / "place") == ["out"]
     found = {path.name for path in folder.iterdir()} - {shard.file for of in made.splits.values() for shard in of}
-    expected = {".prepare.lock", ".source.jsonl", "manifest.json"}
+    expected = {".source.jsonl", "manifest.json"}
     others = {"files": {"notes.txt"}, "link": set(), "disk": {"notes.txt", ".train-000000001.tmp"}}
     assert found == expected | others[kind]
 

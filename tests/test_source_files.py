@@ -78,7 +78,7 @@ def config(source: Path, **changes) -> PrepareConfig:
 def texts(source: Path, **changes) -> list[str]:
     """The documents, each whole."""
     documents: list[str] = []
-    for text, first in scan(config(source, **changes)).pieces():
+    for text, first, _ in scan(config(source, **changes)).pieces():
         documents[-1:] = [*documents[-1:], text] if first else [documents[-1] + text]
     return documents
 
@@ -98,7 +98,7 @@ def test_what_is_not_text_is_left_out_whatever_its_name(tmp_path):
     for name, data in NOT_TEXT.items():
         (tmp_path / name).write_bytes(data)
     seen = scan(config(tmp_path))
-    assert {Path(name).name for name, encoding in seen.unusual.items() if encoding is None} == {*NOT_TEXT}
+    assert {Path(name).name for name, parts in seen.unusual.items() if not parts} == {*NOT_TEXT}
     assert seen.stats.left_out.count == len(NOT_TEXT)
     assert texts(tmp_path) == [DECODABLE[name][1] for name in sorted(DECODABLE)]
     for name in NOT_TEXT:
@@ -126,7 +126,7 @@ def test_a_trace_of_what_cannot_be_decoded_is_replaced_and_counted(tmp_path, mon
     for size, garbled in ((20_000, False), (19_999, True)):
         path = tmp_path / f"{size}.txt"
         path.write_bytes(b"word\n" * 300 + b"\xe9\xe8" + b"x" * (size - 1502))
-        assert detect_encoding(path, "auto") == ("utf-8", size, 2, 301, "")
+        assert detect_encoding(path, "auto")[:5] == ("utf-8", size, 2, 301, "")
         if garbled:
             expect_error("encoding = auto: cannot decode 1 file ", scan, config(path))
     account = scan(config(tmp_path / "20000.txt")).stats
@@ -150,7 +150,9 @@ def test_utf_8_with_damage_stays_utf_8_whatever_is_named(tmp_path):
     (tmp_path / "cut.txt").write_bytes(cut)
     (tmp_path / "latin.txt").write_bytes(b"plain\n" * 5000 + b"caf\xe9\n")  # a trace of what is not UTF-8
     seen = scan(config(tmp_path, encoding="latin-1"))
-    assert seen.unusual == {f"{tmp_path}/latin.txt": "latin-1"}
+    assert {name: [part.encoding for part in parts] for name, parts in seen.unusual.items()} == {
+        f"{tmp_path}/latin.txt": ["latin-1"]
+    }
     assert seen.stats.as_named.where == [f"{tmp_path}/latin.txt"]
     assert seen.stats.undecodable.where == [f"{tmp_path}/cut.txt, line 3000"]
     assert texts(tmp_path, encoding="latin-1")[0] == cut[:-1].decode(errors="ignore") + "\ufffd"

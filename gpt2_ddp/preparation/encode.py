@@ -1,62 +1,61 @@
 """Encodes documents into the shards of their splits, with several processes, in the order of the source.
 
-The main process reads the text and writes the tokens; workers encode.
+Workers read parts of the files and encode them; the main process joins the tokens, and reads what cannot be cut.
 If `gigatoken` is installed (`pip install gpt2_ddp[fast]`), it encodes GPT-2's BPE: the same ids, many times faster.
 tiktoken encodes a sample of each item again, for comparison.
 """
 
 import base64
-import hashlib
 import json
 import re
 import tempfile
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import asdict
 from functools import cache, partial
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.manifest import HEADER_BYTES, MANIFEST, Manifest, Shard, content_sha256, parse_manifest, token_dtype
 from gpt2_ddp.data.shards import MAGIC_AND_VERSION
 from gpt2_ddp.data.tokenizer import GPT2_PATTERN, Tokenizer, load_tokenizer
-from gpt2_ddp.distributed.workers import InlineExecutor
+from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import fsync_file, sha256_file, write_atomically
-from gpt2_ddp.preparation.sources import DocumentChunk, Source
+from gpt2_ddp.preparation.source_files import BLOCK, LARGEST, Part
+from gpt2_ddp.preparation.sources import CorpusStats, DocumentChunk, Source
 
-CHUNK = 2**20  # characters that a process encodes at a time
-AHEAD = 3
-"""Items per worker that are being encoded, or wait to be written."""
 EXPECTED_DOCUMENTS = 10
 """Least expected documents of the smaller split, for splits by hash; with fewer, it could be empty."""
 SAMPLE, EVERY = 512, 2**18  # tiktoken also encodes 0.2 % of the characters, in 3 % of the time (estimate)
 WORD_END = re.compile(r"(?<=\S)(?=[ \n])")
 """Places where GPT-2's pattern divides every text: no token crosses them."""
 
-Item = Sequence[tuple[str, DocumentChunk]]  # pieces of documents, each with its split
 Encoded = dict[str, np.ndarray]  # an item's tokens, by split
+Item = tuple[list[Part], list[DocumentChunk], CorpusStats | None]
+"""Parts for a worker to read; or pieces that the main process has read; or the statistics of such pieces."""
 
 
-def encode_item(tokenizer_name: str, fast: bool, item: Item) -> Encoded:
-    """The tokens of an item, in any process. `fast`: with gigatoken, if it is installed."""
+def encode_item(tokenizer_name: str, fast: bool, config: PrepareConfig, item: Item) -> tuple[Encoded, CorpusStats]:
+    """The tokens and statistics of an item, in any process. `fast`: with gigatoken, if it is installed."""
+    (parts, pieces, stats), reader = item, Source(config)
     tokenizer = _cached_tokenizer(tokenizer_name)
     quick, unchecked = _cached_fast_encoder(tokenizer) if fast else None, EVERY
     beginning = np.array([tokenizer.eot], token_dtype(tokenizer.vocab_size))
     encoded: dict[str, list[np.ndarray]] = {}
-    for split, piece in item:
+    for piece in pieces or reader.pieces(parts):
         tokens = (quick or tokenizer).encode(piece.text)
         if quick and unchecked >= EVERY:
             quick.check(piece.text, tokens)
             unchecked = 0
         unchecked += len(piece.text)
-        encoded.setdefault(split, []).extend([beginning, tokens] if piece.first else [tokens])
-    return {split: np.concatenate(parts) for split, parts in encoded.items()}
+        encoded.setdefault(piece.split, []).extend([beginning, tokens] if piece.first else [tokens])
+    return {split: np.concatenate(parts) for split, parts in encoded.items()}, stats or reader.stats
 
 
 def write_splits(
@@ -71,18 +70,19 @@ def write_splits(
     config, vocab_size = source.config, _cached_tokenizer(tokenizer).vocab_size
     fraction, names = config.val_fraction, ("train", "val") if config.val_fraction else ("train",)
     by_hash = fraction == 0 or source.has_documents(ceil(EXPECTED_DOCUMENTS / min(fraction, 1 - fraction)))
+    config = config if by_hash else config.model_copy(update={"val_fraction": 0.0})
     splits: dict[str, list[Shard]] = {}
     for try_fast in (fast, False):
         writers = {split: ShardWriter(folder, split, config.shard_tokens, vocab_size, pool) for split in names}
-        items = batches(with_splits(source.pieces(), fraction if by_hash else 0.0))
+        encode = partial(encode_item, tokenizer, try_fast, config)
         try:
-            encoded = _count(in_order(partial(encode_item, tokenizer, try_fast), items, pool, workers))
+            encoded = _count(source, in_order(encode, make_items(source.parts(), config), pool, workers))
             if by_hash:
                 for tokens in encoded:
                     for split, ids in tokens.items():
                         writers[split].add(ids)
             else:
-                _divide(folder, (tokens["train"] for tokens in encoded), writers, fraction)
+                _divide(folder, (ids for tokens in encoded for ids in tokens.values()), writers, fraction)
             splits = {split: writer.close() for split, writer in writers.items()}
             break
         except EncodersDiffer as error:
@@ -98,11 +98,15 @@ def write_splits(
     return splits
 
 
-def _count(encoded: Iterator[Encoded]) -> Iterator[Encoded]:
+def _count(source: Source, encoded: Iterator[tuple[Encoded, CorpusStats]]) -> Iterator[Encoded]:
+    source.restart()
     with tqdm(desc="encoding", unit=" tokens", unit_scale=True, disable=None) as progress:
-        for tokens in encoded:
+        for tokens, stats in encoded:
+            source.stats.add(stats)
+            source.check_column()
             progress.update(sum(map(len, tokens.values())))
             yield tokens
+    source.check_column(finished=not source.config.max_documents)
 
 
 def _divide(
@@ -118,44 +122,19 @@ def _divide(
         file.seek(0)
         for split, end in ends.items():
             while (left := end - file.tell() // dtype.itemsize) > 0:
-                writers[split].add(np.fromfile(file, dtype, min(left, CHUNK)))
+                writers[split].add(np.fromfile(file, dtype, min(left, BLOCK)))
 
 
-def batches(pieces: Iterable[tuple[str, DocumentChunk]]) -> Iterator[Item]:
-    """The pieces in items of at least `CHUNK` characters; the last may have fewer."""
-    item, characters = [], 0
-    for split, piece in pieces:
-        item.append((split, piece))
-        characters += len(piece.text)
-        if characters >= CHUNK:
-            yield item
-            item, characters = [], 0
-    if item:
-        yield item
-
-
-def with_splits(pieces: Iterable[DocumentChunk], val_fraction: float) -> Iterator[tuple[str, DocumentChunk]]:
-    """The pieces with the splits of their documents."""
-    split = ""
-    for piece in pieces:
-        if piece.first:  # in [0, 1), a function of the text alone
-            unit = int.from_bytes(hashlib.sha256(piece.text.encode()).digest()[:6], "big") / 2**48
-            split = "val" if unit < val_fraction else "train"
-        yield split, piece
-
-
-def in_order(
-    encode: Callable[[Item], Encoded], items: Iterator[Item], pool: Executor, workers: int
-) -> Iterator[Encoded]:
-    """`map` over a pool, only a few items ahead. The pool has processes, since tiktoken is a quarter slower in threads
-    (estimate). They are spawned, since forking a process with threads can deadlock."""
-    pending: deque[Future[Encoded]] = deque()
-    for item in items:
-        pending.append(pool.submit(encode, item))
-        if len(pending) >= (AHEAD * workers if workers > 1 else 1):
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+def make_items(parts: Iterator[Part], config: PrepareConfig) -> Iterator[Item]:
+    """The items of all parts, in order. Parts above `LARGEST`, and all with `max_documents`, are read here."""
+    for batch in batches(parts, lambda part: part.bytes, inf if config.max_documents else BLOCK):
+        if batch[-1].bytes <= LARGEST and not config.max_documents:
+            yield batch, [], None
+        else:
+            reader = Source(config)
+            pieces = batches(reader.pieces(batch), lambda piece: len(piece.text), BLOCK)
+            yield from (([], read, None) for read in pieces)
+            yield [], [], reader.stats
 
 
 class EncodersDiffer(Exception):

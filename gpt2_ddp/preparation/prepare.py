@@ -50,9 +50,7 @@ from gpt2_ddp.preparation.source_files import RECORD, check_unchanged, describe,
 from gpt2_ddp.preparation.sources import CorpusStats, Source, scan
 
 ACCOUNT = "account"  # statistics of the source, in the manifest's recipe, which is not part of the data's identity
-MARK = ".prepare.lock"  # an empty file that marks a folder as written by prepare_data.py. Older releases locked it
-LEFT = ("train_*.bin", "val_*.bin", ".train*.tmp", ".val*.tmp", ".*.json*.tmp", TOKENIZER_FILE, RECORD)
-"""Files that a killed preparation may leave in its folder."""
+LEFT = ("train_*.bin", "val_*.bin", TOKENIZER_FILE)  # beside RECORD, of a preparation that was killed at its end
 BLOCK_BYTES = 2**24  # bytes of an indexed shard to read at a time
 BPE_CHARACTERS = 10**8
 """Most characters of the source to train a BPE on. Of 500 MB of program files, a BPE of 32,768 tokens that was trained
@@ -84,7 +82,7 @@ def prepare(config: PrepareConfig, fast: bool = True) -> Manifest:
                 with worker_pool(workers) if workers > 1 else nullcontext(InlineExecutor()) as pool:
                     return _prepare(aside, config, pool, workers, fast)
     else:
-        check_unchanged(folder, config, manifest.recipe.get("fingerprint", {}), manifest.source)
+        check_unchanged(folder, config, manifest.recipe["fingerprint"], manifest.source)
     print(f"{folder} is already prepared: {_summary(manifest)}; delete it to prepare it again")
     _print_account(manifest)
     return manifest
@@ -95,8 +93,7 @@ def _finished(folder: Path, config: PrepareConfig) -> Manifest | None:
     if not os.path.exists(folder / MANIFEST):
         return None
     manifest = read_manifest(folder)
-    recipe, defaults = _recipe(config), PrepareConfig().model_dump(mode="json", exclude={"source"})
-    made_with = defaults | manifest.recipe  # newer fields have their defaults there
+    recipe, made_with = _recipe(config), manifest.recipe
     if recipe.get("vocab_size", 0) is None:  # any will do
         del recipe["vocab_size"]
     differing = [f"{name} {made_with.get(name)}" for name in recipe if made_with.get(name) != recipe[name]]
@@ -116,7 +113,7 @@ def _recipe(config: PrepareConfig) -> dict[str, Any]:
 
 def _clear(folder: Path) -> None:
     """Removes the files of a killed preparation. Raises: UserError for other files."""
-    if (folder / MARK).exists():
+    if (folder / RECORD).exists():
         for file in (file for pattern in LEFT for file in folder.glob(pattern)):
             file.unlink()
     elif any(folder.glob("*.bin")) or (folder / TOKENIZER_FILE).exists():
@@ -129,12 +126,11 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     folder, start = Path(config.folder), time.perf_counter()
     fingerprint: dict[str, Any] = {}
     try:
-        # a worker hashes files meanwhile; no further requests to the Hub if the first one fails
-        recorded = None if row_source(config) else pool.submit(_record, aside, config)
-        source = scan(config)
-        if next(source.pieces(), None) is None:
+        source = scan(config, pool, workers, hashed=True)
+        if next(source.pieces(), None) is None:  # no further requests to the Hub if the first one fails
             raise UserError("source", config.source, "has no text for a train split; check the source and its column")
-        fingerprint = recorded.result() if recorded else record_source(aside, config)
+        fingerprint = record_source(aside, config, source.entries)
+        source.entries.clear()
         name = _place_tokenizer(aside, source)
         tokenizer = load_tokenizer(name)
         splits = write_splits(aside, source, name, pool, workers, fast)
@@ -143,7 +139,6 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
         identity = tokenizer.name, tokenizer.sha256, tokenizer.vocab_size, tokenizer.eot
         manifest = Manifest(2, *identity, describe(config), splits, recipe)
         write_manifest(aside, manifest)
-        (aside / MARK).touch()
         publish(aside, folder, last=MANIFEST)
     except (OSError, UserError) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -153,11 +148,6 @@ def _prepare(aside: Path, config: PrepareConfig, pool: Executor, workers: int, f
     print(f"{folder} is prepared: {_summary(manifest)}, in {time.perf_counter() - start:.0f} s")
     _print_account(manifest)
     return manifest
-
-
-def _record(folder: Path, config: PrepareConfig) -> dict[str, Any]:
-    tqdm.set_lock(threading.RLock())  # its own is of all processes, and would outlive a helper that is ended
-    return record_source(folder, config)
 
 
 def _place_tokenizer(folder: Path, source: Source) -> str:
@@ -183,11 +173,9 @@ def _summary(manifest: Manifest, with_tokenizer: bool = True) -> str:
 
 
 def _print_account(manifest: Manifest) -> None:
-    """Prints the statistics of the source, if the manifest has them."""
-    if ACCOUNT in manifest.recipe:
-        stats = TypeAdapter(CorpusStats).validate_python(manifest.recipe[ACCOUNT])
-        tokens = {split: manifest.tokens(split) for split in manifest.splits}
-        print(*account_lines(stats, tokens), sep="\n")
+    """Prints the statistics of the source."""
+    stats = TypeAdapter(CorpusStats).validate_python(manifest.recipe[ACCOUNT])
+    print(*account_lines(stats, {split: manifest.tokens(split) for split in manifest.splits}), sep="\n")
 
 
 def account_lines(stats: CorpusStats, tokens: dict[str, int]) -> Iterator[str]:
@@ -353,8 +341,8 @@ def write_characters(texts: Iterable[str], path: Path) -> None:
 def _texts(source: Source, most: float = math.inf) -> Iterator[str]:
     """About `most` characters of the source, counted by a bar."""
     with tqdm(desc="reading", unit=" characters", unit_scale=True, disable=None) as progress:
-        for text, _ in source.pieces():
-            yield text
-            progress.update(len(text))
+        for piece in source.pieces():
+            yield piece.text
+            progress.update(len(piece.text))
             if source.stats.characters >= most:
                 return

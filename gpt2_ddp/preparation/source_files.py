@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import takewhile
+from math import inf
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
+from gpt2_ddp.distributed.workers import batches
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import regular, sha256_file, write_atomically
 from gpt2_ddp.preparation.row_sources import row_source
@@ -32,8 +34,10 @@ LINE = re.compile(rb"^[ \t]*[^#\s]", re.MULTILINE)
 ENTRY = re.compile(
     rb"""^[ \t]*(?:b?'[^'\n]*'|b?"[^"\n]*"|[\[({]*-?0?x?[0-9a-fA-F]+)[\])}]*[ \t]*(?:[:,)]|$)""", re.MULTILINE
 )
+KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 BLOCK = 2**20  # bytes or characters to read at a time
+LARGEST = 2**24  # bytes of a part that a worker reads
 TRACE = 10_000  # in a text file, at most one byte in so many is undecodable
 CONTROLS = {b"\0": TRACE, bytes({*range(1, 32), 127} - {*b"\a\b\t\n\v\f\r\x1b"}): 100}
 """Control characters except those of texts and terminal logs. A text file has at most one in so many bytes."""
@@ -138,6 +142,26 @@ def _fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return here and (_fits(names[1:], patterns[1:]) if patterns[1:] else not names[1:])
 
 
+class Part(NamedTuple):
+    """A file, or its bytes or row groups from `start` to `end`."""
+
+    path: str
+    encoding: str = "utf-8"
+    start: int = 0
+    end: int = 0  # 0: of the file
+    lines: int = 0  # of the file, above the part
+    bytes: float = inf  # to be read, about
+
+
+class Entry(NamedTuple):
+    """A file of the source; one that cannot be read has no hash."""
+
+    name: str
+    bytes: int
+    mtime_ns: int
+    sha256: str
+
+
 class DetectedEncoding(NamedTuple):
     """Result of scanning a whole file."""
 
@@ -146,19 +170,58 @@ class DetectedEncoding(NamedTuple):
     undecodable: int = 0  # bytes that the codec cannot decode
     line: int = 0  # where the first of them is, from 1
     fault: str = ""  # why the file is no text, or damaged; empty for text
+    parts: Sequence[tuple[int, int, int, int]] = ()  # last fields of each `Part`
 
 
-def detect_encoding(path: Path, named: str) -> DetectedEncoding:
+def look_at(config: PrepareConfig, hashed: bool, files: list[Part]) -> list[tuple[str, list[Entry], DetectedEncoding]]:
+    """The name, the state if `hashed`, and the encoding of each file."""
+    paths = [Path(file.path) for file in files]
+    return [(str(path), list(file_entries(config, [path] * hashed)), _look(path, config)) for path in paths]
+
+
+def _look(path: Path, config: PrepareConfig) -> DetectedEncoding:
+    try:
+        if kind_of(path) != "parquet":
+            return detect_encoding(regular(path), config.encoding, _end_of_document(path, config))
+        import pyarrow.parquet
+
+        with pyarrow.parquet.ParquetFile(regular(path)) as file:
+            sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+            parts = batches(range(len(sizes)), sizes.__getitem__, BLOCK)
+            parts = [(part[0], part[-1] + 1, 0, sum(sizes[part[0] : part[-1] + 1])) for part in parts]
+            return DetectedEncoding("parquet", 0, parts=parts)
+    except (OSError, ValueError) as error:  # ValueError: content and suffix differ
+        return DetectedEncoding("", 0, fault=f"cannot be read ({error})")
+
+
+def _end_of_document(path: Path, config: PrepareConfig) -> bytes:
+    """Pattern of places where a file of UTF-8 may be cut; empty if there are none."""
+    separator = (config.document_separator or "").encode()
+    overlaps = [length for length in range(1, len(separator)) if separator.endswith(separator[:length])]
+    alone = b"".join(b"(?<!%b)" % re.escape(separator[:-length]) for length in overlaps)  # no other one straddles it
+    ends = {"file": separator and alone + re.escape(separator), "line": b"\n", "paragraph": rb"\n\r?\n"}
+    kind = "line" if kind_of(path) == "json" else config.documents
+    return b"" if path.suffix.lower() in COMPRESSED else ends[kind]
+
+
+def kind_of(path: str | Path) -> str:
+    """`text`, `json` or `parquet`, by the suffix before that of a compression."""
+    suffixes = (suffix.lower() for suffix in reversed(Path(path).suffixes))
+    return KINDS.get(next((suffix for suffix in suffixes if suffix not in COMPRESSED), ""), "text")
+
+
+def detect_encoding(path: Path, named: str, end: bytes = b"") -> DetectedEncoding:
     """The encoding of a file, which is read as a whole, in little memory. `named`: the codec of files that are neither
     UTF-8 nor marked as UTF-16 or UTF-32; `auto`: there are none. A file with twice as many bytes that continue a
     character of UTF-8 as undecodable ones is UTF-8 with damage; texts in 23 other encodings had 0.43 times as many.
+    `end`: pattern of the end of a document, where a file in UTF-8 may be cut.
     Raises: OSError or ValueError if the file cannot be read, or its content and suffix differ."""
     with open_bytes(path) as file:
         head = file.read(BLOCK)
         if head.startswith(b"%PDF-"):  # which may be of ASCII characters alone
             return DetectedEncoding("utf-8", len(head), fault="is not text (a PDF)")
         marked = next((name for mark, name in MARKS.items() if head.startswith(mark)), None)
-        found, continuing, ascii_only = _scan(head, file, marked or "utf-8")
+        found, continuing, ascii_only = _scan(head, file, marked or "utf-8", end)
     is_utf8 = 2 * found.undecodable < continuing or not (found.undecodable or ascii_only)
     if marked is None and is_utf8 and found.undecodable * TRACE > found.size:
         damage = f"is UTF-8 with {found.undecodable:,} undecodable bytes, the first in line {found.line}"
@@ -180,18 +243,24 @@ def open_bytes(path: Path) -> io.BufferedReader:
     return pyarrow.input_stream(str(path), compression)  # pyright: ignore[reportReturnType]
 
 
-def open_text(path: Path, encoding: str, newline: str | None = "") -> io.TextIOWrapper:
-    """Text of a file without its byte order mark, line ends as they are; what cannot be decoded becomes U+FFFD."""
-    name = "utf-8-sig" if codecs.lookup(encoding).name == "utf-8" else encoding
-    return io.TextIOWrapper(open_bytes(path), encoding=name, errors="replace", newline=newline)
+def open_text(part: Part, newline: str | None = "") -> io.TextIOWrapper:
+    """Text of a part without a byte order mark, line ends as they are; what cannot be decoded becomes U+FFFD."""
+    name = "utf-8-sig" if codecs.lookup(part.encoding).name == "utf-8" and not part.start else part.encoding
+    file = open_bytes(Path(part.path))
+    if part.start:
+        file.seek(part.start)
+    if part.end:
+        with file:
+            file = io.BytesIO(file.read(part.end - part.start))
+    return io.TextIOWrapper(file, encoding=name, errors="replace", newline=newline)
 
 
-def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[DetectedEncoding, int, bool]:
+def _scan(head: bytes, file: IO[bytes], encoding: str, end: bytes = b"") -> tuple[DetectedEncoding, int, bool]:
     """Findings about a file in this encoding, bytes less characters, and whether it is ASCII without escapes."""
     decoder = codecs.getincrementaldecoder(encoding)(_note.__name__)
     size = undecodable = bad_line = lines = characters = 0
     controls: dict[bytes, tuple[int, str]] = dict.fromkeys(CONTROLS, (0, ""))  # their number, and the first one
-    ascii_only, block = True, head
+    ascii_only, block, parts, start, above = True, head, [], 0, 0
     while True:
         _noted.clear()
         text = decoder.decode(block, final=not block)
@@ -207,6 +276,10 @@ def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[DetectedEncoding
                 place = min(at for code in kind if (at := plain.find(code)) >= 0)
                 line = 1 + lines + plain.count(b"\n", 0, place)
                 controls[kind] = before + count, first or f"U+{plain[place]:04X}, first in line {line}"
+        place = re.compile(end).search(block, BLOCK // 2) if end and plain is block else None
+        if place and size - start < LARGEST:
+            parts.append((start, size + place.end(), above, size + place.end() - start))
+            start, above = size + place.end(), lines + block.count(b"\n", 0, place.end())
         ascii_only = ascii_only and plain == block and block.isascii()
         size += len(block)
         lines += plain.count(b"\n")
@@ -216,7 +289,9 @@ def _scan(head: bytes, file: IO[bytes], encoding: str) -> tuple[DetectedEncoding
         for kind, (count, first) in controls.items()
         if count * CONTROLS[kind] > size
     ]
-    return DetectedEncoding(encoding, size, undecodable, bad_line, "".join(faults[:1])), size - characters, ascii_only
+    parts.append((start, 0, above, size - start))
+    found = DetectedEncoding(encoding, size, undecodable, bad_line, "".join(faults[:1]), parts)
+    return found, size - characters, ascii_only
 
 
 _noted: list[tuple[int, int]] = []
@@ -232,30 +307,20 @@ def _note(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_note.__name__, _note)
 
 
-class Entry(NamedTuple):
-    """A file of the source; one that cannot be read has no hash."""
-
-    name: str
-    bytes: int
-    mtime_ns: int
-    sha256: str
-
-
-def record_source(folder: Path, config: PrepareConfig) -> dict[str, Any]:
-    """Writes `RECORD`, durably. Returns what the manifest's recipe keeps. That is the digest of all names and
-    hashes, which shows a change even without the record; or the version of a source of rows, {} if unknown."""
+def record_source(folder: Path, config: PrepareConfig, entries: Sequence[Entry] = ()) -> dict[str, Any]:
+    """Writes `RECORD` of the files, durably. Returns what the manifest's recipe keeps. That is the digest of all names
+    and hashes, which shows a change even without the record; or the version of a source of rows, {} if unknown."""
+    write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
     if rows := row_source(config):
         commit = rows.version(config)
         return {"commit": commit} if commit else {}
-    entries = list(_entries(config))
-    write_atomically(folder / RECORD, "".join(f"{json.dumps(entry)}\n" for entry in entries))
     return {"files": len(entries), "bytes": sum(entry.bytes for entry in entries), "sha256": _digest(entries)}
 
 
 def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], then: str | None = None) -> None:
-    """Compares the source with its record. Files of equal size and time count as equal. Unknown states pass: a record
-    of an older release, deleted files, no answer from the Hub. `was`: returned by `record_source`. `then`: the source's
-    description when its tokens were made; None: they are being made. Raises: UserError, with the changes."""
+    """Compares the source with its record. Files of equal size and time count as equal. Unknown states pass: deleted
+    files, no answer from the Hub. `was`: returned by `record_source`. `then`: the source's description when its tokens
+    were made; None: they are being made. Raises: UserError, with the changes."""
     changes = ""
     if "commit" in was:
         rows = row_source(config)
@@ -267,7 +332,8 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
             before = [Entry(*json.loads(line)) for line in (folder / RECORD).read_text().splitlines()]
         before = before if _digest(before) == was["sha256"] else []
         try:
-            now = list(_entries(config, before))
+            paths = tqdm(find_files(config.source, config.output), desc="looking at files", unit=" files", disable=None)
+            now = list(file_entries(config, paths, before))
         except UserError:
             if then is None:
                 raise
@@ -286,11 +352,11 @@ def check_unchanged(folder: Path, config: PrepareConfig, was: dict[str, Any], th
         raise UserError("source", config.source, hint)
 
 
-def _entries(config: PrepareConfig, known: Iterable[Entry] = ()) -> Iterator[Entry]:
-    """The current files. Files in `known` with the same size and time are not read."""
-    root, hashes = _root(config.source), {entry[:3]: entry.sha256 for entry in known}
-    for path in tqdm(find_files(config.source, config.output), desc="looking at files", unit=" files", disable=None):
-        file, sha256 = (os.path.relpath(path, root), 0, 0), ""
+def file_entries(config: PrepareConfig, paths: Iterable[Path], known: Iterable[Entry] = ()) -> Iterator[Entry]:
+    """The files' current state. Files in `known` with the same size and time are not read."""
+    root, hashes = os.path.join(_root(config.source), ""), {entry[:3]: entry.sha256 for entry in known}
+    for path in paths:
+        file, sha256 = (str(path).removeprefix(root), 0, 0), ""
         with suppress(OSError):
             found = regular(path).stat()
             file = (file[0], found.st_size, found.st_mtime_ns)

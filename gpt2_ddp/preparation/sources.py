@@ -3,46 +3,38 @@
 A document is text in blocks, so documents of any length need little memory. A document ends before the next begins.
 """
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import groupby, islice
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, groupby, islice
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from gpt2_ddp.config.tools import PrepareConfig
 from gpt2_ddp.data.tokenizer import END_OF_TEXT, replace_surrogates
+from gpt2_ddp.distributed.workers import InlineExecutor, batches, in_order
 from gpt2_ddp.errors import UserError, truncate
-from gpt2_ddp.files import regular
 from gpt2_ddp.preparation.row_sources import row_source
-from gpt2_ddp.preparation.source_files import (
-    BLOCK,
-    COMPRESSED,
-    TRACE,
-    DetectedEncoding,
-    detect_encoding,
-    find_files,
-    open_text,
-)
+from gpt2_ddp.preparation.source_files import BLOCK, TRACE, Entry, Part, find_files, kind_of, look_at, open_text
 
 MANY = 1000  # the column is missing if none of the first so many rows has it
 PIECE = 2**20
 """Characters after which a long document is cut, at the next place that no token of GPT-2 can cross."""
 LONGEST_PIECE = 4 * PIECE  # latest cut if there is no such place, in text without words
 CUT = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")  # after a line break or before a blank, single and between words
-JSON_LINES = {".jsonl", ".ndjson", ".json"}
-USUAL = {"utf-8", "parquet"}
-OF_FILES = ("encodings", "undecodable", "left_out", "as_named", "bpe_characters")
-"""Statistics that reading the text again keeps."""
+OF_TEXT = ("documents", "characters", "bytes", "rows", "without_column", "end_of_text")  # counts that parts add up to
 EXAMPLES = 3
 MOST_NAMED = 100_000
 """Most files that the manifest names of those that are left out, or read in the encoding that the user named."""
 
-Blocks = Iterable[str]  # the text of a document, in parts of any size
+Blocks = Iterable[str]  # the text of a document, in blocks of any size
 
 
 @dataclass
@@ -87,86 +79,107 @@ class CorpusStats:
     bpe_characters: int = 0
     idle_separator: str | None = None
 
+    def add(self, other: "CorpusStats") -> None:
+        """Adds the counts of text that follows."""
+        for name in OF_TEXT:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.without_text.count += other.without_text.count
+        self.without_text.where = [*self.without_text.where, *other.without_text.where][:EXAMPLES]
+        self.columns = self.columns or other.columns
+        self.idle_separator = self.idle_separator and other.idle_separator
+
 
 class DocumentChunk(NamedTuple):
-    """Text of a document, and whether the document begins with it."""
+    """Text of a document, whether the document begins with it, and the document's split."""
 
     text: str
     first: bool
+    split: str
 
 
 class Source:
     """The documents of a source, always in the same order. `stats`: counts of its files, by `scan`, and of what was
-    read last. `unusual`: the files that are not UTF-8, with their encoding, or None for those that are left out."""
+    read last. `unusual`: the parts of files that are large or not UTF-8; none of those that are left out."""
 
     def __init__(self, config: PrepareConfig):
-        self.config, self.stats = config, CorpusStats()
-        self.unusual: dict[str, str | None] = {}
+        self.config, self.stats = config, CorpusStats(idle_separator=config.document_separator)
+        self.unusual: dict[str, list[Part]] = {}
+        self.entries: list[Entry] = []  # of all files, if `scan` hashed them
 
-    def pieces(self) -> Iterator[DocumentChunk]:
-        """The documents, up to `max_documents`, cut into pieces; empty ones are left out. Counts what is read. Raises:
-        UserError if the source is missing, unreadable or empty, or no row has the column."""
-        for blocks in self._documents():
+    def parts(self) -> Iterator[Part]:
+        """The files in order, large ones in parts; or all rows."""
+        if row_source(self.config):
+            yield Part(self.config.source)
+            return
+        for path in map(str, find_files(self.config.source, self.config.output)):
+            size = BLOCK // 1000 + (os.path.exists(path) and os.path.getsize(path))
+            yield from self.unusual.get(path, [Part(path, bytes=size)])
+
+    def pieces(self, parts: Iterable[Part] | None = None) -> Iterator[DocumentChunk]:
+        """The documents of parts, or all, up to `max_documents`, cut into pieces. Leaves out empty ones; counts what is
+        read. Raises: UserError if the source is missing, unreadable or empty, or no row has the column."""
+        split = ""
+        for blocks in self._documents(parts):
             for number, piece in enumerate(_cut(blocks)):
                 text = piece if piece.isascii() else replace_surrogates(piece)
                 self.stats.documents += number == 0
                 self.stats.characters += len(text)
                 self.stats.bytes += len(text) if text.isascii() else len(text.encode())
                 self.stats.end_of_text += text.count(END_OF_TEXT)
-                yield DocumentChunk(text, first=number == 0)
+                if number == 0:  # in [0, 1), a function of the text alone
+                    unit = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") / 2**48
+                    split = "val" if unit < self.config.val_fraction else "train"
+                yield DocumentChunk(text, number == 0, split)
 
     def has_documents(self, number: int) -> bool:
         """Whether the source has at least so many documents."""
         return sum(1 for _ in islice(self._documents(), number)) == number
 
-    def _documents(self) -> Iterator[Blocks]:
-        kept = {name: getattr(self.stats, name) for name in OF_FILES}  # a source is read several times
-        self.stats = CorpusStats(**kept, idle_separator=self.config.document_separator)
-        yield from islice(self._divided(self._with_column(self._undivided())), self.config.max_documents)
+    def restart(self) -> None:
+        """Sets the counts of text to 0: a source is read several times."""
+        none: dict[str, Any] = dict.fromkeys(OF_TEXT, 0) | {"without_text": Tally(), "columns": []}
+        self.stats = replace(self.stats, **none, idle_separator=self.config.document_separator)
 
-    def _undivided(self) -> Iterator[Blocks]:
+    def _documents(self, parts: Iterable[Part] | None = None) -> Iterator[Blocks]:
+        self.restart()
+        documents = chain.from_iterable(map(self._of_part, self.parts() if parts is None else parts))
+        yield from islice(self._divided(documents, whole=parts is None), self.config.max_documents)
+
+    def _of_part(self, part: Part) -> Iterator[Blocks]:
         if rows := row_source(self.config):
-            yield from (self._text(row, name) for name, row in rows.rows(self.config))
-            return
-        for path in find_files(self.config.source, self.config.output):
-            encoding, suffix = self.unusual.get(str(path), "utf-8"), _suffix(path)
-            if encoding is None:
-                continue
-            if suffix == ".parquet":
-                yield from self._of_parquet(path)
-            elif suffix in JSON_LINES:
-                yield from self._of_json(path, encoding)
-            else:
-                yield from self._of_text(path, encoding)
+            return (self._text(row, name) for name, row in rows.rows(self.config))
+        readers = {"parquet": self._of_parquet, "json": self._of_json, "text": self._of_text}
+        return readers[kind_of(part.path)](part)
 
-    def _with_column(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
-        """The documents. Raises: UserError if no row of the source, or none of the first `MANY`, has text."""
-        stats, column = self.stats, self.config.column
-        for document in documents:
-            yield document
-            if stats.rows == stats.without_column == MANY:
-                break
-        if stats.rows and stats.without_text.count == stats.rows:
+    def check_column(self, finished: bool = False) -> None:
+        """Raises: UserError if none of the rows has text, or, before all are read, `MANY` lack the column."""
+        stats = self.stats
+        missing, least = (stats.without_text.count, 1) if finished else (stats.without_column, MANY)
+        if missing == stats.rows >= least:
             hint = f"none of {stats.rows:,} rows has text there; columns of the first, {stats.without_text.where[0]}:"
-            raise UserError("column", column, f"{hint} {', '.join(stats.columns) or 'none'}")
+            raise UserError("column", self.config.column, f"{hint} {', '.join(stats.columns) or 'none'}")
 
-    def _divided(self, documents: Iterable[Blocks]) -> Iterator[Blocks]:
+    def _divided(self, documents: Iterable[Blocks], whole: bool) -> Iterator[Blocks]:
+        """The documents between separators. `whole`: these are all documents."""
         separator = self.config.document_separator
-        if separator is None:
-            yield from documents
-            return
         for document in documents:
-            for number, part in enumerate(divide(document, separator)):
+            for number, part in enumerate(divide(document, separator) if separator else [document]):
                 if number:
                     self.stats.idle_separator = None
-                yield without_line_breaks(part)
+                yield without_line_breaks(part) if separator else part
+            if whole:
+                self.check_column()
+        if whole:
+            self.check_column(finished=True)
 
-    def _of_text(self, path: Path, encoding: str) -> Iterator[Blocks]:
+    def _of_text(self, part: Part) -> Iterator[Blocks]:
         """A text file as one document, or its lines or paragraphs."""
         kind = self.config.documents
-        with open_text(path, encoding, None if kind == "line" else "") as file:
+        with open_text(part, None if kind == "line" else "") as file:
             blocks = iter(lambda: file.read(BLOCK), "")
             if kind == "file":
+                if part.start:  # the separator is before it
+                    self.stats.idle_separator = None
                 yield blocks
             elif kind == "line":
                 yield from divide(blocks, "\n")
@@ -174,32 +187,33 @@ class Source:
                 paragraphs = groupby(file, key=str.isspace)
                 yield from (["".join(lines).rstrip("\r\n")] for blank, lines in paragraphs if not blank)
 
-    def _of_json(self, path: Path, encoding: str) -> Iterator[Blocks]:
+    def _of_json(self, part: Part) -> Iterator[Blocks]:
         """The column of a file that has one JSON object a line."""
-        with open_text(path, encoding) as file:
-            for number, line in enumerate(file, 1):
+        with open_text(part) as file:
+            for number, line in enumerate(file, part.lines + 1):
                 if line.isspace():
                     continue
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     hint = f"line {number} is not JSON ({error}); write one object per line"
-                    raise UserError("source", path, hint) from error
+                    raise UserError("source", part.path, hint) from error
                 if not isinstance(row, dict):
-                    raise UserError("source", path, f"line {number} is not an object; write one object per line")
+                    raise UserError("source", part.path, f"line {number} is not an object; write one object per line")
                 del line
-                yield self._text(row, f"{path}, line {number}")
+                yield self._text(row, f"{part.path}, line {number}")
 
-    def _of_parquet(self, path: Path) -> Iterator[Blocks]:
+    def _of_parquet(self, part: Part) -> Iterator[Blocks]:
         import pyarrow.parquet
 
-        column, number = self.config.column, 0
+        path, column, number = part.path, self.config.column, 0
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 names = [file.schema.column(index).path for index in range(len(file.schema))]
                 present = any(f"{name}.".startswith(f"{column}.") for name in names)
                 columns = [column] if present else None
-                groups = range(file.num_row_groups)  # one by one: several would be read ahead
+                number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
+                groups = range(part.start, part.end or file.num_row_groups)  # one by one: several would be read ahead
                 batches = (file.iter_batches(256, [group], columns) for group in groups)
                 for row in (row for group in batches for batch in group for row in batch.to_pylist()):
                     number += 1
@@ -228,26 +242,27 @@ class Source:
         return [text] if len(text) <= BLOCK else (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
 
 
-def scan(config: PrepareConfig) -> Source:
-    """Reads all files of the source completely, before any long work. Raises: UserError if there is no text, text in an
-    unknown encoding, or a bad file with `on_bad_file: stop`."""
+def scan(config: PrepareConfig, pool: Executor | None = None, workers: int = 1, hashed: bool = False) -> Source:
+    """Reads all files completely, in the `workers` processes of `pool`. `hashed`: the source has `entries`. Raises:
+    UserError if there is no text, text in an unknown encoding, or a bad file with `on_bad_file: stop`."""
     source, garbled, bad = Source(config), Tally(), None
     stats = source.stats
-    files = () if row_source(config) else find_files(config.source, config.output)
-    for path in tqdm(files, desc="looking at files", unit=" files", disable=None, delay=2):
-        found = _look(path, config.encoding)
+    files = batches(() if row_source(config) else source.parts(), lambda part: part.bytes, BLOCK)
+    looks = chain.from_iterable(in_order(partial(look_at, config, hashed), files, pool or InlineExecutor(), workers))
+    for path, entry, found in tqdm(looks, desc="looking at files", unit=" files", disable=None, delay=2):
+        source.entries += entry
         if found.fault and not (found.encoding and config.on_bad_file == "keep"):
             hint = ", or read it with on_bad_file keep" * bool(found.encoding)
             bad = bad or UserError("source", path, f"{found.fault}; choose text files, like 'texts/**/*.txt'{hint}")
             if config.on_bad_file == "stop":
                 raise bad
-            source.unusual[str(path)] = None
+            source.unusual[path] = []
             stats.left_out.add(f"{path} {found.fault}", most=MOST_NAMED)
             continue
-        if found.encoding not in USUAL:
-            source.unusual[str(path)] = found.encoding
-            if found.encoding == config.encoding:
-                stats.as_named.add(path, most=MOST_NAMED)
+        if found.encoding != "utf-8" or found.size > BLOCK:
+            source.unusual[path] = [Part(path, found.encoding, *part) for part in found.parts]
+        if found.encoding == config.encoding != "utf-8":
+            stats.as_named.add(path, most=MOST_NAMED)
         stats.encodings[found.encoding] = stats.encodings.get(found.encoding, 0) + 1
         if found.undecodable:
             stats.undecodable.add(f"{path}, line {found.line}", found.undecodable)
@@ -260,18 +275,6 @@ def scan(config: PrepareConfig) -> Source:
         hint = f"cannot decode {garbled.of('files')} as {tried}; name another, like cp1252 (UTF-8 files stay UTF-8)"
         raise UserError("encoding", config.encoding, hint)
     return source
-
-
-def _look(path: Path, named: str) -> DetectedEncoding:
-    try:
-        if _suffix(path) != ".parquet":
-            return detect_encoding(regular(path), named)
-        import pyarrow.parquet
-
-        with pyarrow.parquet.ParquetFile(regular(path)):
-            return DetectedEncoding("parquet", 0)
-    except (OSError, ValueError) as error:  # ValueError: content and suffix differ
-        return DetectedEncoding("", 0, fault=f"cannot be read ({error})")
 
 
 def divide(blocks: Blocks, separator: str) -> Iterator[Blocks]:
@@ -334,9 +337,3 @@ def _value(row: Any, column: str) -> Any:
 def _columns(row: dict[str, Any]) -> Iterator[str]:
     for name, value in row.items():
         yield from (f"{name}.{inner}" for inner in _columns(value)) if isinstance(value, dict) and value else (name,)
-
-
-def _suffix(path: Path) -> str:
-    """The kind of a file, without the suffix of its compression."""
-    suffixes = (suffix.lower() for suffix in reversed(path.suffixes))
-    return next((suffix for suffix in suffixes if suffix not in COMPRESSED), "")
