@@ -140,19 +140,6 @@ def test_short_attention_by_products_is_that_of_torch(key_heads, monkeypatch):
 
 
 @ours_too
-def test_the_chunked_loss_is_the_loss(kind, key_heads):
-    model, tokens = make(kind, key_heads), random_tokens(VOCABULARY, length=33)
-    found = []
-    for model.loss_chunk in (None, 16):
-        model.zero_grad()
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        found.append([loss.detach(), *gradients(model).values()])
-    for whole, chunked in zip(*found, strict=True):
-        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
-
-
-@ours_too
 def test_flops_count_every_matrix_product_once_and_muon_has_the_matrices_of_the_blocks(kind, key_heads):
     """By torch's own counter, of a step without attention's scores."""
     from torch.utils.flop_counter import FlopCounterMode

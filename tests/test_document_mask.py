@@ -138,14 +138,12 @@ def test_generation_sees_what_the_plain_forward_sees():
 def loss_of_documents_alone(run: Path, data: Path) -> float:
     """The mean over the validation split's windows, each document of which is run alone, without a mask."""
     masked, tokenizer = load_model(find_checkpoint(run))
-    assert masked.eot == tokenizer.eot
-    assert masked.config.document_mask
     model = GPT(masked.config.model_copy(update={"document_mask": False}), masked.vocab_size)
     model.load_state_dict(masked.state_dict())
-    stream, size, total = TokenStream(data, read_manifest(data), "val"), masked.config.block_size, 0.0
+    stream, total = TokenStream(data, read_manifest(data), "val"), 0.0
     tokens = stream.read(np.array([0]), len(stream))[0].tolist()
-    for begin in range(0, len(tokens) - 1, size):
-        window = tokens[begin : begin + size + 1]
+    for begin in range(0, len(tokens) - 1, model.config.block_size):
+        window = tokens[begin : begin + model.config.block_size + 1]
         logits = torch.cat([model(torch.tensor([piece]))[0] for piece in pieces(window[:-1], tokenizer.eot)])
         total += F.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum").item()
     return total / (len(tokens) - 1)
