@@ -34,7 +34,6 @@ COPY docker/entrypoint.sh docker/health.sh docker/
 COPY cloud/launch.sh cloud/
 COPY configs configs
 COPY scripts scripts
-COPY benchmarks benchmarks
 COPY gpt2_ddp gpt2_ddp
 RUN python -m compileall -q gpt2_ddp
 ARG REVISION=unknown

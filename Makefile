@@ -67,6 +67,9 @@ soak: $(VENV)/.installed-dev  ## run half an hour of random faults on one run; s
 mutants: $(VENV)/.installed-dev  ## change the core in 200 places and list the changes that no test detects (half an hour or more)
 	$(BIN)/python tests/mutants.py $(ARGS)
 
+bench: $(VENV)/.installed-dev  ## measure parts next to baselines: ARGS="step data"; without ARGS, list them; docs/benchmarks.md
+	$(BIN)/python -m benchmarks $(ARGS)
+
 DEVICE ?= cuda
 gpu: $(VENV)/.installed-dev  ## run the GPU checks; the next call repeats failed and missing ones. DEVICE=cpu: a tiny trial
 	GPU_DEVICE=$(DEVICE) $(BIN)/pytest -vv -m gpu -rN --tb=no --last-failed -o cache_dir=runs/gpu/pytest \
@@ -109,4 +112,4 @@ clean:  ## remove the environments, the site and caches; data/ and runs/ stay
 	rm -rf $(VENV) .venv-docs .venv-lowest site *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help train speedrun test test-slow test-lowest test-cluster faults soak mutants gpu image test-image lock check format docs clean
+.PHONY: help train speedrun test test-slow test-lowest test-cluster faults soak mutants bench gpu image test-image lock check format docs clean

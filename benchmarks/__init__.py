@@ -1,1 +1,1 @@
-"""Benchmarks of each part, next to baselines. `scripts/benchmark.py NAME` runs the module NAME."""
+"""Benchmarks of each part, next to baselines. `python -m benchmarks NAME` runs the module NAME."""

@@ -1,4 +1,4 @@
-"""Configuration of benchmark.py."""
+"""Configuration of `python -m benchmarks`."""
 
 from typing import Literal
 
@@ -10,12 +10,12 @@ Benchmark = Literal["step", "data", "prepare", "checkpoint", "roofline"]
 
 
 class BenchmarkConfig(Command):
-    """benchmark.py: the speed of each part, next to baselines"""
+    """python -m benchmarks: the speed of each part, next to baselines"""
 
     positional = "only"
 
     only: tuple[Benchmark, ...] = ()
-    """benchmarks to run: step, data, prepare, checkpoint, roofline; none: all"""
+    """benchmarks to run: step, data, prepare, checkpoint, roofline; none: list them"""
     repeats: int = Field(default=5, ge=1)
     """number of timed rounds; each round times all contenders, one after the other"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

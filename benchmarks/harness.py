@@ -68,8 +68,11 @@ Table = tuple[Sequence[Case], Sequence[str]]  # all cases of a benchmark, and se
 
 def run_benchmarks(config: BenchmarkConfig) -> list[Table]:
     """The command. Each benchmark is a module with `measure(config)`, and perhaps `check(config)`, which runs first.
-    Raises: UserError before any benchmark begins."""
+    Without a name it lists them. Raises: UserError before any benchmark begins."""
     modules = {name: import_module(f"benchmarks.{name}") for name in config.only or get_args(Benchmark)}
+    if not config.only:
+        print(*(f"{name:12}{str(module.__doc__).splitlines()[0]}" for name, module in modules.items()), sep="\n")
+        return []
     for module in modules.values():
         if hasattr(module, "check"):
             module.check(config)

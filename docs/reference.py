@@ -55,10 +55,11 @@ COMMANDS = f"""{NOTE}
 
 # Commands
 
-All scripts, in the groups of `gpt2-ddp --help`. In a clone, run the script `scripts/NAME.py` with Python.
+All commands, in the groups of `gpt2-ddp --help`. In a clone, run the script `scripts/NAME.py` with Python.
 After `pip install`, run `gpt2-ddp NAME` from any folder; `gpt2-ddp` alone lists the scripts.
+[first-steps.md](first-steps.md) explains the `hello_` programs, which are for reading.
 
-Every script with flags has `--help`, `--print_config` and `--config FILE`.
+Every script has `--help`, `--print_config` and `--config FILE`.
 [files.md](files.md#exit-codes) has the exit codes.
 """
 
@@ -178,8 +179,8 @@ def describe_script(name: str) -> str:
     summary, _, rest = doc.partition("\n")
     examples = re.findall(r"^ *((?:python|torchrun|accelerate) (?:.*\\\n)*.*)$", rest, re.MULTILINE)
     parts = [f"### {name}", summary, "```sh\n" + "\n".join(examples) + "\n```"]
-    if not (found := command_of(file)):
-        return "\n\n".join([*parts, "The examples show the arguments."])
+    found = command_of(file)
+    assert found, f"{name} has no flags"
     command, preset = found
     preset = preset if isinstance(preset, str) or preset is None else preset({})[0]
     if preset:

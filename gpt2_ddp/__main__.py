@@ -17,10 +17,10 @@ from gpt2_ddp.project import PROJECT
 
 GROUPS = {
     "train": ("prepare_data", "train_gpt2", "train_classifier", "train_regression", "train_transformer"),
-    "use": ("generate", "evaluate", "predict", "export_hf"),
+    "use": ("generate", "evaluate", "export_hf"),
     "look": ("status", "report", "verify_run"),
-    "plan": ("plan", "check_cluster", "compare_parallel", "benchmark"),
-    "learn": ("hello_ddp", "hello_torch_ddp", "hello_trainer", "ddp_lab"),
+    "plan": ("plan", "check_cluster", "compare_parallel"),
+    "learn": ("ddp_lab",),
 }
 
 

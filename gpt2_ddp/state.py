@@ -41,7 +41,7 @@ class Pending(Section):
     row: dict[str, Any] = {}  # empty once it is written
     evaluate: bool = False  # the scores join the row
     sample: bool = False
-    save: bool = Field(default=False, exclude=True)  # not kept: a checkpoint has the rest
+    save: bool = Field(default=False, exclude=True)  # not kept: the loop sets it on resume
 
     def __bool__(self) -> bool:
         return bool(self.row) or self.evaluate or self.sample
@@ -96,7 +96,7 @@ class Progress(Section):
     @property
     def is_new(self) -> bool:
         """Whether the run still lacks the evaluation before its first step."""
-        return self.step == self.first_step and not self.pending and not self.scores
+        return self.step == self.first_step and not self.pending and self.scored_at is None
 
     @property
     def val_loss(self) -> float | None:
@@ -225,12 +225,16 @@ class State(Section):
         return self.progress.step
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """Run, step, setup and task, in plain JSON values: the first fields of start rows."""
+        task = self.task.model_dump(mode="json", exclude_defaults=True)
+        return {"kind": self.kind, "run_id": self.progress.run_id, "step": self.step, **self.setup.model_dump(), **task}
+
+    @property
     def record(self) -> dict[str, Any]:
         """The fields that rows have too, in plain JSON values."""
-        own = {"kind": self.kind, "run_id": self.progress.run_id, "step": self.step, "val_loss": self.progress.val_loss}
-        own |= {"rollbacks": self.progress.rollbacks, "skipped": self.losses.skipped}
-        task = self.task.model_dump(mode="json", exclude_defaults=True)
-        return {**own, **self.feed.model_dump(mode="json"), **self.setup.model_dump(mode="json"), **task}
+        counts = {"rollbacks": self.progress.rollbacks, "skipped": self.losses.skipped}
+        return {**self.identity, **counts, "val_loss": self.progress.val_loss, **self.feed.model_dump(mode="json")}
 
     @staticmethod
     def of(kind: str, **sections: Any) -> "State":

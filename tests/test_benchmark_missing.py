@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 import pytest
-from commands import SCRIPTS
+from commands import ROOT
 from ranks import forked_ranks, run_ranks
 from runs import training_config
 from test_gpu import TINY_PRESET
@@ -51,7 +51,7 @@ def run_without(commands: list[list[str]]) -> list[str]:
         with redirect_stdout(output), redirect_stderr(output):
             code = 0
             try:
-                runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+                runpy.run_path(str(ROOT / name), run_name="__main__")
             except SystemExit as end:
                 code = end.code
         assert not code, output.getvalue()
@@ -62,9 +62,12 @@ def run_without(commands: list[list[str]]) -> list[str]:
 def test_a_training_a_sample_and_an_evaluation_lack_nothing(corpus, tmp_path):
     config, run = tmp_path / "config.yaml", str(tmp_path / "run")
     config.write_text(dump(training_config(corpus, tmp_path, {"train.steps": 2})))
-    generate = ["generate.py", run, "--max_new_tokens", "3"]
-    commands = [["train_gpt2.py", "--config", str(config)], generate, ["evaluate.py", run, "--device", "cpu"]]
-    ((trained, _, evaluated),) = run_ranks(run_without, 1, commands)
+    commands = (
+        f"train_gpt2.py --config {config}",
+        f"generate.py {run} --max_new_tokens 3",
+        f"evaluate.py {run} --device cpu",
+    )
+    ((trained, _, evaluated),) = run_ranks(run_without, 1, [f"scripts/{words}".split() for words in commands])
     assert "run completed at step 2" in trained
     assert "report: none: matplotlib is not installed" in trained
     assert "perplexity" in evaluated
@@ -74,7 +77,7 @@ def test_a_training_a_sample_and_an_evaluation_lack_nothing(corpus, tmp_path):
 def test_a_step_lacks_nothing_but_transformers(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY_PRESET)
     flags = "step --block_size 32 --micro_batch 1 --precision no --repeats 1 --seconds 0.01 --device cpu"
-    words = ["benchmark.py", *flags.split(), "--preset", f"{tmp_path}/tiny.yaml", "--output", f"{tmp_path}/out"]
+    words = f"benchmarks/__main__.py {flags} --preset {tmp_path}/tiny.yaml --output {tmp_path}/out".split()
     ((printed,),) = run_ranks(run_without, 1, [words])
     assert "transformers, Accelerate: not measured (No module named 'transformers')" in printed
     found = json.loads((tmp_path / "out/step.json").read_text())["cases"][0]["figures"]

@@ -10,7 +10,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,6 +42,7 @@ from gpt2_ddp.checkpoint.checkpoint import (
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, SAMPLES
 from gpt2_ddp.checkpoint.run_folder import RunLog
+from gpt2_ddp.checkpoint.store import CheckpointStore
 from gpt2_ddp.config.training import ModelConfig, OptimConfig
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import PIECE, write_hashed
@@ -114,10 +114,10 @@ def put_back(run: Path) -> tuple[Arrays, Arrays, bool, tuple[Arrays, Arrays]]:
         return [tensor.data_ptr() for tensor in (*model.parameters(), *moments)]
 
     before = places()
-    load_model_state(accelerator, read.model, model)
-    load_optimizer_state(accelerator, read.optimizer, model, optimizer)
+    load_model_state(read.model, model)
+    load_optimizer_state(read.optimizer, model, optimizer)
     found, in_place = (as_arrays(model.state_dict()), as_arrays(optimizer_state(model, optimizer))), places() == before
-    load_optimizer_state(accelerator, {}, model, optimizer)
+    load_optimizer_state({}, model, optimizer)
     assert not optimizer_state(model, optimizer)
     return *found, in_place, (as_arrays(written.model), as_arrays(written.optimizer))
 
@@ -225,9 +225,8 @@ def test_optimizer_state_that_does_not_fit_is_refused(edit, reason):
     state = {name: value.clone() for name, value in optimizer_state(model, optimizer).items()}
     assert misfit({name: value.shape for name, value in state.items()}, model) == misfit({}, model) == ""
     edit(state)
-    accelerator = SimpleNamespace(is_main_process=True, num_processes=1)
     with pytest.raises(UserError, match=rf"optimizer.safetensors: .*{reason}"):
-        load_optimizer_state(accelerator, state, model, optimizer)
+        load_optimizer_state(state, model, optimizer)
     assert len(optimizer_state(model, optimizer)) == 3 * len([*model.parameters()]), "nothing is lost"
 
 
@@ -454,8 +453,8 @@ def test_killed_while_a_step_is_replaced_the_new_one_counts(run):
     new, place = save(run.with_name("new"), 1, run_id="new"), save(run, 1, run_id="old")
     place.rename(place.with_name(".step-00000001.replaced"))
     new.rename(place.with_name(".step-00000001.tmp"))
-    for _ in range(2):
-        assert open_store(run).newest().state.progress.run_id == "new"
+    for look in (CheckpointStore.newest, CheckpointStore.peek):
+        assert look(open_store(run)).state.progress.run_id == "new"
         assert list(place.parent.iterdir()) == [place]
         place.rename(place.with_name(".step-00000001.replaced"))
 
@@ -528,6 +527,8 @@ def test_the_checkpoint_of_the_first_step_is_kept_until_a_later_one_is_known_to_
         checkpoints.save(snapshot(step), last_good)
         kept.append(steps(run))
     assert kept == [[0], [0, 2], [0, 2, 4], [2, 4, 6]]
+    listing = checkpoints.listing()
+    assert (listing["checkpoint"]["step"], listing["kept"]) == (6, [2, 4, 6])
     checkpoints.save(snapshot(8, branched_from={"parent": "", "run_id": "", "step": 2, "checkpoint_sha256": ""}), 3)
     assert steps(run) == [2, 4, 6, 8]
     checkpoints.prune(last_good=4)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from commands import ACCELERATE, TORCHRUN, environment, launch
 from pages import ROOT, load_docs, parse_script
+from ranks import wait_until
 
 from gpt2_ddp.config import cli
 from gpt2_ddp.distributed.environment import DIVERGED, STOPPED
@@ -75,12 +76,9 @@ MACHINES = [pytest.param(job_machine, id="kubernetes.yaml"), pytest.param(train_
 def test_each_manifest_fits_its_schema(name, rdma):
     """The models hold the schemas of Kubernetes and of Kubeflow Trainer; they drop a field that they do not know."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="pip install kubeflow-trainer-api")
-    kinds = {
-        "Service": models.IoK8sApiCoreV1Service,
-        "PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim,
-        "Job": models.IoK8sApiBatchV1Job,
-        "TrainJob": models.TrainerV1alpha1TrainJob,
-    }
+    kinds = {"Service": models.IoK8sApiCoreV1Service, "Job": models.IoK8sApiBatchV1Job}
+    kinds |= {"PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim}
+    kinds |= {"TrainJob": models.TrainerV1alpha1TrainJob}
     for document in documents(name, rdma):
         assert kinds[document["kind"]].from_dict(document).to_dict() == document
 
@@ -121,8 +119,8 @@ def test_the_sky_task_fits_its_schema():
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_pod_is_one_of_the_image(machine):
-    pod, container, *_ = machine()
+def test_a_pod_is_one_of_the_image_with_a_gpu_for_each_process_and_time_to_save(machine):
+    pod, container, _, processes = machine()
     image = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["train"]["image"]
     assert re.fullmatch(rf"[^/]+/{image}:\S+", container["image"])
     copied = " ".join(re.findall(r"^COPY ((?!--from).+) \S+$", DOCKERFILE, re.MULTILINE)).split()
@@ -138,21 +136,13 @@ def test_a_pod_is_one_of_the_image(machine):
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
     claims = {d["metadata"]["name"] for d in documents("prepare.yaml") if d["kind"] == "PersistentVolumeClaim"}
     assert {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v} == claims
-
-
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_pod_has_a_gpu_for_each_process_and_time_to_save(machine):
-    pod, container, _, processes = machine()
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == processes
     assert resources["requests"]["cpu"] >= processes
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     shm, memory = volumes["shm"]["emptyDir"]["sizeLimit"], resources["requests"]["memory"]
     assert int(shm.removesuffix("Gi")) < int(memory.removesuffix("Gi")), "it counts"
-    documented = [
-        int(s) for s in re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
-    ]
-    assert pod["terminationGracePeriodSeconds"] >= max(documented)
+    documented = re.findall(r"docker stop -t (\d+)", DOCKERFILE + (ROOT / "docs/cloud.md").read_text())
+    assert pod["terminationGracePeriodSeconds"] >= max(map(int, documented))
 
 
 def check_launch(words: list[str], folder: Path) -> str:
@@ -178,11 +168,8 @@ def _loaded(script: list[str]) -> tuple[Any, list[str], Any]:
 def test_a_pod_has_the_tokens_of_the_hub_and_of_wandb_if_there_are_some():
     """The page creates the secret with the same keys."""
     (source,) = job_machine().container["envFrom"]
-    keys = {
-        entry["name"]: entry["valueFrom"]["secretKeyRef"]
-        for entry in train_job_machine().container["env"]
-        if "valueFrom" in entry
-    }
+    own = [entry for entry in train_job_machine().container["env"] if "valueFrom" in entry]
+    keys = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in own}
     assert all(key == source["secretRef"] | {"key": name} for name, key in keys.items())
     assert source["secretRef"]["optional"]
     command = re.search(r"kubectl create secret generic (\S+) (.+)", (ROOT / "docs/cloud.md").read_text())
@@ -191,15 +178,10 @@ def test_a_pod_has_the_tokens_of_the_hub_and_of_wandb_if_there_are_some():
     assert set(re.findall(r"--from-literal=(\w+)=", command[2])) == set(keys)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_pod_runs_what_there_is(machine, tmp_path, monkeypatch):
+def test_pods_and_the_sky_task_run_what_there_is(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    container = machine().container
-    check_launch([*container["command"], *container["args"]], tmp_path)
-
-
-def test_the_sky_task_runs_what_there_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    for machine in (job_machine(), train_job_machine()):
+        check_launch([*machine.container["command"], *machine.container["args"]], tmp_path)
     (task,) = documents("skypilot.yaml")
     (line,) = re.findall(r"cloud/launch\.sh .*", task["run"].replace("\\\n", ""))
     assert check_launch(line.split(), tmp_path) == task["envs"]["RUN"]
@@ -226,12 +208,8 @@ def test_torchrun_reads_the_pods_variables(monkeypatch):
     assert found.master_addr == f"{job['metadata']['name']}-0.{subdomain}"
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
-
-
-def test_the_train_job_leaves_the_runtimes_variables_alone():
-    """Kubeflow refuses a TrainJob that sets them itself."""
     reserved = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
-    assert not reserved & set(train_job_machine().env)
+    assert not reserved & set(train_job_machine().env), "Kubeflow refuses a TrainJob that sets them itself"
 
 
 def test_the_job_starts_again_what_was_stopped():
@@ -259,20 +237,11 @@ def launcher(folder: Path, text: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("codes", "code", "expected"),
-    [
-        ("", 0, 0),
-        ("", 1, 1),
-        ("0 0", 0, 0),
-        ("75 75", 0, STOPPED),
-        ("75 75 0 0", 0, 0),  # restarted by the launcher, as an elastic one does
-        ("75 75", 1, 1),  # stopped by the launcher, since another rank crashed before training began
-        ("3 3", 1, DIVERGED),
-        ("2", 1, 2),
-        ("2 75", 1, 2),
-    ],
-)
+@pytest.mark.parametrize(("codes", "code", "expected"), [
+    ("", 0, 0), ("", 1, 1), ("0 0", 0, 0), ("75 75", 0, STOPPED), ("3 3", 1, DIVERGED), ("2", 1, 2), ("2 75", 1, 2),
+    ("75 75 0 0", 0, 0),  # restarted by the launcher, as an elastic one does
+    ("75 75", 1, 1),  # stopped by the launcher, since another rank crashed before training began
+])  # fmt: skip
 def test_launch_ends_with_what_the_run_came_to(tmp_path, codes, code, expected):
     """Each of `codes` is one that a rank has recorded."""
     torchrun = launcher(tmp_path, f'for code in {codes}; do echo $code >>"$GPT2_DDP_EXIT_CODES"; done; exit {code}')
@@ -280,16 +249,12 @@ def test_launch_ends_with_what_the_run_came_to(tmp_path, codes, code, expected):
     assert [file.name for file in tmp_path.iterdir()] == ["torchrun"], "the file of codes is gone"
 
 
-def test_a_command_that_is_not_there_is_a_user_error(tmp_path):
-    ended = subprocess.run([LAUNCH, "runs/mine", "torchrun"], cwd=tmp_path, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr.count("error: command = runs/mine: not found")) == (2, 1)
-
-
-def test_a_user_error_of_the_script_ends_launch_with_2(tmp_path):
+def test_a_user_error_and_a_command_that_is_not_there_end_launch_with_2(tmp_path):
     torchrun = launcher(tmp_path, f'TORCHELASTIC_RUN_ID=1 {sys.executable} "$@" || exit 1')
-    command = [LAUNCH, torchrun, ROOT / "scripts/train_gpt2.py", "--optim.nonsense", "3"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr.count("error: ")) == (2, 1)
+    wrong = [torchrun, ROOT / "scripts/train_gpt2.py", "--optim.nonsense", "3"]
+    for words, error in ((wrong, "error: "), (["runs/mine", "torchrun"], "error: command = runs/mine: not found")):
+        ended = subprocess.run([LAUNCH, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr.count(error)) == (2, 1)
 
 
 LAUNCHERS = {
@@ -308,8 +273,8 @@ def test_each_launcher_ends_with_the_code_of_its_script(tmp_path, name):
     wrong = [["--optim.nonsense", "3"], [*image_files, "--data.path", "nowhere"]]
     assert [launch([*command, *flags]).returncode for flags in wrong] == [2, 2]
     process = subprocess.Popen(command, cwd=ROOT, env=environment())
-    while len(psutil.Process(process.pid).children(recursive=True)) < 2:  # the launcher, and what it has started
-        time.sleep(0.05)
+    children = psutil.Process(process.pid).children
+    wait_until(lambda: len(children(recursive=True)) >= 2)  # the launcher, and what it has started
     time.sleep(1)
     process.terminate()
     assert process.wait(60) == STOPPED
@@ -328,9 +293,7 @@ exit 0
 
 def test_a_stop_goes_to_the_ranks_alone(tmp_path):
     process = subprocess.Popen([LAUNCH, launcher(tmp_path, LAUNCHER)], cwd=tmp_path)
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == STOPPED
     assert {"saved-0", "saved-1"} <= {file.name for file in tmp_path.iterdir()}
@@ -343,9 +306,7 @@ def test_ranks_that_missed_a_signal_get_it_again(tmp_path):
     late = """trap 'touch missed' TERM; touch begun; until [[ -e missed ]]; do sleep 0.02; done; trap - TERM; sleep 9"""
     torchrun = launcher(tmp_path, f'bash -c "{late}" &\nwait; exit 1')
     process = subprocess.Popen([LAUNCH, torchrun], cwd=tmp_path)
-    while not (tmp_path / "begun").exists():
-        time.sleep(0.02)
-    begun = time.monotonic()
+    begun = wait_until((tmp_path / "begun").exists)
     process.terminate()
     assert process.wait(30) == STOPPED
     assert time.monotonic() - begun < 9
@@ -356,7 +317,6 @@ def test_a_launcher_that_waits_for_other_machines_is_ended_after_its_ranks(tmp_p
     """As an elastic one does, whose other machines go on."""
     torchrun = launcher(tmp_path, "mkfifo pipe\nsleep 300 &\ntouch begun; wait $!\nread <>pipe\n")
     process = subprocess.Popen([LAUNCH, torchrun], cwd=tmp_path)
-    while not (tmp_path / "begun").exists():
-        time.sleep(0.02)
+    wait_until((tmp_path / "begun").exists)
     process.terminate()
     assert process.wait(30) == STOPPED

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from commands import ROOT, forked
-from ranks import CONTEXT, free_port
+from ranks import CONTEXT, free_port, rank_environment, write_to
 
 SCRIPT = str(ROOT / "scripts/check_cluster.py")
 BOUND = 3.0  # seconds that the ranks wait; they add five for what others find, and the machine may be busy
@@ -31,8 +31,7 @@ class Ranks:
         self.processes: dict[str, BaseProcess] = {}
 
     def start(self, rank: int, *flags: str, before: Callable[[], None] | None = None, name: str = "") -> None:
-        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world), "OMP_NUM_THREADS": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+        env = rank_environment(rank, self.world, self.port) | {"OMP_NUM_THREADS": "1"}
         name = name or str(rank)
         arguments = [SCRIPT, "--timeout_seconds", str(BOUND), "--device", "cpu", *flags]
         process = CONTEXT.Process(target=_command, args=(self.folder / name, env, arguments, before), daemon=True)
@@ -65,9 +64,7 @@ class Ranks:
 
 
 def _command(output: Path, env: dict[str, str], arguments: list[str], before: Callable[[], None] | None) -> None:
-    file = os.open(output, os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    write_to([str(output)] * 2)
     os.environ.update(env)
     sys.argv = arguments
     if before:

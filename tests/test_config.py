@@ -12,6 +12,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from commands import WITH_FLAGS
 
 from gpt2_ddp.config import cli
 from gpt2_ddp.config.base import flat, leaves
@@ -20,7 +21,7 @@ from gpt2_ddp.config.hints import complete, help_parser
 from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, RegressionConfig, classifier_default
 from gpt2_ddp.config.kinds import CONFIGS
 from gpt2_ddp.config.run import RunConfig
-from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PredictConfig, PrepareConfig
+from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
 from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 
@@ -335,8 +336,8 @@ def test_help_lists_every_field_with_its_default(capsys):
     assert f"--help all lists all {len(cli.leaves(TrainingConfig))} flags" in few
 
 
-COMMANDS = [file for file in sorted((ROOT / "scripts").glob("*.py")) if not file.stem.startswith("hello_")]
-"""The scripts that have a configuration."""
+COMMANDS = [*WITH_FLAGS, ROOT / "benchmarks/__main__.py"]
+"""The programs that have a configuration."""
 
 
 def test_help_and_mistakes_import_no_torch_or_numpy(tmp_path):
@@ -428,9 +429,8 @@ def test_a_word_of_yaml_is_what_the_same_flag_would_be(write, text, name, value)
 
 
 def test_one_error_for_an_unknown_flag_that_leaves_other_fields_empty():
-    assert mistakes("--bogus", "1", command=PredictConfig) == ["--bogus: unknown flag; --help lists all names"]
-    (message,) = mistakes("one", command=PredictConfig)
-    assert message.startswith("run_and_images = one: should be a run, then images")
+    assert mistakes("--bogus", "1", command=TrainingConfig) == ["--bogus: unknown flag; --help lists all names"]
+    assert mistakes("--seed", "1", command=TrainingConfig) == ["train.steps = None: set train.steps or train.epochs"]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -42,11 +42,8 @@ def test_the_lock_has_what_requirements_txt_pins():
     assert "://" not in (ROOT / "docker/requirements.lock").read_text()
 
 
-def test_the_label_has_the_project_s_version():
-    assert f'image.version="{gpt2_ddp.__version__}"' in DOCKERFILE
-
-
 def test_compose_mounts_the_volumes_and_names_files_that_the_image_has():
+    assert f'image.version="{gpt2_ddp.__version__}"' in DOCKERFILE
     train = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["train"]
     volumes = re.search(r"^VOLUME (.+)$", DOCKERFILE, re.MULTILINE)
     assert volumes
@@ -71,16 +68,10 @@ TRAINER = """trap 'echo saved; exit "${1:-0}"' TERM; echo up; for _ in {1..500};
 LAUNCHER = """trap 'echo launcher hit; exit 1' TERM; bash trainer 0; exit $?"""
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        *(
-            (launch, 75)
-            for launch in ("-q train.py", "torchrun train.py", "python -u -m torch.distributed.run train.py")
-        ),
-        *(("bash trainer 75", 75), ("bash -c exit\\ 3", 3)),
-    ],
-)
+@pytest.mark.parametrize(("words", "code"), [
+    ("-q train.py", 75), ("torchrun train.py", 75), ("python -u -m torch.distributed.run train.py", 75),
+    ("bash trainer 75", 75), ("bash -c exit\\ 3", 3),
+])  # fmt: skip
 def test_the_entry_point_tells_the_trainer_to_stop_and_ends_as_it_does(tmp_path, words, code):
     """With shells in place of the programs. A launcher would end with 1 if it were signalled itself."""
     for name, text in {"trainer": TRAINER, **dict.fromkeys(("accelerate", "torchrun", "python"), LAUNCHER)}.items():
@@ -114,9 +105,7 @@ def image() -> str:
     try:
         manage("image", "inspect", IMAGE)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip(
-            f"{runs_it()[0]} has no image {IMAGE}: `make image`, by docker, or by the packages buildah and podman"
-        )
+        pytest.skip(f"{runs_it()[0]} has no image {IMAGE}: `make image`, by docker, or by buildah and podman")
     return IMAGE
 
 
@@ -171,12 +160,7 @@ def test_nothing_of_the_builder_s_pip_is_left(image, tmp_path):
     assert found.stdout == "looked\n"
 
 
-LAUNCHED = [
-    pytest.param(["scripts/train_gpt2.py"], id="accelerate"),
-    pytest.param(["--config_file", "configs/accelerate/cpu_processes.yaml", "scripts/train_gpt2.py"], id="two"),
-    pytest.param(["torchrun", "--nproc_per_node", "2", "scripts/train_gpt2.py"], id="torchrun"),
-    pytest.param(["python", "scripts/train_gpt2.py"], id="python"),
-]
+LAUNCHED = ("", "--config_file configs/accelerate/cpu_processes.yaml", "torchrun --nproc_per_node 2", "python")
 
 
 @pytest.mark.image
@@ -188,7 +172,7 @@ def test_a_stopped_container_has_saved_and_the_same_command_goes_on(image, tmp_p
     file, last = tmp_path / "runs/tiny/status.json", 0
     for _ in range(2):
         begin = [*runs_it()[runs_it().index("run") :], "--detach"]
-        container = manage(*begin, *flags(tmp_path), image, *words, *TINY.split())
+        container = manage(*begin, *flags(tmp_path), image, *words.split(), "scripts/train_gpt2.py", *TINY.split())
         try:
             for _ in range(600):
                 status = json.loads(file.read_text()) if file.exists() else {}

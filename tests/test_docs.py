@@ -66,6 +66,8 @@ def parse(command: PageCommand, folder: Path) -> None:
         assert "-r" not in words or (ROOT / words[words.index("-r") + 1]).is_file(), text
     elif program in ("kubectl", "sky"):
         assert all((ROOT / word).is_file() for word in words if word.endswith(".yaml")), text
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        parse_script(["benchmarks/__main__.py", *words[3:]], text, folder)
     elif program == "python" and words[1] != "-m":
         parse_script(words[1:], text, folder)
     elif program == "srun":

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import WIRE, Machine, joined_machines, nothing_is_left, wait_until  # noqa: F401
+from machines import WIRE, Machine, joined_machines, nothing_is_left  # noqa: F401
 from pages import ROOT, commands
+from ranks import wait_until
 from runs import training_config
 
 from gpt2_ddp.config.cli import dump
@@ -66,17 +67,17 @@ class Job:
     def goes_on(self, what: str, processes: int, fault: Callable[[], object]) -> int:
         """Waits until it trains on so many processes after the fault; returns how many steps were lost."""
         before, starts = self.step(), len(self.starts())
-        wait_until(lambda: self.step() > before + 5)
+        wait_until(lambda: self.step() > before + 5, 300)
         at, begun = self.step(), time.monotonic()
         fault()
         own = lambda: [row for row in self.starts()[starts:] if row["processes"] == processes]  # noqa: E731
-        wait_until(lambda: own() and self.rows()[-1]["step"] > own()[-1]["step"])
+        wait_until(lambda: own() and self.rows()[-1]["step"] > own()[-1]["step"], 300)
         lost = max(at - own()[-1]["step"], 0)
         print(f"\n{what}: next step after {time.monotonic() - begun:.0f} s, {lost} steps lost")
         return lost
 
     def ends_as(self, alone: list[tuple[int, str, float]]) -> None:
-        wait_until(lambda: '"completed"' in (self.run / "status.json").read_text())
+        wait_until(lambda: '"completed"' in (self.run / "status.json").read_text(), 300)
         assert self.machines[-1].started[-1].wait(60) == 0
         mine = figures(self.rows())
         assert [row[:2] for row in mine] == [row[:2] for row in alone]
@@ -119,8 +120,8 @@ def test_rank_0s_machine_of_three_loses_its_cable_and_returns(machines, alone, c
     first, _, last = machines
     job = Job(machines, tmp_path, corpus)
     job.start(*machines)
-    wait_until(lambda: job.starts() and job.starts()[-1]["processes"] == 3)
-    wait_until(lambda: f"only the rendezvous machine, {last.address}:29500, must stay up" in first.said)
+    wait_until(lambda: job.starts() and job.starts()[-1]["processes"] == 3, 300)
+    wait_until(lambda: f"only the rendezvous machine, {last.address}:29500, must stay up" in first.said, 300)
     assert job.goes_on("cable out", 2, lambda: first.ip(f"link set {WIRE} down")) < EVERY
     assert job.goes_on("cable in again", 3, lambda: first.ip(f"link set {WIRE} up")) == 0
     job.ends_as(alone)
@@ -130,6 +131,6 @@ def test_a_run_folder_that_is_not_shared_is_refused(machines, corpus, tmp_path):
     job = Job(machines[1:], tmp_path, corpus)
     job.command += " --output_dir own"
     job.start(*machines[1:])
-    wait_until(lambda: any(machine.errors for machine in machines[1:]))
+    wait_until(lambda: any(machine.errors for machine in machines[1:]), 300)
     (error,) = {line for machine in machines[1:] for line in machine.errors[:1]}
     assert error.startswith("error: output_dir = own: is another folder on node-")

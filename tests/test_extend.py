@@ -95,18 +95,8 @@ def task(folder: Path, corpus: Path) -> None:
         for epochs in ends:
             flags = ["--output_dir", folder / name, "--train.epochs", epochs, "--optim.name", "adam", "--optim.lr", 0.1]
             assert "val_accuracy" in run_command("train_parity", *flags, "--train.device", "cpu")
-    ranks = [
-        "-m",
-        "gpt2_ddp",
-        "train_parity",
-        "--launch.processes",
-        "2",
-        "--train.epochs",
-        "1",
-        "--train.device",
-        "cpu",
-    ]
-    subprocess.run([sys.executable, *ranks, "--output_dir", folder / "two"], check=True, timeout=200)
+    ranks = "-m gpt2_ddp train_parity --launch.processes 2 --train.epochs 1 --train.device cpu"
+    subprocess.run([sys.executable, *ranks.split(), "--output_dir", folder / "two"], check=True, timeout=200)
     runs = [folder / f"{name}/parity" for name in ("whole", "parts")]
     whole, parts = map(newest_checkpoint, runs)
     for file in ("model.safetensors", "optimizer.safetensors"):

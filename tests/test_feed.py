@@ -15,20 +15,18 @@ import pytest
 import torch
 from accelerate.state import GradientState
 from ranks import run_ranks
-from runs import training_config
+from runs import edit_manifest, train, training_config
 
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data import feed as loader
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, padding_rows, split_batch
-from gpt2_ddp.data.manifest import Manifest, Shard, read_manifest
+from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
-from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import sha256_file
 from gpt2_ddp.model.memory import micro_batches
-from gpt2_ddp.preparation.encode import write_manifest
 from gpt2_ddp.reports.verify_rows import consumed_after
 from gpt2_ddp.state import FIRST_DIGEST, FeedState
 from gpt2_ddp.tasks.supervised import contiguous, smallest_micro_batch
@@ -65,33 +63,12 @@ def test_contiguous_shares(n, largest, processes):
 
 
 @pytest.mark.parametrize(
-    ("processes", "batch", "accumulation"), [(1, 1, 1), (1, 4, 3), (2, 3, 1), (3, 2, 4), (4, 1, 2)]
-)
-def test_interleaved_shares(processes, batch, accumulation):
-    """Micro-batch m of rank r: items (m·W + r)·b and the b - 1 after it."""
-    shares = interleaved(processes, batch)(processes * batch * accumulation)
-    assert len(shares) == accumulation
-    for m, ranks in enumerate(shares):
-        assert len(ranks) == processes
-        for r, part in enumerate(ranks):
-            start = (m * processes + r) * batch
-            assert list(part) == list(range(start, start + batch))
-
-
-@pytest.mark.parametrize(
-    ("share", "limit", "expected"), [(8, 8, 8), (8, 5, 4), (7, 5, 1), (6, 100, 6), (1, 16, 1), (12, 5, 4)]
-)
-def test_micro_batch_is_the_largest_divisor(share, limit, expected):
-    assert split_batch(share * 3, 3, limit) == expected
-
-
-@pytest.mark.parametrize(
     ("windows", "processes", "limit", "batch", "padding"),
     [(512, 6, 16, 11, 16), (512, 7, 16, 15, 13), (512, 6, 64, 43, 4), (512, 7, 64, 37, 6), (512, 3, 16, 9, 1)]
     + [(480, processes, 16, batch, 0) for processes, batch in ((5, 16), (6, 16), (12, 10), (15, 16))]
-    + [(5, 3, 1, 1, 1), (3, 2, 16, 2, 1), (7, 7, 4, 1, 0)],
+    + [(5, 3, 1, 1, 1), (3, 2, 16, 2, 1), (7, 7, 4, 1, 0), (21, 3, 5, 1, 0), (18, 3, 100, 6, 0)],
 )
-def test_uneven_shares_have_the_least_padding(windows, processes, limit, batch, padding):
+def test_a_micro_batch_is_the_largest_divisor_or_has_the_least_padding(windows, processes, limit, batch, padding):
     assert (split_batch(windows, processes, limit), padding_rows(windows, processes, batch)) == (batch, padding)
     for other in range(limit, 0, -1):  # no size of at most twice as many micro-batches has less
         fewest = -(-windows // (processes * limit))
@@ -104,16 +81,10 @@ def test_more_processes_than_windows_are_refused():
         split_batch(8, 9, 16)
 
 
-def test_micro_batches_to_try():
+def test_numbers_of_windows_and_of_micro_batches_to_try():
+    assert [count_windows(tokens, 4) for tokens in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
     assert list(micro_batches(96, 8)) == [12, 6, 4, 3, 2, 1]
     assert list(micro_batches(512, 6)) == [86, 43, 29, 22, 11, 8, 4, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("tokens", "block", "windows"), [(0, 4, 0), (1, 4, 0), (4, 4, 0), (5, 4, 1), (8, 4, 1), (9, 4, 2)]
-)
-def test_count_windows(tokens, block, windows):
-    assert count_windows(tokens, block) == windows
 
 
 # Steps
@@ -142,7 +113,7 @@ def test_random_step_sizes_shares_and_restarts_consume_every_item_once(by_epoch)
                 consumed.append(items)
                 digest = next_digest(digest, items)
                 assert feed.order_digest == digest
-                assert feed.consumed == feed.position == sum(map(len, consumed))
+                assert feed.consumed == feed.position == sum(map(len, consumed)) == consumed_after(feed, len(consumed))
             saved = state(feed)
         if by_epoch:
             assert [len(items) for items in consumed[: math.ceil(n / size)]] == [
@@ -154,22 +125,6 @@ def test_random_step_sizes_shares_and_restarts_consume_every_item_once(by_epoch)
         assert np.array_equal(flat, Order(seed, n).items_at(np.arange(len(flat))))
         for epoch in range(2):
             assert np.array_equal(np.sort(flat[epoch * n : (epoch + 1) * n]), np.arange(n))
-
-
-@pytest.mark.parametrize(("n", "size"), [(10, 4), (10, 5), (3, 7), (1, 3), (24, 24)])
-def test_epochs_end_and_items_are_counted(n, size):
-    straddling, by_epoch = replay(n, size), replay(n, size, by_epoch=True)
-    for step in range(1, 30):
-        straddling.next_step()
-        assert straddling.consumed == consumed_after(straddling, step) == step * size
-        assert straddling.epochs == step * size // n
-        assert straddling.ended_epoch == (step * size // n > (step - 1) * size // n)
-        by_epoch.next_step()
-        per_epoch = math.ceil(n / size)
-        assert by_epoch.consumed == consumed_after(by_epoch, step)
-        assert by_epoch.consumed == step // per_epoch * n + step % per_epoch * size
-        assert by_epoch.epochs == step // per_epoch
-        assert by_epoch.ended_epoch == (step % per_epoch == 0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 12, 25, 26, 27, 28])
@@ -220,7 +175,7 @@ def test_passed_positions_are_never_delivered(by_epoch):
                 assert feed.order_digest == digest
             if rng.random() < 0.3:
                 again = replay(n, size, by_epoch)
-                again.seek(*state(feed))
+                again.load_state_dict(FeedState.model_validate_json(feed.state_dict().model_dump_json()))
                 feed = again
             positions = next(expected_steps(n, size, by_epoch, feed.skipped_ranges, feed.position))
             items = feed.next_step().items
@@ -366,7 +321,8 @@ DIGEST = "5" * 64
 
 
 def test_each_rank_gets_its_share_of_random_steps():
-    """1, 2 and 3 ranks; random N, G and b, far and near positions, short steps in which ranks have nothing."""
+    """1, 2 and 3 ranks; random N, G and b, far and near positions, short steps in which ranks have nothing; and moves
+    in the middle of a run."""
     rng = random.Random(1)
     ways = []
     for _ in range(30):
@@ -380,6 +336,7 @@ def test_each_rank_gets_its_share_of_random_steps():
             actions.insert(3, ("pass", start, start + rng.randint(1, 2 * size)))
         ways.append(Way(rng.randint(1, 100), size, kind, batch, kind == "contiguous", actions=tuple(actions)))
     assert {way.kind for way in ways} == set(SHARES)
+    ways += [Way(100, 12, "interleaved", 2, actions=MOVES), Way(100, 7, "contiguous", 3, True, actions=MOVES)]
     check(ways, (1, 2, 3))
 
 
@@ -422,11 +379,6 @@ MOVES = (
 """Back, forth, and back to where it was, also inside what the loader has fetched."""
 
 
-def test_seeking_in_the_middle_of_a_run_delivers_what_is_there():
-    straddling = Way(100, 12, "interleaved", 2, actions=MOVES)
-    check([straddling, Way(100, 7, "contiguous", 3, True, actions=MOVES)], (1, 2))
-
-
 class Vanished(Numbers):
     """Items whose file is gone."""
 
@@ -465,7 +417,17 @@ def test_workers_of_two_ranks_deliver_the_same(corpus):
     assert [told for _, told in ranks] == [["data.path = photos/1.png: is not an image"] * 2] * 2
 
 
-WRONG = ("lost", "doubled", "swapped", "reversed", "short", "moved")
+def change_first(change):
+    """A change of the micro-batches whose first one gets other items."""
+    return lambda batches: [(batches[0][0], change(batches[0][1])), *batches[1:]]
+
+
+WRONG = {
+    "lost": lambda batches: batches[1:], "doubled": lambda batches: [batches[1], *batches],
+    "swapped": lambda batches: [batches[1], batches[0], *batches[2:]],
+    "reversed": change_first(lambda items: items[::-1]),
+    "short": change_first(lambda items: items[:-1]), "moved": None,
+}  # fmt: skip
 """What can go wrong with the loader, or the feed's position, after three steps of two micro-batches."""
 
 
@@ -478,17 +440,8 @@ def test_other_items_than_the_order_s_are_refused(monkeypatch, how, world, rank)
     def prepare_wrongly(*given, **settings):
         prepared = prepare(*given, **settings)
         batches = Batches(batch for _, batch in zip(range(20), prepared, strict=False))
-        rows, items = batches[6]
-        if how == "lost":
-            del batches[6]
-        elif how == "doubled":
-            batches.insert(6, batches[5])
-        elif how == "swapped":
-            batches[6:8] = batches[7], batches[6]
-        elif how == "reversed":
-            batches[6] = rows, items[::-1]
-        elif how == "short":
-            batches[6] = rows, items[:-1]
+        if change := WRONG.get(how):
+            batches[6:] = change(batches[6:])
         return batches
 
     prepare = loader.prepare_data_loader
@@ -548,70 +501,35 @@ def check_windows(folder: Path, accelerator: Any, workers: int) -> None:
     assert len(found) == 6
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_each_rank_gets_its_windows(corpus, world):
-    for rank in range(world):
-        check_windows(corpus, rank_of(world, rank), 0)
-
-
-def big_corpus(folder: Path, tokens: int, vocab_size: int = 512) -> Path:
-    """Sparse shards of zeros with the tokenizer of another folder's name; they take no room on the disk."""
-    per_shard = min(tokens, 100_000_000)
-    name, count = "train_{:06d}.bin", tokens // per_shard
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, per_shard
-    for index in range(count):
-        with (folder / name.format(index)).open("wb") as file:
-            file.write(header.tobytes())
-            file.truncate(1024 + 2 * per_shard)
-    sha256 = sha256_file(folder / name.format(0))
-    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
-    shards = [Shard(name.format(i), per_shard, 1024 + 2 * per_shard, sha256) for i in range(count)]
-    write_manifest(
-        folder, Manifest(2, "tokenizer.json", tokenizer.sha256, vocab_size, tokenizer.eot, "zeros", {"train": shards})
-    )
-    return folder
-
-
-def resident_bytes_of_a_training(config: TrainingConfig) -> int:
-    from gpt2_ddp.tasks.pretraining import Pretraining
-    from gpt2_ddp.training.loop import train
-
-    train(config, Pretraining)
-    return psutil.Process().memory_info().rss
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_data(corpus, tmp_path):
-    """A training over 300 MB holds what one over 10 MB holds, the hashes of all shards checked in both."""
+    """A training over 300 MB of zeros holds what one over 10 MB holds, the hashes of all shards checked in both."""
     resident = {}
     for tokens in (5_000_000, 150_000_000):
-        folder = tmp_path / str(tokens)
-        folder.mkdir()
-        shutil.copy(corpus / "tokenizer.json", folder)
+        folder = Path(shutil.copytree(corpus, tmp_path / str(tokens)))
+        file = folder / "train_000000.bin"
+        with file.open("r+b") as shard:
+            header = np.frombuffer(shard.read(1024), "<i4").copy()
+            header[2] = tokens
+            shard.seek(0)
+            shard.write(header.tobytes())
+            shard.truncate(1024)
+            shard.truncate(1024 + 2 * tokens)  # sparse
+        shard = {"file": file.name, "tokens": tokens, "bytes": file.stat().st_size, "sha256": sha256_file(file)}
+        edit_manifest(folder, splits={"train": [shard]})
         changes = {"run_name": str(tokens), "train.steps": 40, "train.global_batch_tokens": 64 * 32}
-        config = training_config(big_corpus(folder, tokens), tmp_path / "runs", changes)
-        (resident[tokens],) = run_ranks(resident_bytes_of_a_training, 1, config)
+        (resident[tokens],) = run_ranks(resident_bytes, 1, training_config(folder, tmp_path / "runs", changes))
     small, big = resident.values()
     print(resident)
     assert big < 1.05 * small, resident
 
 
-def test_a_state_is_restored_from_json():
-    feed = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 4)))
-    feed.next_step()
-    feed.skip_range(6, 9)
-    again = Feed(Order(1, 100), GlobalBatch(4, interleaved(1, 4)))
-    again.load_state_dict(FeedState.model_validate_json(feed.state_dict().model_dump_json()))
-    expected = FeedState(position=4, skipped_ranges=[(6, 9)], order_digest=feed.order_digest)
-    assert again.state_dict() == feed.state_dict() == expected
-    assert again.next_step().items.tolist() == feed.next_step().items.tolist()
+def resident_bytes(config: TrainingConfig) -> int:
+    train(config)
+    return psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize(
-    ("rows", "part", "expected"),
-    [(1, range(0), [7]), (1, range(1, 3), [8, 9]), (3, range(4, 4), [7, 7, 7]), (3, range(3, 5), [10, 11, 11])],
-)
-def test_what_stands_in_for_a_small_share(rows, part, expected):
-    feed = Feed(Order(1, 100), GlobalBatch(5, interleaved(1, rows), rows=rows))
-    assert feed.padded_part(np.arange(7, 12), part).tolist() == expected
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_each_rank_gets_its_windows(corpus, world):
+    for rank in range(world):
+        check_windows(corpus, rank_of(world, rank), 0)

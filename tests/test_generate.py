@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import expect_error
-from runs import open_store
+from runs import gpt_state, open_store
 
 from gpt2_ddp.checkpoint.checkpoint import Snapshot
 from gpt2_ddp.config.cli import dump, load
@@ -20,7 +20,6 @@ from gpt2_ddp.data.tokenizer import load_tokenizer
 from gpt2_ddp.model.generate import BATCH_ROWS, KVCache, Sampling, decode, generate, next_logits, sample, sample_texts
 from gpt2_ddp.model.gpt import GPT
 from gpt2_ddp.preparation.prepare import train_bpe
-from gpt2_ddp.state import State
 from gpt2_ddp.tasks.trained_model import TextStream, find_gpt, generate_text, load_model, load_weights
 
 ROOT = Path(__file__).parents[1]
@@ -67,8 +66,10 @@ def test_cached_logits_equal_the_plain_forward_at_every_position():
             logits = next_logits(model, windows, cache, refill=False)
 
 
-def test_greedy_continues_as_the_plain_forward_says():
-    model = tiny()
+@pytest.mark.parametrize("block_size", [64, 16])
+def test_greedy_continues_as_the_plain_forward_says(block_size):
+    """Beyond the block, the last half of the context is kept."""
+    model = tiny(block_size=block_size)
     results = generate(model, PROMPTS, -1, Sampling(40, temperature=0))
     assert results == [plain_greedy(model, prompt, 40) for prompt in PROMPTS]
     assert len({tuple(result) for result in results}) == len(PROMPTS)
@@ -94,12 +95,6 @@ def test_more_rows_than_a_batch():
     assert generate(model, prompts, -1, Sampling(5, seed=4))[1:] == results[1:]
     same = generate(model, [[1]] * (2 * BATCH_ROWS), -1, Sampling(20, top_k=None))
     assert len({tuple(result) for result in same}) == len(same)  # no two rows share their random numbers
-
-
-def test_beyond_the_block_the_last_half_of_the_context_is_kept():
-    model = tiny(block_size=16)
-    expected = plain_greedy(model, PROMPTS[0], 40)
-    assert generate(model, [PROMPTS[0]], -1, Sampling(40, temperature=0)) == [expected]
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])
@@ -179,15 +174,13 @@ def test_sampling_distribution(options, expected):
     assert deviation.max() < 4.5
 
 
-def test_tokens_without_probability_are_never_drawn():
+def test_the_edges_of_sampling():
+    """Tokens without probability are never drawn; the least options draw the likeliest token."""
     logits, uniform = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]), torch.tensor([0.0, 0.5, 1 - 2**-24])
     assert {*sample(logits.expand(3, -1), uniform, Sampling(temperature=1.0, top_k=None)).tolist()} <= {1, 2}
-
-
-@pytest.mark.parametrize("options", [{"temperature": 1e-300}, {"temperature": 1e-45}, {"top_p": 1e-320}])
-def test_the_least_options_draw_the_likeliest_token(options):
     logits = torch.tensor([[1.0, 3.0, 2.0], [-1e5, -3e5, -2e5]])
-    assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0]
+    for options in ({"temperature": 1e-300}, {"temperature": 1e-45}, {"top_p": 1e-320}):
+        assert sample(logits, torch.tensor([0.9, 0.5]), Sampling(top_k=None, **options)).tolist() == [1, 0], options
 
 
 def test_lengths_and_numbers_that_no_memory_holds():
@@ -247,16 +240,15 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     file = folder / "tokenizer.json"
     train_bpe(["def main(argument):\n    return argument + 1\n"] * 10, 300, file)
-    vocab_size = load_tokenizer(str(file)).vocab_size
+    tokenizer = load_tokenizer(str(file))
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64}
     config = TrainingConfig.model_validate({"model": shape, "train": {"steps": 1}})
-    model = GPT(config.model, vocab_size)
-    task = {"tokenizer": "tokenizer.json", "tokenizer_sha256": "", "vocab_size": vocab_size}
-    task |= {"data_manifest": "", "micro_batch": 1}
+    model = GPT(config.model, tokenizer.vocab_size)
+    task = {"tokenizer": file.name, "tokenizer_sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size}
     for step in (1, 2):
-        progress = {"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}}
-        state = State.of("gpt2", progress=progress, feed={}, setup={"epoch_size": 1}, task=task)
-        open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, (file,)))
+        state = gpt_state(progress={"step": step, "best": {"step": 1, "val_loss": 2.5, "tokens": 100, "since": 1}})
+        state.task = state.task.model_copy(update=task)
+        open_store(folder).save(Snapshot(state, dump(config), model.state_dict(), {}, {file.name: file.read_bytes()}))
     return folder
 
 
@@ -265,6 +257,13 @@ def test_a_checkpoint_with_what_no_training_writes(checkpoint, model):
     found = find_gpt(checkpoint, "checkpoint")
     strange = replace(found, config=found.config | {"model": found.config["model"] | model})
     expect_error(r"config.yaml: model\.\w+ = .*; restore the run's original file", load_model, strange)
+
+
+def test_another_tokenizer_is_refused(checkpoint):
+    found = find_gpt(checkpoint, "checkpoint")
+    task = found.state.task.model_copy(update={"tokenizer_sha256": "0" * 64})
+    other = replace(found, state=found.state.model_copy(update={"task": task}))
+    expect_error(r"checkpoint = .*tokenizer.json: is not the tokenizer of the run", load_model, other)
 
 
 def test_weights_that_are_no_weights(checkpoint, tmp_path):

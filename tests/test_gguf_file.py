@@ -145,10 +145,7 @@ def test_its_tables_encode_as_the_tokenizer_does(tmp_path, name):
     assert [rank for rank, kind in enumerate(types) if kind == gguf.TokenType.CONTROL] == [tokenizer.eot]
     assert {*types} == {gguf.TokenType.CONTROL, gguf.TokenType.NORMAL}
     assert tokens[tokenizer.eot] == "<|endoftext|>"
-    merges = found["tokenizer.ggml.merges"]
-    assert encoded(tokens, merges) == tokenizer.encode(TEXT).tolist()
-    if name != "gpt2":
-        assert [merge.split(" ") for merge in merges] == json.loads(DEFINITION.read_text())["model"]["merges"]
+    assert encoded(tokens, found["tokenizer.ggml.merges"]) == tokenizer.encode(TEXT).tolist()
 
 
 def test_tokenizers_that_llama_cpp_does_not_have_are_refused(tmp_path):

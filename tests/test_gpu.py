@@ -59,7 +59,7 @@ LARGE = (
 )
 """GPT-2 (124M), bf16, 64 windows a step, random tokens."""
 CURVE = f"{SMALL} --tracking.log_every 1 --train.steps 200"
-STEP = "scripts/benchmark.py step --precision bf16 --device {device} --output {out}/"
+STEP = "-m benchmarks step --precision bf16 --device {device} --output {out}/"
 JOB = "--output_dir {out} --data.name cifar10 --data.path {out}/images --train.epochs 2"
 JOB += " --train.device {device} --tracking.log_every 1"
 PARTS: dict[str, list[str]] = {
@@ -86,7 +86,7 @@ PARTS: dict[str, list[str]] = {
     "step": [f"{STEP}step --repeats 3 --compile model --micro_batch 32{{nanogpt}}{{short}}"],
     "step of 64": [f"{STEP}step_64 --repeats 3 --compile model --micro_batch 64"],
     "step eager": [f"{STEP}step_eager --repeats 3 --compile off --micro_batch 32{{nanogpt}}"],
-    "roofline": ["scripts/benchmark.py roofline --precision bf16 --device {device} --output {out}/roofline{short}"],
+    "roofline": ["-m benchmarks roofline --precision bf16 --device {device} --output {out}/roofline{short}"],
     "step in blocks": [f"{STEP}step_blocks --repeats 3 --compile blocks --micro_batch 32"],
     "step of 16": [f"{STEP}step_16 --repeats 3 --compile model --micro_batch 16"],
     "124M": [f"{LARGE} --run_name 124M"],
@@ -100,7 +100,7 @@ PARTS: dict[str, list[str]] = {
     "replicas compared": [f"{LARGE} --run_name replicas --guard.check_every 5"],
     "saves in the background": [f"{LARGE} --run_name background --checkpoint.every 10 --checkpoint.background yes"],
     "saves standing": [f"{LARGE} --run_name standing --checkpoint.every 10 --checkpoint.background no"],
-    "checkpoint": ["scripts/benchmark.py checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"],
+    "checkpoint": ["-m benchmarks checkpoint --repeats 3 --device {device} --output {out}/checkpoint{preset}"],
     # sizes
     **{
         name: [f"{STEP}{name} --repeats 2 --preset configs/gpt2_{name.lower()}.yaml --micro_batch {batches}"]
@@ -355,12 +355,12 @@ def train_with_inf(flags: list[str]) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_commands_are_such_that_a_script_takes_them(device):
-    kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmark": BenchmarkConfig}
+    kinds = {"train_gpt2": TrainingConfig, "train_classifier": ClassifierConfig, "benchmarks": BenchmarkConfig}
     kinds |= {"compare_parallel": CompareConfig, "test_gpu": TrainingConfig}
     for part, commands in PARTS.items():
         for command in (command.format(**words(device)).split() for command in commands):
-            script = next(number for number, word in enumerate(command) if word.endswith(".py"))
-            assert (ROOT / command[script]).is_file(), part
+            script = next(number for number, word in enumerate(command) if word.endswith((".py", "benchmarks")))
+            assert (ROOT / command[script]).exists(), part
             if kind := kinds.get(Path(command[script]).stem):
                 default = "configs/gpt2_stdlib.yaml" if kind is TrainingConfig else None
                 config = load(kind, command[script + 1 :], default)

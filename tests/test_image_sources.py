@@ -30,7 +30,7 @@ WORDS = ("train", "test", "val", "eval", "dev", "bullet_train", "test_tube", "va
 
 
 def read(folder: Path, name: str = "images", **fields) -> Any:
-    return read_images(ClassifierDataConfig(name=name, path=str(folder), **fields), tell=True)
+    return read_images(ClassifierDataConfig(name=name, path=str(folder), **fields))
 
 
 def counts(samples: Samples) -> list[int]:
@@ -66,7 +66,7 @@ def test_without_a_test_split_a_seeded_share_is_held_out(tmp_path, capsys):
 ])  # fmt: skip
 def test_each_class_has_its_share_of_the_held_out_images(sizes, fraction, held_out):
     labels, own = np.random.default_rng(0).permutation(np.repeat(range(len(sizes)), sizes)), ClassifierDataConfig()
-    rows, _ = _hold_out(labels, "x", own.model_copy(update={"test_fraction": fraction}), 0)
+    rows = _hold_out(labels, "x", own.model_copy(update={"test_fraction": fraction}), 0)
     assert np.bincount(labels[rows["test"]], minlength=len(sizes)).tolist() == [*held_out]
     assert sorted([*rows["train"], *rows["test"]]) == [*range(len(labels))]
 
@@ -216,6 +216,11 @@ def test_idx_files(tmp_path, compressed):
     found = read(tmp_path)
     assert found.classes == [*map(str, range(10))]
     held(found, (pixels[..., :1].repeat(3, 3), labels))
+
+
+def test_an_archive_without_images(tmp_path):
+    write_idx(tmp_path, "train", np.empty((0, 28, 28)), np.empty(0), compressed=False)
+    expect_error("split train is empty", read, tmp_path)
 
 
 @pytest.mark.parametrize("how", ["short", "long", "other", "labels"])

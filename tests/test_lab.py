@@ -101,12 +101,9 @@ def test_the_code_of_a_lesson_is_whole(name):
     tree = ast.parse(EXPERIMENTS[name].code)
     assert tree.body[-1].name == name
     module = vars(sys.modules[EXPERIMENTS[name].measure.__module__])
-    defined = {part.name for part in tree.body}
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    ours = {
-        used for used in used if getattr(module.get(used), "__module__", "") == EXPERIMENTS[name].measure.__module__
-    }
-    assert ours <= defined
+    ours = {one for one in used if getattr(module.get(one), "__module__", "") == module["__name__"]}
+    assert ours <= {part.name for part in tree.body}
 
 
 def mutations() -> dict:

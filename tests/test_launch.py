@@ -18,6 +18,7 @@ from runs import rows, state_of, train, training_config
 
 from gpt2_ddp.config.cli import dump, load
 from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed import launch as launching
 from gpt2_ddp.distributed.environment import usable_cores
 from gpt2_ddp.distributed.launch import COLLECTIVE, describe_precision, pick_precision, start_run
 from gpt2_ddp.errors import UserError
@@ -93,16 +94,9 @@ def test_two_machines_on_loopback(config_file, one_process_digest):
     words = ["--num_processes", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
     words += ["--mixed_precision", "no", "--config_file", template]
     two = train_command(config_file, "two")
-    machines = [
-        subprocess.Popen(
-            [*ACCELERATE, *words, "--machine_rank", rank, *two],
-            env=environment(),
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    commands = ([*ACCELERATE, *words, "--machine_rank", rank, *two] for rank in "01")
+    options = {"env": environment(), "cwd": ROOT, "stderr": subprocess.PIPE, "text": True}
+    machines = [subprocess.Popen(command, **options) for command in commands]
     for machine in machines:
         _, errors = machine.communicate(timeout=120)
         assert machine.returncode == 0, errors
@@ -134,15 +128,10 @@ def test_ranks_with_other_paths_train_together_and_other_settings_are_named(conf
     assert digest(str(place / "runs-0/config.yaml"), "two")[1] == 2
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"},
-        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"},
-        {"OMPI_COMM_WORLD_SIZE": "2"},
-    ],
-    ids=["PET", "srun", "mpirun"],
-)
+@pytest.mark.parametrize("env", [
+    {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0"},
+    {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}, {"OMPI_COMM_WORLD_SIZE": "2"},
+], ids=["PET", "srun", "mpirun"])  # fmt: skip
 def test_unconnected_ranks_end_with_an_error(config_file, env):
     """Launchers that start two processes and tell them nothing of each other."""
     found = train_with(config_file, "alone", **env)
@@ -171,16 +160,13 @@ def test_once_connected_ranks_wait_as_long_as_ever(tiny_config):
     assert run_ranks(connect, 2, tiny_config({"train.patience_seconds": 40})) == [COLLECTIVE] * 2
 
 
-@pytest.mark.parametrize(
-    ("env", "field"),
-    [
-        ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "train.mixed_precision"),
-        (dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), "two"), "WORLD_SIZE = two: should be"),
-    ],
-)
+@pytest.mark.parametrize(("env", "field"), [
+    ({"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED"),
+    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "ACCELERATE_DYNAMO_BACKEND"),
+    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "train.mixed_precision"),
+    (dict.fromkeys(("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "PET_NNODES"), "two"), "WORLD_SIZE = two: should be"),
+])  # fmt: skip
 def test_settings_of_a_launcher_that_do_not_fit_are_named(config_file, env, field):
     found = train_with(config_file, "run", **env)
     assert (found.returncode, found.stderr.count("error:")) == (2, 1)
@@ -195,13 +181,18 @@ def test_accumulation_and_empty_variables_in_the_environment_change_nothing(conf
     assert [row.get("loss") for row in one] == [row.get("loss") for row in other]
 
 
-def test_fast_is_bf16_where_the_device_has_instructions_for_it(monkeypatch):
+def test_fast_is_bf16_where_the_device_has_instructions_for_it_and_the_start_says_what_is_faster(monkeypatch):
     for has, precision in ((True, "bf16"), (False, "no")):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda has=has: has)
         assert pick_precision("fast", torch.device("cpu"), "train.") == precision
         on = SimpleNamespace(mixed_precision="bf16", device=torch.device("cpu"))
         assert ("emulates" in describe_precision(on)) != has  # pyright: ignore[reportArgumentType]
     assert pick_precision("fast", torch.device("mps"), "train.") == "no"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    for precision, hint in (("no", "no, which is slower than bf16"), ("bf16", "bf16")):
+        on = SimpleNamespace(mixed_precision=precision, device=torch.device("cuda"))
+        assert describe_precision(on).startswith(hint)  # pyright: ignore[reportArgumentType]
 
 
 LAUNCHES = [
@@ -226,14 +217,9 @@ def launched_by(monkeypatch, command: str, environment: dict[str, str] | None = 
 
 @pytest.mark.parametrize(("command", "processes"), LAUNCHES)
 def test_the_launchers_own_flags_are_told_from_the_scripts(monkeypatch, command, processes):
-    from gpt2_ddp.distributed.launch import (  # slow to import for all who import this
-        processes_asked_for,
-        under_launcher,
-    )
-
     launched_by(monkeypatch, command)
-    assert processes_asked_for() == processes
-    assert under_launcher() == (command not in [LAUNCHES[-1][0], LAUNCHES[-2][0]])
+    assert launching.processes_asked_for() == processes
+    assert launching.under_launcher() == (command not in [LAUNCHES[-1][0], LAUNCHES[-2][0]])
 
 
 DEVICES = ("GPU", "GPU without bf16", "CPU")
@@ -250,14 +236,11 @@ PRECISIONS["accelerate launch --config_file bf16.yaml --mixed_precision no train
 """Command -> what `train.mixed_precision: auto` is on each of DEVICES."""
 
 
-def test_the_page_has_the_precision_of_each_launcher():
-    assert len(PRECISIONS) == 9 + 3 + 1
-
-
 @pytest.mark.parametrize(("command", "expected"), PRECISIONS.items())
 def test_auto_precision_depends_on_the_device_and_on_what_accelerate_was_configured_with(
     monkeypatch, tmp_path, command, expected
 ):
+    assert len(PRECISIONS) == 9 + 3 + 1
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", "none.yaml")
@@ -286,44 +269,24 @@ def validated(command: str) -> argparse.Namespace:
     return _validate_launch_command(launch_command_parser().parse_args(command.split()[2:]))[0]
 
 
-@pytest.mark.parametrize(("precision", "hint"), [("no", "no, which is slower than bf16"), ("bf16", "bf16")])
-def test_the_start_says_that_a_gpu_is_faster_in_bf16(monkeypatch, precision, hint):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    on = SimpleNamespace(mixed_precision=precision, device=torch.device("cuda"))
-    text = describe_precision(on)  # pyright: ignore[reportArgumentType]
-    assert text.startswith(hint)
-
-
-@pytest.mark.parametrize(
-    ("text", "processes"),
-    [("", 1), ("# nothing\n", 1), ("[1, 2]", 1), ("num_processes: null", 1), ("num_processes: 4", 4), ("{}", 1)],
-)
-def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text, processes):
-    from gpt2_ddp.distributed.launch import processes_asked_for
-
+@pytest.mark.parametrize("text", ["", "# nothing\n", "[1, 2]", "num_processes: null", "num_processes: 4", "{}"])
+def test_a_file_of_accelerates_may_say_nothing(monkeypatch, tmp_path, text):
+    processes = 4 if "4" in text else 1
     file = tmp_path / "default_config.yaml"
     file.write_text(text)
     launched_by(monkeypatch, f"accelerate launch --config_file {file} train.py")
-    assert processes_asked_for() == processes
+    assert launching.processes_asked_for() == processes
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(file))
     launched_by(monkeypatch, "accelerate launch --cpu train.py")
-    assert processes_asked_for() == processes
+    assert launching.processes_asked_for() == processes
 
 
-@pytest.mark.parametrize(
-    ("flags", "parent", "run", "expected"),
-    [
-        ("", {}, "", [usable_cores()]),
-        ("", {"OMP_NUM_THREADS": "1"}, "", []),
-        ("--num_cpu_threads_per_process 1 ", {}, "", []),
-        ("", {}, "2", [max(usable_cores() // 2, 1)]),
-    ],
-)
+@pytest.mark.parametrize(("flags", "parent", "run", "expected"), [
+    ("", {}, "", [usable_cores()]), ("", {}, "2", [max(usable_cores() // 2, 1)]),
+    ("", {"OMP_NUM_THREADS": "1"}, "", []), ("--num_cpu_threads_per_process 1 ", {}, "", []),
+])  # fmt: skip
 def test_threads_that_a_user_chose_are_kept_and_those_of_a_launcher_are_not(monkeypatch, flags, parent, run, expected):
     """Launchers set OMP_NUM_THREADS to 1; what the user chose, their own environment or flags have."""
-    from gpt2_ddp.distributed.launch import set_cpu_threads
-
     launched_by(monkeypatch, f"accelerate launch {flags}train.py", parent)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     if run:  # torchrun, of two processes
@@ -332,5 +295,5 @@ def test_threads_that_a_user_chose_are_kept_and_those_of_a_launcher_are_not(monk
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    set_cpu_threads()
+    launching.set_cpu_threads()
     assert chosen == expected

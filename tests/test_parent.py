@@ -6,12 +6,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 from commands import environment
-from ranks import start_ranks
+from ranks import start_ranks, wait_until
 
 from gpt2_ddp.distributed import process as parent
 from gpt2_ddp.distributed.signals import Stopped, exit_on_signal
@@ -44,10 +45,8 @@ CHILD = """
     if __name__ == "__main__":
         live(sys.argv[1])
 """
-STARTED = {
-    "as a command": "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]])",
-    "by multiprocessing": "multiprocessing.get_context('spawn').Process(target=child.live, args=sys.argv[1:]).start()",
-}
+COMMAND = "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]])"
+WORKER = "multiprocessing.get_context('spawn').Process(target=child.live, args=sys.argv[1:]).start()"
 PARENT = """
     import multiprocessing, os, subprocess, sys, threading, time
     import child
@@ -75,33 +74,19 @@ def family(folder: Path, start: str, **env: str) -> tuple[subprocess.Popen, psut
     return parent, psutil.Process(int(parent.stdout.readline()))
 
 
-@pytest.mark.parametrize("way", STARTED)
-def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, way):
-    parent, child = family(tmp_path, STARTED[way])
+@pytest.mark.parametrize(("start", "env", "ended"), [
+    (COMMAND, {}, ["SIGUSR1"]), (WORKER, {}, ["SIGUSR1"]),
+    (WORKER.replace("live", "live_later"), {}, ["SIGUSR1"]),  # it may be importing still when its parent is killed
+    (COMMAND, {"GROUP_WORLD_SIZE": "2"}, []),  # of several machines: it must not ask the others to stop
+])  # fmt: skip
+def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, start, env, ended):
+    parent, child = family(tmp_path, start, **env)
     time.sleep(0.3)
     assert not (tmp_path / "ended").exists()  # though the thread has ended, of which prctl would signal at once
     parent.kill()
     parent.wait()
     child.wait(30)
-    assert (tmp_path / "ended").read_text() == "SIGUSR1"
-
-
-def test_a_parent_that_is_gone_already_counts(tmp_path):
-    """A worker may be importing still when its parent is killed."""
-    parent, child = family(tmp_path, STARTED["by multiprocessing"].replace("live", "live_later"))
-    parent.kill()
-    parent.wait()
-    child.wait(30)
-    assert (tmp_path / "ended").read_text() == "SIGUSR1"
-
-
-def test_an_orphan_of_one_of_several_machines_is_killed(tmp_path):
-    """It must not ask the other machines to stop."""
-    parent, child = family(tmp_path, STARTED["as a command"], GROUP_WORLD_SIZE="2")
-    parent.kill()
-    parent.wait()
-    child.wait(30)
-    assert not (tmp_path / "ended").exists()
+    assert [file.read_text() for file in tmp_path.glob("ended")] == ended
 
 
 def test_an_orphan_that_was_signalled_before_saves(monkeypatch):
@@ -111,8 +96,7 @@ def test_an_orphan_that_was_signalled_before_saves(monkeypatch):
     monkeypatch.setattr(parent.os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(parent.os, "getppid", iter((1, 2)).__next__)
     parent.end_with_parent(signal.SIGTERM)
-    while not sent:
-        time.sleep(0.02)
+    wait_until(lambda: sent)
     assert sent == [signal.SIGTERM]
 
 
@@ -145,9 +129,7 @@ HELPER = """
 """
 
 
-@pytest.mark.parametrize(
-    ("method", "end"), [("fork", "exit"), ("fork", "terminate"), ("fork", "kill"), ("spawn", "kill")]
-)
+@pytest.mark.parametrize(("method", "end"), [*product(["fork"], ["exit", "terminate", "kill"]), ("spawn", "kill")])
 def test_signals_do_not_end_a_helper_but_its_parent_does(tmp_path, method, end):
     (tmp_path / "helper.py").write_text(textwrap.dedent(HELP))
     (tmp_path / "parent.py").write_text(textwrap.dedent(HELPER))
@@ -239,9 +221,7 @@ def prepare_for_long(folder: Path) -> None:
 def test_a_script_of_the_project_ends_with_who_runs_it(tmp_path, number):
     ((process, _),) = start_ranks(prepare_for_long, 1, tmp_path)
     try:
-        while not (tmp_path / "pid").exists():
-            assert process.is_alive()
-            time.sleep(0.02)
+        wait_until((tmp_path / "pid").exists)
         script = psutil.Process(int((tmp_path / "pid").read_text()))
         os.kill(process.pid, number)
         process.join()

@@ -1,4 +1,4 @@
-"""predict.py: the classes that a plain loop over the same pixels gives; and which script takes a classifier's run."""
+"""evaluate.py on small jobs: predictions equal a plain loop's; and which script takes a classifier's run."""
 
 import base64
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from cifar import png, write_images
 from commands import expect_error
 from PIL import Image
@@ -14,7 +15,7 @@ from ranks import run_ranks
 from runs import job_config, train, weights
 
 from gpt2_ddp.config.jobs import ClassifierConfig
-from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, PredictConfig, ReportConfig
+from gpt2_ddp.config.tools import EvaluateConfig, ExportConfig, GenerateConfig, ReportConfig
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.export.export import export_hf
 from gpt2_ddp.reports.picture import Picture
@@ -23,25 +24,25 @@ from gpt2_ddp.tasks.checkpoints import (
     confusion,
     evaluate_checkpoint,
     format_confusion,
-    predict,
     save_classes,
     worst_mistakes,
 )
-from gpt2_ddp.tasks.jobs import LeNet
+from gpt2_ddp.tasks.jobs import LeNet, make_job
 from gpt2_ddp.tasks.supervised import Samples
 from gpt2_ddp.tasks.trained_model import generate_text
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`scaled/run`, of images that are scaled to 20 x 20, `kept/run`, of 16 x 16; and `clusters/run`."""
+    """`scaled/run`, of images scaled to 20 x 20; `kept/run`, of 16 x 16; of points `clusters/run`, `line/run`."""
     folder = tmp_path_factory.mktemp("predict")
     write_images(folder / "images/train", {"cat": 4, "dog": 3, "owl": 3}, 1)
     write_images(folder / "images/test", {"cat": 3, "owl": 2}, 2)
     own = {"data.name": "images", "data.path": str(folder / "images"), "train.epochs": 1, "train.global_batch_size": 4}
     scaled = job_config("lenet", folder / "scaled", own | {"data.image_size": 20})
     clusters = job_config("mlp", folder / "clusters", {"train.epochs": 1, "train.mixed_precision": "no"})
-    run_ranks(train_each, 1, [scaled, job_config("lenet", folder / "kept", own), clusters])
+    line = job_config("regression", folder / "line", {"train.epochs": 1})
+    run_ranks(train_each, 1, [scaled, job_config("lenet", folder / "kept", own), clusters, line])
     return folder
 
 
@@ -50,23 +51,30 @@ def train_each(configs: list[ClassifierConfig]) -> None:
         train(config)
 
 
-def predicted(*words: object, **fields) -> PredictConfig:
-    return PredictConfig(run_and_images=tuple(map(str, words)), device="cpu", **fields)
+def evaluate(run: Path, *images: Path, **fields) -> None:
+    fields |= {"images": [*map(str, images)], "device": "cpu", "mixed_precision": "no"}
+    assert evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), **fields)) == 0
+
+
+def predictions_in(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
 
 
 def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
     """A grey photograph of another size, with a name of two lines, and a folder; the last batch is short."""
     photo = tmp_path / "a\nphoto.bmp"
     Image.fromarray(np.arange(40 * 20, dtype=np.uint16).reshape(20, 40).astype(np.uint8)).save(photo)
-    output = tmp_path / "predictions.jsonl"
     images = runs / "images/test"
-    assert predict(predicted(runs / "scaled/run", photo, images, output=str(output), batch_size=4)) == 0
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    evaluate(runs / "scaled/run", photo, images, output=str(tmp_path), batch_size=4)
+    lines = predictions_in(tmp_path)
     files = [photo, *sorted(images.rglob("*.png"), key=str)]
     assert [line["file"] for line in lines] == [*map(str, files)]
     model = LeNet(3, (20, 20))
     model.load_state_dict(weights(runs / "scaled/run"))
-    for file, line, printed in zip(files, lines, capsys.readouterr().out.splitlines(), strict=True):
+    first, *shown = capsys.readouterr().out.splitlines()
+    assert first.endswith(": 6 images")
+    for file, line, printed in zip(files, lines, shown, strict=True):
+        assert "target" not in line, "it is not known"
         with Image.open(file) as image:
             square = image.convert("RGB").crop((10, 0, 30, 20)) if image.width == 40 else image.resize((20, 20))
         pixels = torch.from_numpy(np.array(square)).permute(2, 0, 1)[None].float()
@@ -78,12 +86,12 @@ def test_every_image_as_by_a_plain_loop(runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("run", "image", "message"), [
-    ("kept/run", "wide.png", r"wide.png: is 30 x 16 pixels; the run was trained on 16 x 16, without data.image_size"),
+    ("kept/run", "wide.png", r"wide.png: is 30 x 16 pixels, others are 16 x 16; scale all images to one size"),
     ("scaled/run", "no.png", r"no.png: cannot be read \(No such file"),
     ("scaled/run", "text.png", r"text.png: is not an image"),
     ("scaled/run", "empty", r"has no images; name others"),
     ("scaled/run", "photos", r"has no images, but 1 .heic; name others"),
-    ("clusters/run", "wide.png", r"is a run on points of clusters, not on images"),
+    ("clusters/run", "wide.png", r"images = .*wide.png: is for runs of classifiers of images; name such a run"),
     ("images", "wide.png", r"holds no intact checkpoint"),
 ])  # fmt: skip
 def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image, message):
@@ -93,32 +101,61 @@ def test_what_cannot_be_predicted_is_one_line(runs, tmp_path, run, image, messag
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos/1.heic").touch()
     with pytest.raises(UserError, match=message) as error:
-        predict(predicted(runs / run, tmp_path / image))
+        evaluate(runs / run, tmp_path / image)
     assert len(error.value.mistakes) == 1
-    assert str(error.value).startswith("run_and_images = ")
+    assert str(error.value).startswith("checkpoint = " if run == "images" else "images = ")
 
 
 def test_files_of_other_suffixes_are_told(runs, tmp_path, capsys):
     for name in ("1.png", "2.png", "3.heic", "notes.txt"):
         (tmp_path / name).write_bytes(png(np.zeros((16, 16, 3), np.uint8)))
-    predict(predicted(runs / "kept/run", tmp_path))
+    evaluate(runs / "kept/run", tmp_path)
     told = capsys.readouterr()
-    assert (told.out.count("\n"), told.err) == (2, f"note: {tmp_path}: not used: 1 .heic, 1 .txt\n")
+    assert told.out.count("\n") == 1 + 2
+    assert told.err == f"note: {tmp_path}: not used: 1 .heic, 1 .txt; save images as .png or .jpg\n"
 
 
-def test_a_run_alone_is_no_command():
-    expect_error("run_and_images = runs/x: should be a run, then images", predicted, "runs/x")
+def test_a_run_writes_the_predictions_of_its_test_samples(runs, tmp_path):
+    """Images have file, target and the probabilities of a classification; points have numbers."""
+    run = runs / "kept/run"
+    evaluate(run)
+    evaluate(run, runs / "images/test", output=str(tmp_path / "images"))
+    (folder,) = (run / "evaluations").glob("step-*")
+    lines, others = predictions_in(folder), predictions_in(tmp_path / "images")
+    assert [line.pop("target") for line in lines] == [Path(line["file"]).parent.name for line in others]
+    assert [line["file"] for line in lines] == [line["file"] for line in others]
+    for line, other in zip(lines, others, strict=True):
+        assert line["probabilities"] == pytest.approx(other["probabilities"], abs=1e-5)
+    evaluate(runs / "clusters/run", output=str(tmp_path / "points"))
+    points = predictions_in(tmp_path / "points")
+    assert [line["target"] for line in points[:3]] == ["0", "1", "0"]
+    assert all(line["probabilities"].keys() == {"0", "1"} for line in points)
+    evaluate(runs / "line/run")
+    (folder,) = (runs / "line/run/evaluations").glob("step-*")
+    line = weights(runs / "line/run")
+    job = make_job(job_config("regression", tmp_path), Accelerator(cpu=True))
+    wanted = [{"sample": n, "target": y, "prediction": (line["linear.weight"] * x + line["linear.bias"]).item()}
+              for n, (x, y) in enumerate(zip(job.test.inputs, job.test.targets.tolist(), strict=True))]  # fmt: skip
+    assert predictions_in(folder) == [pytest.approx(line, abs=1e-5) for line in wanted]
+
+
+def test_flags_that_do_not_fit_are_refused(runs, tmp_path):
+    hint = "are not scored, unlike data; remove one of the two"
+    expect_error(f"images = a.png: {hint}", evaluate, runs / "kept/run", Path("a.png"), data=("x",))
+    expect_error("split = train: is for GPT-2 runs", evaluate, runs / "kept/run", Path("a.png"), split="train")
+    (tmp_path / "file").touch()
+    expect_error("output = .*/file: cannot be written", evaluate, runs / "kept/run", output=str(tmp_path / "file"))
 
 
 @pytest.mark.slow
 def test_what_is_taken_for_what(runs, capsys):
     run, names = runs / "scaled/run", ["cat", "dog", "owl"]
-    predict(predicted(run, runs / "images/test", top=1))
+    evaluate(run, runs / "images/test")
     counts = np.zeros((3, 3), int)
-    for line in capsys.readouterr().out.splitlines():
+    for line in capsys.readouterr().out.splitlines()[1:]:
         file, _, taken = line.partition(": ")
         counts[names.index(Path(file).parent.name), names.index(taken.split()[0])] += 1
-    evaluate_checkpoint(EvaluateConfig(checkpoint=str(run), device="cpu", mixed_precision="no", batch_size=2))
+    evaluate(run, batch_size=2)
     _, *lines = capsys.readouterr().out.splitlines()
     wrong = {name: row for name, row in zip(names, counts, strict=True) if row.sum() > row[names.index(name)]}
     assert {line.split(":")[0].strip() for line in lines} == set(wrong)
@@ -145,7 +182,7 @@ def test_what_is_taken_for_what(runs, capsys):
     assert "wrong.png: unreadable" in (run / "report.html").read_text()
     evaluated = np.array([[0, 1, 2], [0, 1, 2], [1, 1, 1]])
     save_classes(found, 3, evaluated, confusion(evaluated, 3), names, Samples(torch.zeros(3), torch.zeros(3)))
-    assert {file.name for file in found.iterdir()} == {"classes.json"}, "all are right"
+    assert {file.name for file in found.iterdir()} == {"classes.json", "predictions.jsonl"}, "all are right"
     (found / "classes.json").write_text('{"step": 3}')
     report(ReportConfig(runs=(str(run),)))
     assert "classes.json: unreadable" in (run / "report.html").read_text()
@@ -201,25 +238,23 @@ def test_other_images_are_scored_by_the_classes_of_the_run(runs, tmp_path, capsy
         write_images(tmp_path / "some" / split, {"dog": 2, "owl": 2}, 3)
         write_images(tmp_path / "others" / split, {"dog": 2, "yak": 2}, 3)
     run = runs / "scaled/run"
-    config = EvaluateConfig(checkpoint=str(run), device="cpu", mixed_precision="no")
-    evaluate_checkpoint(config.model_copy(update={"data": str(tmp_path / "some")}))
+    evaluate(run, data=(str(tmp_path / "some"),))
     printed = capsys.readouterr().out
-    predict(predicted(run, tmp_path / "some/test", top=1))
-    pairs = (line.split(": ") for line in capsys.readouterr().out.splitlines())
+    evaluate(run, tmp_path / "some/test")
+    pairs = (line.split(": ") for line in capsys.readouterr().out.splitlines()[1:])
     right = sum(f"/{likeliest.split()[0]}/" in file for file, likeliest in pairs)
     assert f"accuracy {right / 4:.6f} over 4 test" in printed
     with pytest.raises(UserError, match=r"has the label yak; labels are cat, dog, owl"):
-        evaluate_checkpoint(config.model_copy(update={"data": str(tmp_path / "others")}))
+        evaluate(run, data=(str(tmp_path / "others"),))
 
 
 def test_test_images_that_have_changed_are_not_scored(runs):
     image = runs / "images/test/cat/0.png"
     before = image.read_bytes()
     image.write_bytes((runs / "images/test/owl/0.png").read_bytes())
-    config = EvaluateConfig(checkpoint=str(runs / "scaled/run"), device="cpu", mixed_precision="no")
     message = r"images: has other test samples than the run was started"
     try:
-        expect_error(message, evaluate_checkpoint, config)
+        expect_error(message, evaluate, runs / "scaled/run")
     finally:
         image.write_bytes(before)
 

@@ -57,25 +57,22 @@ def test_a_configuration_is_files_and_then_changes(tmp_path):
     assert load_config(data={"path": [Path("a"), "b"]}).data.path == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("mistaken", "told"),
-    [
-        (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1: should be greater"),
-        (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5: unknown key"),
-        (lambda: load_config(train={"steps": {"x": 3}}), "train.steps.x = 3: train.steps takes a value"),
-        (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml: cannot be read"),
-        (lambda: prepare("nowhere.txt"), "source = nowhere.txt: no such file"),
-        (lambda: prepare(vocab_sise=512), "did you mean vocab_size?"),
-        (lambda: read_metrics("nowhere"), "no such folder"),
-        (lambda: gpt2_ddp.load_model("nowhere"), "holds no intact checkpoint"),
-        (lambda: gpt2_ddp.load_model("nowhere", "best"), "no checkpoint with a val_loss"),
-        (lambda: gpt2_ddp.load_model("nowhere", "latest"), "checkpoint = latest: should be newest, best, or"),
-        (lambda: gpt2_ddp.load_model("nowhere", device="nix"), "device = nix: is not available"),
-        (lambda: gpt2_ddp.generate(None, None, temperature=-1), "temperature = -1"),
-        (lambda: gpt2_ddp.evaluate(None, None, "nowhere", batch_size=-1), "batch_size = -1"),
-        (lambda: gpt2_ddp.train(load_config(), processes=0), "processes = 0: should be at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("mistaken", "told"), [
+    (lambda: TrainingConfig(train=TrainConfig(steps=3), seed=-1), "seed = -1: should be greater"),
+    (lambda: load_config(optim={"lr": -1}, train={"stps": 5}), "train.stps = 5: unknown key"),
+    (lambda: load_config(train={"steps": {"x": 3}}), "train.steps.x = 3: train.steps takes a value"),
+    (lambda: load_config("nowhere.yaml"), "--config = nowhere.yaml: cannot be read"),
+    (lambda: prepare("nowhere.txt"), "source = nowhere.txt: no such file"),
+    (lambda: prepare(vocab_sise=512), "did you mean vocab_size?"),
+    (lambda: read_metrics("nowhere"), "no such folder"),
+    (lambda: gpt2_ddp.load_model("nowhere"), "holds no intact checkpoint"),
+    (lambda: gpt2_ddp.load_model("nowhere", "best"), "no checkpoint with a val_loss"),
+    (lambda: gpt2_ddp.load_model("nowhere", "latest"), "checkpoint = latest: should be newest, best, or"),
+    (lambda: gpt2_ddp.load_model("nowhere", device="nix"), "device = nix: is not available"),
+    (lambda: gpt2_ddp.generate(None, None, temperature=-1), "temperature = -1"),
+    (lambda: gpt2_ddp.evaluate(None, None, "nowhere", batch_size=-1), "batch_size = -1"),
+    (lambda: gpt2_ddp.train(load_config(), processes=0), "processes = 0: should be at least 1"),
+])  # fmt: skip
 def test_a_mistake_is_a_user_error_with_field_value_and_cure(mistaken, told, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as caught:

@@ -36,7 +36,7 @@ def verify(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[
 
 
 def replayed(run: Path, replay: str, data: Path | None = None) -> tuple[int, list[str]]:
-    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=data and str(data)))
+    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay=replay, data=(str(data),) if data else ()))
     lines = text.splitlines()
     return code, lines[next(n for n, line in enumerate(lines) if "learning rates as scheduled" in line) :]
 
@@ -79,7 +79,7 @@ def test_trained_again_it_is_the_same_and_nothing_is_touched(recorded: Path) -> 
 def test_scores_of_replaced_weights_differ(place: Path) -> None:
     """Weights whose hashes were recomputed everywhere. Checkpoints that were not evaluated are named."""
     run = place / "run"
-    command = VerifyConfig(run=str(run), data=str(place / "data"), rescore=True)
+    command = VerifyConfig(run=str(run), data=(str(place / "data"),), rescore=True)
     ((code, text, _),) = run_ranks(said, 1, verify_run, command)
     lines = text.splitlines()[-4:]
     assert (code, lines[2]) == (0, "ok      scores of step 12, evaluated again by 1 process, bit for bit")
@@ -93,7 +93,7 @@ def test_scores_of_replaced_weights_differ(place: Path) -> None:
     reseal(folder / MODEL)
     sha256 = sha256_file(folder / "manifest.json")
     edit_rows(run, lambda rows: rows[-2].update(sha256=sha256))
-    without = VerifyConfig(run=str(run), data=str(place / "data"))
+    without = VerifyConfig(run=str(run), data=(str(place / "data"),))
     (other, *_), (code, text, _) = run_ranks(in_turn, 1, (said, verify_run, without), (said, verify_run, command))[0]
     assert (other, code) == (0, 1)
     assert "defect  checkpoints/step-00000012: val_loss is " in text
@@ -263,7 +263,7 @@ def test_sums_may_differ_in_their_last_digits_and_nothing_else_may() -> None:
 def test_a_rollback_that_its_checkpoint_cannot_have_is_a_defect(place: Path, skipped: Any) -> None:
     run = place / "run"
     edit_rows(run, lambda rows: [row.update(skipped_range=skipped) for row in rows if row.get("event") == "rollback"])
-    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12", data=str(place / "data")))
+    code, text, _ = said(verify_run, VerifyConfig(run=str(run), replay="8:12", data=(str(place / "data"),)))
     what = "defect  replay from step 8 to 12: its checkpoint does not match a rollback to it, which skipped "
     assert (code, f"{what}{skipped}" in text) == (1, True)
 

@@ -1,6 +1,7 @@
 """A bit that changed on one rank ends the run, and the message names rank, host and tensor."""
 
 import json
+import math
 import re
 import socket
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from runs import before_each_step, built, job_config, train, training_config
+from runs import built, job_config, training_config
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
@@ -167,27 +168,34 @@ def test_several_ranks_and_many_tensors_are_named() -> None:
     ]
 
 
-def flipped_in_training(config: TrainingConfig) -> str:
-    """Trains; before step 7, rank 1 flips a high bit of a weight. Returns what that comes to."""
+def damaged_in_training(config: TrainingConfig, at: int, number: float) -> str:
+    """Trains; after step `at`, a weight of rank 1 is multiplied by `number`. Returns what that comes to."""
+    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training import loop
 
-    def flip(run):
-        if run.step + 1 == 7 and run.accelerator.process_index == 1:
-            run.task.model.wte.weight.data[3, 3:4].view(torch.int32).bitwise_xor_(1 << 28)
+    step = loop.train_step
 
-    before_each_step(flip)
+    def train_step(run):
+        result = step(run)
+        if run.step == at and run.accelerator.process_index == 1:
+            run.task.model.wte.weight.data[3, 3] *= number
+        return result
+
+    loop.train_step = train_step
     try:
-        return train(config)
+        return loop.train(config, Pretraining).outcome
     except ReplicaMismatch as corrupted:
         return str(corrupted)
 
 
-@pytest.mark.parametrize("check_every", [None, 1])
-def test_a_training_ends_before_it_saves_what_was_flipped(corpus, tmp_path, check_every):
+@pytest.mark.parametrize(("check_every", "at", "number"), [(None, 6, 2.0), (1, 6, 2.0), (None, 10, math.nan)])
+def test_a_training_ends_before_it_saves_what_was_damaged(corpus, tmp_path, check_every, at, number):
+    """Also where the last step's weights would end the run as diverged, on that rank alone."""
     changes = {"guard": {"check_every": check_every}, "optim.grad_clip": 0.0}
     config = training_config(corpus, tmp_path, changes)
-    for said in run_ranks(flipped_in_training, 3, config):
+    for said in run_ranks(damaged_in_training, 3, config, at, number):
         assert said.startswith("rank 1 (host ")
-        assert all(part in said for part in (f"at step {7 if check_every else 10}", "wte.weight")), said
+        assert all(part in said for part in (f"at step {6 if check_every else 10}", "wte.weight")), said
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["state"] == "failed"
     assert "rank 1 (host " in status["reason"]

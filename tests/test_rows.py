@@ -6,7 +6,8 @@ import math
 import pytest
 
 from gpt2_ddp.checkpoint.repair import repaired
-from gpt2_ddp.checkpoint.run_files import finite, read_lines, valid_rows
+from gpt2_ddp.checkpoint.run_files import chain_of, finite, next_chain, read_lines, split_chain, valid_rows
+from gpt2_ddp.state import FIRST_CHAIN
 
 ROWS = [
     {"step": 1},
@@ -53,3 +54,16 @@ def test_rows_before_the_last_rollback_are_kept_whatever_their_step(tmp_path, ca
     assert b"".join(repaired(file, "is odd", step, rollbacks)).decode() == "".join(lines[n - 1] for n in kept)
     end = f"is odd; lines up to step {step} are kept; a copy is in rows.jsonl.damaged\n"
     assert capsys.readouterr().err.endswith(end)
+
+
+def test_rows_with_another_chain_have_none(tmp_path):
+    file, chain, lines = tmp_path / "rows.jsonl", FIRST_CHAIN, []
+    for row in ({"step": 1}, {"step": 2}):
+        text = json.dumps(row)
+        chain = next_chain(chain, text)
+        lines.append(f'{text[:-1]}, "chain": "{chain}"}}\n')
+    file.write_text("".join(lines))
+    assert chain_of(file, file.stat().st_size) == chain
+    first = split_chain(lines[0].rstrip())[1]
+    file.write_text("".join(lines).replace(first, FIRST_CHAIN))
+    assert chain_of(file, file.stat().st_size) == "", "though the rows and the last chain are the same"

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 from commands import BIN, environment
-from machines import WIRE, Machine, joined_machines, nothing_is_left, wait_until  # noqa: F401
+from machines import WIRE, Machine, joined_machines, nothing_is_left  # noqa: F401
 from pages import ROOT, commands
+from ranks import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("nothing_is_left")]
 
@@ -168,7 +169,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on(machines, alone, vic
     """Rank 0 is the same machine's afterwards, which has the checkpoints."""
     run = f"killed{victim}"
     begin(machines, of_page("--max_restarts 3"), run)
-    wait_until(lambda: step(machines[0], run) > 50)
+    wait_until(lambda: step(machines[0], run) > 50, 300)
     (rank,) = machines[victim].ranks()
     rank.kill()
     trained(machines, run, alone)
@@ -225,10 +226,9 @@ def test_a_firewall_on_the_port_is_named_by_the_check(machines):
             machine.start("python scripts/check_cluster.py --device cpu --timeout_seconds 30", RANK=str(rank), **env)
         assert codes(machines) == [2, 2]
     assert [len(machine.errors) for machine in machines] == [1, 1]
-    assert (
-        machines[0].errors[0].startswith("error: rank = 1: did not connect within 30 s (connected: node-a on rank 0)")
-    )
-    assert machines[1].errors[0].startswith("error: MASTER_ADDR = 10.0.0.1:29500: rank 1 on node-b got no answer from")
+    first, second = (machine.errors[0] for machine in machines)
+    assert first.startswith("error: rank = 1: did not connect within 30 s (connected: node-a on rank 0)")
+    assert second.startswith("error: MASTER_ADDR = 10.0.0.1:29500: rank 1 on node-b got no answer from")
 
 
 def test_a_slow_cable_shows_in_the_check(machines):
@@ -251,7 +251,7 @@ def test_a_slow_cable_shows_in_the_check(machines):
 
 def cut(machines: tuple[Machine, Machine], run: str, seconds: float) -> None:
     """Takes the cable out in the middle of the run, and puts it back."""
-    wait_until(lambda: step(machines[0], run) > 50)
+    wait_until(lambda: step(machines[0], run) > 50, 300)
     machines[1].ip(f"link set {WIRE} down")
     time.sleep(seconds)
     machines[1].ip(f"link set {WIRE} up")

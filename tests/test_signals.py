@@ -112,6 +112,16 @@ def signalled(process: subprocess.Popen, number: int) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
+def heard(process: subprocess.Popen, name: str) -> subprocess.Popen:
+    """The process, after it came to `ready`, got the signal and said so."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.Signals[name])
+    assert process.stderr.readline() == f"{name} received: stopping\n"
+    return process
+
+
 def last_words(name: str) -> str:
     return f"stopped by {name}; nothing was lost: run the same command again\n"
 
@@ -142,30 +152,20 @@ def test_one_of_several_ranks_fails_for_its_launcher(tmp_path):
 
 @pytest.mark.parametrize(("third", "echo"), [("SIGTERM", "0"), ("SIGINT", "0"), ("SIGINT", "600")])
 def test_a_training_answers_itself_and_what_comes_after_it_changes_nothing(tmp_path, third, echo):
-    process = start(tmp_path, TRAINS, ECHO=echo)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGUSR1)
-    assert process.stderr.readline() == "SIGUSR1 received: stopping\n"
+    process = heard(start(tmp_path, TRAINS, ECHO=echo), "SIGUSR1")
     process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
     # a thread says at once what it heard; Python's handlers, which may come later, are called by the signals' numbers
     assert sorted(process.stdout.readline().split()) == ["SIGINT", "SIGUSR1"]
     process.send_signal(signal.Signals[third])
     output, errors = process.communicate("\n", timeout=60)
-    if third == "SIGTERM" or echo != "0":
-        assert (process.returncode, output, errors) == (0, "done\n", "")
-    else:
-        assert (process.returncode, output, errors) == (130, "", "ended at once by SIGINT\n")
+    ends_it = third == "SIGINT" and echo == "0"
+    expected = (130, "", "ended at once by SIGINT\n") if ends_it else (0, "done\n", "")
+    assert (process.returncode, output, errors) == expected
 
 
 def test_when_a_training_is_over_there_is_nothing_to_stop(tmp_path):
-    process = start(tmp_path, ENDS)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stderr.readline() == "SIGTERM received: stopping\n"
+    process = heard(start(tmp_path, ENDS), "SIGTERM")
     output, errors = process.communicate("\n", timeout=60)
     assert (process.returncode, output, errors) == (0, "done\n", "")
 

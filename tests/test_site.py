@@ -73,25 +73,14 @@ def test_sentences_are_short(page):
     assert not long, "\n".join(long)
 
 
-def test_a_long_sentence_is_found():
-    assert len(sentences("A b. C d!\n\n- e\n- f `g h` [i](j)\n| k | l m |")) == 7
-    assert max(map(len, map(str.split, sentences("Word " * 31 + "\n" + "word " * 4 + ".")))) == 36
-
-
-def test_search_works_from_a_file_and_loads_nothing_from_the_network():
-    """The offline plugin adds a script of the network, unless one of that name is given."""
-    text = (ROOT / "mkdocs.yml").read_text()
-    assert re.search(r"^  - offline", text, re.MULTILINE)
-    (script,) = re.findall(r"polyfills: \[(iframe-worker\.js)\]", text)
-    assert (ROOT / "docs" / script).is_file()
-
-
 def test_readme_is_short():
     for name, lines in (("README.md", 150), ("README.zh-CN.md", 160)):  # Chinese has a section more
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= lines
 
 
-def test_anchors_are_those_of_headings(tmp_path):
+def test_anchors_are_those_of_headings_and_a_long_sentence_is_found(tmp_path):
+    assert len(sentences("A b. C d!\n\n- e\n- f `g h` [i](j)\n| k | l m |")) == 7
+    assert max(map(len, map(str.split, sentences("Word " * 31 + "\n" + "word " * 4 + ".")))) == 36
     page = tmp_path / "page.md"
     page.write_text("# A `b_c`: d, [e](f)!\n## Two\n## Two\n```\n# no\n```\n## 第一步 (1)\n", encoding="utf-8")
     assert anchors(page) == {"a-b_c-d-e", "two", "two-1", "第一步-1"}
@@ -118,8 +107,12 @@ def test_the_navigation_has_every_page_once():
     assert groups == ["Tutorials", "How-to", "Reference", "Explanation"]
 
 
-def test_the_site_loads_nothing_from_the_network():
+def test_the_site_and_its_search_load_nothing_from_the_network():
+    """The offline plugin adds a script of the network, unless one of that name is given."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.search(r"^  - offline", text, re.MULTILINE)
+    (script,) = re.findall(r"polyfills: \[(iframe-worker\.js)\]", text)
+    assert (ROOT / "docs" / script).is_file()
     assert MKDOCS["theme"]["font"] is False
     assert "http" not in text
     assert not {"repo_url", "extra_javascript"} & MKDOCS.keys(), "a repository's address fetches its stars"
@@ -145,8 +138,11 @@ def test_links_out_of_docs_become_addresses_or_text():
     assert linked == "[a](https://h/blob/main/gpt2_ddp/api.py#L1) [b](index.md#c) [d](e.md)"
 
 
-def test_the_tests_that_architecture_names_exist():
+def test_architecture_names_tests_that_exist_and_the_share_of_padding():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    for ranks in (6, 7):
+        share = padding_rows(512, ranks, split_batch(512, ranks, 16)) / 512
+        assert f"{100 * share:.1f} % on {ranks}" in text
     named = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", text)
     assert len(named) > 12
     for file, function in named:
@@ -154,13 +150,6 @@ def test_the_tests_that_architecture_names_exist():
         assert f"def {function}(" in content if function else content, (file, function)
     files = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
     assert [file for file in files if not any((ROOT / folder / file).is_file() for folder in ("gpt2_ddp", "."))] == []
-
-
-def test_architecture_has_the_share_of_padding():
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    for ranks in (6, 7):
-        share = padding_rows(512, ranks, split_batch(512, ranks, 16)) / 512
-        assert f"{100 * share:.1f} % on {ranks}" in text
 
 
 def test_the_tests_that_reliability_names_exist():

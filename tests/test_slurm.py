@@ -89,6 +89,21 @@ def steps_of(run: Path) -> list[tuple[int, str, float]]:
     return [(row["step"], row["order_digest"], row["loss"]) for row in rows(run) if "loss" in row]
 
 
+def begun(slurm: Slurm, project: Path) -> str:
+    """The number of a job that has made a step."""
+    job = slurm.sbatch(project)
+    slurm.wait("a step", lambda: trains(project / "runs/run"))
+    return job
+
+
+def goes_on(slurm: Slurm, project: Path, job: str, reference: Path) -> None:
+    """Once the steps are fast, the job ends as if it had been left alone, after one restart."""
+    hurry(project)
+    assert slurm.ended(job) == "COMPLETED", said(project)
+    assert slurm.job(job)["Restarts"] == "1"
+    assert equal(project / "runs/run", reference)
+
+
 def test_the_time_limit(slurm: Slurm, project, reference):
     run = project / "runs/run"
     # Slurm looks every 30 s, and warns of a limit that may come before it looks again: 25 to 55 s after the start
@@ -98,32 +113,24 @@ def test_the_time_limit(slurm: Slurm, project, reference):
     slurm.restarted(job)
     assert status(run)["state"] == "stopped"
     assert 0 < status(run)["step"] < STEPS
-    hurry(project)
-    assert slurm.ended(job) == "COMPLETED", said(project)
+    goes_on(slurm, project, job, reference)
     assert "the time limit is near: stopping" in said(project)
-    assert slurm.job(job)["Restarts"] == "1"
-    assert equal(run, reference)
     logs = [file.parent for file in project.glob("logs/run-*/restart-*/node-*/*/attempt_0/0/stdout.log")]
     assert len(logs) == 4, "one of each rank of each attempt"
 
 
 def test_a_preemption(slurm: Slurm, project, reference):
     run = project / "runs/run"
-    job = slurm.sbatch(project)
-    slurm.wait("a step", lambda: trains(run))
+    job = begun(slurm, project)
     slurm("sbatch", "--partition", "urgent", "--nodes", "2", "--exclusive", "--wrap", "sleep 1", cwd=project)
     slurm.restarted(job)
     assert status(run)["state"] == "stopped", said(project)
-    hurry(project)
-    assert slurm.ended(job) == "COMPLETED", said(project)
-    assert slurm.job(job)["Restarts"] == "1"
-    assert equal(run, reference)
+    goes_on(slurm, project, job, reference)
 
 
 def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm: Slurm, project, reference):
     run = project / "runs/run"
-    job = slurm.sbatch(project)
-    slurm.wait("a step", lambda: trains(run))
+    job = begun(slurm, project)
     slurm("scontrol", "requeue", job)
     slurm.wait("a stop", lambda: status(run)["state"] == "stopped")
     with (run / ".lock").open("r+") as lock:
@@ -132,22 +139,16 @@ def test_an_administrators_requeue_while_the_old_trainer_is_still_dying(slurm: S
         hurry(project)
         slurm.wait("begun again", lambda: slurm.job(job)["JobState"] == "RUNNING")
         time.sleep(8)  # longer than the trainer takes until it asks for the lock
-    assert slurm.ended(job) == "COMPLETED", said(project)
-    assert slurm.job(job)["Restarts"] == "1"
-    assert equal(run, reference)
+    goes_on(slurm, project, job, reference)
 
 
 def test_a_lost_node(slurm: Slurm, project, reference):
-    run = project / "runs/run"
-    job = slurm.sbatch(project)
-    slurm.wait("a step", lambda: trains(run))
+    job = begun(slurm, project)
     slurm("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     slurm.wait("requeued", lambda: slurm.job(job)["Restarts"] == "1")
     slurm("scontrol", "update", "NodeName=n2", "State=RESUME")
-    hurry(project)
     slurm.restarted(job)
-    assert slurm.ended(job) == "COMPLETED", said(project)
-    assert equal(run, reference)
+    goes_on(slurm, project, job, reference)
 
 
 def test_the_check_of_the_nodes_and_a_command_of_one_task(slurm: Slurm, project, monkeypatch):
@@ -188,8 +189,7 @@ def test_a_user_error(slurm: Slurm, project, wrong):
 def test_a_drained_node(slurm: Slurm, project, reference):
     """A requeued job of two nodes goes on with the one that is left."""
     run = project / "runs/run"
-    job = slurm.sbatch(project)
-    slurm.wait("a step", lambda: trains(run))
+    job = begun(slurm, project)
     slurm("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=test")
     try:
         slurm("scancel", "--signal=TERM", job)
@@ -208,8 +208,7 @@ def test_a_drained_node(slurm: Slurm, project, reference):
 
 def test_scancel_and_a_job_that_ends_before_its_first_step(slurm: Slurm, project, reference):
     run = project / "runs/run"
-    job = slurm.sbatch(project)
-    slurm.wait("a step", lambda: trains(run))
+    job = begun(slurm, project)
     slurm("scancel", job)
     assert slurm.ended(job) == "CANCELLED"
     slurm.wait("a stop", lambda: status(run)["state"] == "stopped")

@@ -23,7 +23,7 @@ IN_HARDWARE = pytest.mark.skipif(
 def measured(tmp_path: Path, **changes: object) -> dict[str, list[StepTiming]]:
     """Timings of ours and of the bare loop, of a tiny model or of the preset, in turn."""
     config = BenchmarkConfig(device="cpu", **({"repeats": 5} | changes))  # pyright: ignore[reportArgumentType]
-    tiny = changes.get("preset") is None
+    tiny = "preset" not in changes
     _, precision, _ = next(step.variants(config))
     run = step.short_run(config, tmp_path, 4 if tiny else 1, precision, "off", step.TINY if tiny else {})
     return step.compare(config, run, "bytes" if tiny else "gpt2", (OURS, step.BARE))

@@ -20,6 +20,7 @@ from gpt2_ddp.state import (
     Losses,
     OptimizerState,
     Pending,
+    Progress,
     State,
 )
 
@@ -143,3 +144,9 @@ def test_numbers_come_back_as_they_were():
     assert again == state
     assert again.optimizer.scaler
     assert list(map(type, again.optimizer.scaler.values())) == [float, int]
+
+
+def test_a_run_without_scores_has_evaluated_before_its_first_step_once():
+    """Without a validation split, evaluations have no scores."""
+    assert Progress().is_new
+    assert not Progress(scored_at=0).is_new

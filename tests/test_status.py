@@ -100,16 +100,10 @@ def test_a_locked_folder_and_damaged_files(tmp_path):
     with commands.held(folder / ".lock"):
         assert health(folder).state == "starting"
     assert health(folder).state == "stopped"
-    strange = (
-        '{"state": "running", "step": 4, "reason": ""}',
-        '{"state": "running", "step": "x"}',
-        '{"state": "running", "pid": {}}',
-        '{"state": "stopped", "step": 1e999}',
-        '{"state": "stopped", "step": %s}' % ("1" * 400),
-        json.dumps(facts(state="running", progress=-math.inf)),
-        json.dumps(facts(state="running", heartbeat=math.nan)),
-        json.dumps(facts(state="running", limit=1e300)),
-    )
+    beats = ({"progress": -math.inf}, {"heartbeat": math.nan}, {"limit": 1e300})
+    strange = ('"step": 4, "reason": ""', '"step": "x"', '"pid": {}', '"step": 1e999', f'"step": {"1" * 400}')
+    strange = [f'{{"state": "running", {text}}}' for text in strange]
+    strange += [json.dumps(facts(state="running", **beat)) for beat in beats]
     for text in ("", "{", "[]", "null", *strange, "[" * 9999):
         (folder / "status.json").write_text(text)
         assert health(folder).state == "unknown"

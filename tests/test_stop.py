@@ -36,12 +36,12 @@ def train_and_stop(config, during: str, step: int, rank: int) -> tuple[str, int]
 
         return entered
 
-    def polled(self):
+    def polled(self, done=False):
         now["polls"] += 1
         now["after"] += bool(self.reason)
         if is_there(now["in"]) and not self.reason and now["polls"] == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        poll(self)
+        poll(self, done)
 
     def built(self):
         now["run"] = self

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class Pairs:
 
 
 class Letters:
-    unit, units_per_item, flops_per_unit, files = "letters", 1, 0, ()
+    unit, units_per_item, flops_per_unit, files = "letters", 1, 0, MappingProxyType({})
 
     def __init__(self, config: LettersConfig, accelerator: Accelerator, saved: Checkpoint | None):
         self.config, self.accelerator, self.best = config, accelerator, math.inf

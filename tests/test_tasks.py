@@ -16,7 +16,7 @@ from gpt2_ddp.config.tools import EvaluateConfig, VerifyConfig
 from gpt2_ddp.reports.verify import verify_run
 from gpt2_ddp.scoring import read_items
 
-SETTINGS = {"device": "cpu", "mixed_precision": "no", "data": str(CORPUS)}
+SETTINGS = {"device": "cpu", "mixed_precision": "no", "data": [str(CORPUS)]}
 
 
 def evaluate(configs: list[dict]) -> list[tuple[str, str]]:
@@ -59,7 +59,7 @@ def test_evaluate_scores_tasks_keeps_the_items_and_refuses(run, tmp_path):
         base | {"tasks": str(longer)},
         base | {"tasks": "cloze", "split": "test"},
         base | {"tasks": "cloze", "output": str(items)},
-        {**SETTINGS, "data": None, "checkpoint": regression, "tasks": "cloze"},
+        {**SETTINGS, "data": [], "checkpoint": regression, "tasks": "cloze"},
     ]
     found_by_two, elsewhere = run_ranks(evaluate, 2, configs[:1])
     assert elsewhere == [("", "")]
@@ -115,7 +115,7 @@ def test_tasks_are_scored_where_the_loss_is(corpus, tmp_path):
     configs = [training_config(corpus, tmp_path, tasks | {"train.steps": steps}) for steps in (10, 11, 12)]
     calls = [
         (said, train, configs[0]),
-        (evaluate, [SETTINGS | own | {"data": None}]),
+        (evaluate, [SETTINGS | own | {"data": []}]),
         (items.write_text, items.read_text().replace("def a", "class a")),
         (said, train, configs[1]),
         (items.write_text, "{"),

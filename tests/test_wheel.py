@@ -34,9 +34,7 @@ def installed(tmp_path_factory) -> Path:
     assert found.returncode == 0, found.stderr
     [wheel] = made.iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    tracked = subprocess.check_output(
-        ["git", "-C", ROOT, "ls-files", "gpt2_ddp", "scripts", "configs", "benchmarks"], text=True
-    )
+    tracked = subprocess.check_output(["git", "-C", ROOT, "ls-files", "gpt2_ddp", "scripts", "configs"], text=True)
     wanted = {name if name.startswith("gpt2_ddp/") else f"gpt2_ddp/{name}" for name in tracked.split()}
     assert {name for name in names if ".dist-info/" not in name} == wanted
     found = run(*pip, "--target", str(site), str(wheel))

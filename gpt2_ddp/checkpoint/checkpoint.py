@@ -15,14 +15,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import yaml
-from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, load_file
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from torch.optim import Optimizer
 
 from gpt2_ddp.checkpoint.run_files import is_data
 from gpt2_ddp.config.cli import parse_yaml
-from gpt2_ddp.distributed.ranks import on_main
+from gpt2_ddp.distributed.ranks import is_main, on_main, world_size
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import (
     free_name,
@@ -68,7 +67,7 @@ class Snapshot:
     config: str  # the run's configuration as YAML
     model: dict[str, Tensor]  # parameters and buffers by their plain names
     optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
-    files: tuple[Path, ...] = ()  # to copy into the checkpoint, such as a tokenizer
+    files: Mapping[str, bytes] = field(default_factory=dict)  # more content by name, such as a tokenizer
 
     @property
     def bytes(self) -> int:
@@ -93,10 +92,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     }
 
 
-def load_model_state(accelerator: Accelerator, weights: dict[str, Tensor], model: nn.Module) -> None:
+def load_model_state(weights: dict[str, Tensor], model: nn.Module) -> None:
     """Loads the main process's weights on all ranks, in place; collective. Raises: UserError, as `fit_weights`."""
     on_main(lambda: fit_weights(weights, model, "of this run"))
-    broadcast_tensors(accelerator, model.state_dict())
+    broadcast_tensors(model.state_dict())
 
 
 def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) -> None:
@@ -109,9 +108,7 @@ def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) ->
 
 
 @torch.no_grad()
-def load_optimizer_state(
-    accelerator: Accelerator, state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer
-) -> None:
+def load_optimizer_state(state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
     """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there."""
     parameters = dict(model.named_parameters())
 
@@ -129,9 +126,9 @@ def load_optimizer_state(
         value = before[parameter].get(kind)
         loaded[key] = torch.empty(shape, dtype=dtype, device=parameter.device) if value is None else value
         optimizer.state[parameter][kind] = loaded[key]
-        if accelerator.is_main_process:
+        if is_main():
             loaded[key].copy_(state[key])
-    broadcast_tensors(accelerator, loaded)
+    broadcast_tensors(loaded)
 
 
 def misfit(shapes: Mapping[str, Sequence[int]], model: nn.Module) -> str:
@@ -159,9 +156,9 @@ def reset_optimizer_state(optimizer: Optimizer) -> None:
 
 
 @torch.no_grad()
-def broadcast_tensors(accelerator: Accelerator, tensors: dict[str, Tensor]) -> None:
+def broadcast_tensors(tensors: dict[str, Tensor]) -> None:
     """Copies the main process's values to every rank, in place; collective."""
-    if accelerator.num_processes > 1:
+    if world_size() > 1:
         for tensor in tensors.values():
             dist.broadcast(tensor, src=0)
 
@@ -371,7 +368,7 @@ def write(snapshot: Snapshot, folder: Path) -> None:
         OPTIMIZER: as_safetensors(snapshot.optimizer),
         STATE: [snapshot.state.to_json().encode()],
         CONFIG: [snapshot.config.encode()],
-        **{file.name: (source.read_bytes() for source in [file]) for file in snapshot.files},
+        **{name: [content] for name, content in snapshot.files.items()},
     }
     with writing(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -404,3 +401,10 @@ def seal(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest without its own `sha256`."""
     content = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[str, list[int]]]:
+    """Type and shape of each tensor in a safetensors file, by its header."""
+    with safe_open(file, "pt") as tensors:
+        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is not a dict
+        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}

@@ -138,11 +138,11 @@ class RunFolder:
 
 
 class RunLog:
-    """The records of a run, on every rank; the main process writes them. `end`: of the rows that are there."""
+    """The records of a run, on every rank; the main process writes them."""
 
     def __init__(self, folder: RunFolder):
         self.path, self.is_main, self._folder = folder.path, is_main(), folder
-        self._state, self._writing, self._appending = "", threading.Lock(), threading.Lock()
+        self._state, self._writing, self._appending = "", threading.RLock(), threading.Lock()
         self._chain, self._samples = FIRST_CHAIN, hashlib.sha256()  # of the rows, and of samples.jsonl
 
     def write_config(self, config: RunConfig) -> None:
@@ -169,8 +169,8 @@ class RunLog:
 
     def write_failure(self, step: int, reason: str) -> None:
         """Records that the run failed, unless its end is recorded already. For any thread."""
-        if self._state in ("", "running"):
-            with suppress(UserError):  # the reason is printed as well
+        with self._writing, suppress(UserError):  # the reason is printed as well
+            if self._state in ("", "running"):
                 self.write_status("failed", step, reason)
 
     def _put_status(self, status: Row, durable: bool = True) -> None:
@@ -202,7 +202,7 @@ class RunLog:
 
     def append_rollback(self, event: Row) -> None:
         """Appends a rollback to metrics.jsonl and, if there are samples, to samples.jsonl."""
-        if self.is_main and (self.path / SAMPLES).exists():
+        if (self.path / SAMPLES).exists():
             self.append_sample(event, event)
         else:
             self.append(event)

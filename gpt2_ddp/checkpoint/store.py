@@ -102,17 +102,21 @@ class CheckpointStore:
     def __init__(
         self, folder: RunFolder, log: RunLog, keep_last: int = 3, wish: bool | str = False, patience: float = TIMEOUT
     ):
-        self.folder, self._run, self._log = folder.checkpoints, folder, log
+        self.folder, self._run_folder, self._log = folder.checkpoints, folder, log
         self._keep_last, self._wish, self._patience = keep_last, wish, patience
         self.background = Background()
-        self._first_step = 0  # its checkpoint is only for rollbacks
         self._memory: dict[str, Tensor] = {}  # reused by the copies of background saves
         self._states: dict[Path, State | None] = {}  # of checkpoints written or read; None for damaged ones
         self._hashed: set[Path] = set()  # those whose large files were hashed, too
 
     def peek(self) -> Checkpoint | None:
-        """The newest checkpoint whose small files are intact; the weights are not read."""
-        return on_main(partial(newest_intact, self.folder, weights=False, quiet=True))
+        """The newest checkpoint whose small files are intact; the weights are not read. Repairs the folder."""
+        return on_main(self._peek)
+
+    def _peek(self) -> Checkpoint | None:
+        if self._run_folder.wants_lock:
+            self._recover()
+        return newest_intact(self.folder, weights=False, quiet=True)
 
     def newest(self) -> Checkpoint | None:
         """The newest intact checkpoint, all files hashed; None in an empty folder. Repairs the folder. Renames corrupt
@@ -120,7 +124,7 @@ class CheckpointStore:
         return on_main(self._newest)
 
     def _newest(self) -> Checkpoint | None:
-        if self._run.wants_lock:
+        if self._run_folder.wants_lock:
             self._recover()
         found = self._newest_until(math.inf)
         if found is None and (list_checkpoints(self.folder) or any(self.folder.glob("*.corrupt*"))):
@@ -133,15 +137,15 @@ class CheckpointStore:
         return on_main(partial(self._newest_until, step))
 
     def _newest_until(self, step: float) -> Checkpoint | None:
-        self._run.check_lock()
-        found = newest_intact(self.folder, put_aside=self._run.wants_lock, until=step)
+        self._run_folder.check_lock()
+        found = newest_intact(self.folder, put_aside=self._run_folder.wants_lock, until=step)
         if found:
             self._note(found.path, found.state)
         return found
 
     def read(self, checkpoint: Checkpoint) -> Snapshot:
         """The content of a checkpoint; on other ranks than the main process without tensors."""
-        content: list[Snapshot] = []  # which is not sent
+        content: list[Snapshot] = []  # of this process, as on_main would send a result to all
 
         def read() -> None:
             try:
@@ -174,11 +178,11 @@ class CheckpointStore:
         on_main(self._wait)
 
     def _wait(self) -> None:
-        self._run.check_lock()
+        self._run_folder.check_lock()
         self.background.wait()
 
     def _write(self, snapshot: Snapshot, last_good: int | None) -> None:
-        self._run.check_lock()
+        self._run_folder.check_lock()
         self._log.sync()
         place = self.place(snapshot.state.step)
         temporary, replaced = (place.with_name(f".{place.name}.{end}") for end in ("tmp", "replaced"))
@@ -206,7 +210,7 @@ class CheckpointStore:
 
     def _recover(self) -> None:
         """Repairs the folder after a killed or failed save: completes a replacement, and deletes partial folders."""
-        self._run.check_lock()
+        self._run_folder.check_lock()
         with writing(self.folder):
             for replaced in self.folder.glob(".step-*.replaced"):
                 place = replaced.with_name(replaced.name[1 : -len(".replaced")])
@@ -218,7 +222,6 @@ class CheckpointStore:
 
     def _note(self, place: Path, state: State | None, is_hashed: bool = True) -> None:
         self._states[place] = state
-        self._first_step = state.progress.first_step if state else self._first_step
         if is_hashed:
             self._hashed.add(place)
 
@@ -233,7 +236,8 @@ class CheckpointStore:
 
     def remove_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps, after a rollback."""
-        on_main(lambda: self._delete_except([place for place in self._there() if int(place.name[5:]) <= step]))
+        there = list_checkpoints(self.folder)
+        on_main(lambda: self._delete_except([place for place in there if int(place.name[5:]) <= step]))
 
     def prune(self, last_good: int | None = None) -> None:
         """Deletes intact checkpoints except the newest `keep_last`, the best, and those that a rollback may need: the
@@ -244,45 +248,25 @@ class CheckpointStore:
         """Waits until nothing is written any more. Not collective."""
         self.background.join()
 
-    def _there(self) -> list[Path]:
-        return list_checkpoints(self.folder)
-
     def _to_keep(self, last_good: int | None = None, coming: State | None = None) -> list[Path]:
         """The checkpoints that `prune` keeps. `coming`: state of one that a save is about to write, which counts; then
         the newest existing one is kept, too. All that count are hashed before one is deleted."""
-        there, first = self._there(), self.place(self._first_step)
-        if len(there) + (coming is not None) <= self._keep_last and first not in there:
+        there = list_checkpoints(self.folder)
+        first = max((state.progress.first_step for state in self._states.values() if state), default=0)
+        if len(there) + (coming is not None) <= self._keep_last and first not in steps_of(there):
             return there
         for place in there:
             if place not in self._states:
                 self._look(place, weights=False)
         while True:
-            keep = self._choose(there, last_good, coming)
+            intact = {state.step: state for place in there if (state := self._states[place])}
+            steps = steps_to_keep(intact, self._keep_last, first, last_good, coming)
+            keep = [place for place in there if not (state := self._states[place]) or state.step in steps]
             unhashed = [place for place in keep if self._states[place] and place not in self._hashed]
             if len(keep) == len(there) or not unhashed:
                 return keep
             for place in unhashed:
                 self._look(place, weights=True)
-
-    def _choose(self, there: list[Path], last_good: int | None, coming: State | None) -> list[Path]:
-        """Those of the checkpoints `there` that `_to_keep` keeps, by their known states."""
-        first = self.place(self._first_step)
-        intact = {place: state for place in there if (state := self._states[place])}
-        counted = intact | ({self.place(coming.step): coming} if coming else {})
-        best: dict[Any, tuple[float, Path]] = {}  # by the tokens scored: losses over other tokens do not compare
-        for place, state in counted.items():
-            loss, tokens = state.progress.val_loss, state.progress.scores.get("val_tokens")
-            if loss is not None and math.isfinite(loss):
-                best[tokens] = min(best.get(tokens, (loss, place)), (loss, place))
-        keep = {*sorted(counted)[-self._keep_last :], *list(intact)[-1:]}
-        if last_good is not None:
-            until = [place for place, state in intact.items() if state.step <= last_good]
-            after = [place for place in intact if place not in until]
-            if coming is None and first in until[:-1]:
-                keep.discard(first)
-            keep |= {*until[-1:], *(after if coming is None else [])}
-        keep |= {place for _, place in best.values()}
-        return [place for place in there if place in keep or place not in intact]
 
     def _look(self, place: Path, weights: bool) -> None:
         """Notes the state of a checkpoint that another process has written; warns if it is damaged or unreadable."""
@@ -293,8 +277,8 @@ class CheckpointStore:
             print(f"warning: {damage}; the checkpoint is kept and not counted", file=sys.stderr)
 
     def _delete_except(self, keep: list[Path]) -> None:
-        self._run.check_lock()
-        for place in self._there():
+        self._run_folder.check_lock()
+        for place in list_checkpoints(self.folder):
             if place not in keep:
                 hidden = place.with_name(f".{place.name}.removed")
                 with writing(place):
@@ -307,3 +291,24 @@ def _free_bytes(folder: Path) -> int:
     with writing(folder):
         folder.mkdir(exist_ok=True)
         return shutil.disk_usage(folder).free
+
+
+def steps_to_keep(
+    intact: dict[int, State], keep_last: int, first: int, last_good: int | None, coming: State | None = None
+) -> set[int]:
+    """The steps whose checkpoints are kept, of those that are `intact`, in ascending order: the newest `keep_last`, the
+    best of each number of tokens scored (losses over other tokens do not compare), and those that a rollback may need:
+    the newest up to `last_good` and all later ones, but not that of the `first` step, if a later one is good. Before
+    the save of `coming`, which counts, later ones give room; the newest existing one stays."""
+    counted = {**intact, **({coming.step: coming} if coming else {})}
+    keep, best = {*sorted(counted)[-keep_last:], *list(intact)[-1:]}, dict[Any, tuple[float, int]]()
+    if last_good is not None:
+        good = [step for step in intact if step <= last_good]
+        if coming is None:
+            keep = (keep - ({first} & {*good[:-1]})) | {*list(intact)[len(good) :]}
+        keep |= {*good[-1:]}
+    for step, state in counted.items():
+        loss, tokens = state.progress.val_loss, state.progress.scores.get("val_tokens")
+        if loss is not None and math.isfinite(loss):
+            best[tokens] = min(best.get(tokens, (loss, step)), (loss, step))
+    return keep | {step for _, step in best.values()}

@@ -5,6 +5,7 @@ import difflib
 import json
 import math
 import os
+import re
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -130,6 +131,9 @@ def describe_missing(manifest: Path) -> str:
     """The hint for a folder of `data.path` without the file `manifest`, with a command that makes one."""
     folder, text = manifest.parent, manifest.parent.absolute()
     if not folder.exists():
+        parts = re.split("[:,]", str(folder))
+        if len(parts) > 1 and all(map(os.path.isdir, parts)):
+            return f"no such folder; separate several by spaces: {' '.join(parts)}"
         near = sorted(str(found.parent) for found in folder.parent.glob(f"*/{manifest.name}"))[:3]
         return "no such folder; " + (f"there is {', '.join(near)}" if near else "create it with prepare_data.py")
     if any(folder.glob("*.bin")):

@@ -1,14 +1,22 @@
 """Configurations of the small supervised jobs."""
 
-import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from gpt2_ddp.config.base import Section
-from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig
+from gpt2_ddp.config.run import (
+    ClipConfig,
+    GuardConfig,
+    HubName,
+    KeepConfig,
+    LoopConfig,
+    RunConfig,
+    TrackingConfig,
+    only,
+)
 
 
 class LaunchConfig(Section):
@@ -54,13 +62,6 @@ class JobTrainConfig(LoopConfig):
     micro_batch_size: int = Field(default=1024, ge=1)
     """most samples per forward pass and process; gradients of a larger batch are accumulated in equal parts"""
 
-    @field_validator("compile")
-    @classmethod
-    def _as_a_whole(cls, how: str) -> str:
-        if how == "blocks":
-            raise ValueError("is for GPTs only; use model or off")
-        return how
-
 
 class JobEvalConfig(Section):
     """Scores on the test samples"""
@@ -97,23 +98,18 @@ class JobConfig(RunConfig):
     tracking: TrackingConfig = TrackingConfig(log_every=50)
     launch: LaunchConfig = LaunchConfig()
 
-    @property
-    def backend(self) -> str:
-        return self.launch.backend
-
     def may_change(self, name: str, before: Any, step: int) -> bool:
         """Allows a new number of epochs, except with a cosine schedule."""
         return name == "train.epochs" and self.optim.schedule != "cosine"
 
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         optim, epochs, given = self.optim, self.train.epochs, list(self.optim.step_epochs)
+        if self.train.compile == "blocks":
+            yield "train.compile", "blocks", "is for GPTs only; use model or off; the default is auto"
         if optim.warmup_epochs > epochs:
-            hint = f"should be at most train.epochs ({epochs})"
-            yield "optim.warmup_epochs", optim.warmup_epochs, hint
-        for name in ("step_epochs", "step_factor"):
-            value, default = getattr(optim, name), JobOptimConfig.model_fields[name].default
-            if value != default and optim.schedule != "step":
-                value = given if name == "step_epochs" else value
+            yield "optim.warmup_epochs", optim.warmup_epochs, f"should be at most train.epochs ({epochs})"
+        for name, value in (("step_epochs", given), ("step_factor", optim.step_factor)):
+            if optim.schedule != "step" and getattr(optim, name) != JobOptimConfig.model_fields[name].default:
                 yield f"optim.{name}", value, "is for --optim.schedule step only; add that flag, or remove this one"
         if optim.schedule == "step" and not optim.step_epochs:
             yield "optim.step_epochs", given, "should be the epochs after which the learning rate falls, like 15 25"
@@ -146,12 +142,16 @@ class RegressionConfig(JobConfig):
 
 CIFAR_CLASSES = {"cifar10": 10, "cifar100": 100}
 """Number of classes of each CIFAR data set. Their images have 32 x 32 pixels."""
+DataSet = only(
+    Literal["clusters", "cifar10", "cifar100", "images"] | HubName,
+    "clusters, cifar10, cifar100, images, or a data set on the Hub, OWNER/NAME",
+)
 
 
 class ClassifierDataConfig(Section):
     """The samples to classify"""
 
-    name: str = "clusters"
+    name: Annotated[str, DataSet] = "clusters"
     """data set: `clusters`, two uniform ones in a cube; `cifar10`; `cifar100`; `images`, your own, in path; or
     OWNER/NAME, images of a data set on the Hub"""
     path: str | None = None
@@ -176,13 +176,6 @@ class ClassifierDataConfig(Section):
     """clusters: number of test points"""
     features: int = Field(default=10, ge=1)
     """clusters: dimensions of a point"""
-
-    @field_validator("name")
-    @classmethod
-    def _known_or_of_the_hub(cls, name: str) -> str:
-        if name not in ("clusters", "images", *CIFAR_CLASSES) and not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-            raise ValueError("should be clusters, cifar10, cifar100, images, or a data set on the Hub, OWNER/NAME")
-        return name
 
     @property
     def images(self) -> bool:

@@ -25,6 +25,9 @@ def named(pattern: str, hint: str) -> BeforeValidator:
     return only(Annotated[str, Field(pattern=pattern)], f"a name {hint}")
 
 
+HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+
+
 class ClipConfig(Section):
     """The optimizer"""
 
@@ -118,6 +121,12 @@ PER_MACHINE = ("output_dir", "data.path", "data.prepare", "train.init_from", "tr
 """Paths that may differ between machines."""
 
 
+def _optional(name: str, default: Any) -> Any:
+    """A property: the field of a dotted name, or `default` in the kinds of runs that lack it."""
+    section, field = name.split(".")
+    return property(lambda config: getattr(getattr(config, section, None), field, default))
+
+
 class RunConfig(Command):
     """A training run of any kind"""
 
@@ -144,31 +153,11 @@ class RunConfig(Command):
         found = flat(self.model_dump(mode="json"))
         return found | {name: "a path" if found[name] else None for name in PER_MACHINE if name in found}
 
-    @property
-    def backend(self) -> str:
-        """Backend of the process group: auto, nccl or gloo."""
-        return "auto"
-
-    # fields that some kinds lack
-    @property
-    def rollbacks(self) -> int:
-        """Most rollbacks of a diverged run: `guard.rollbacks`."""
-        return getattr(self.guard, "rollbacks", 0)
-
-    @property
-    def saves_optimizer(self) -> bool:
-        """Whether checkpoints hold the optimizer state: `checkpoint.save_optimizer`."""
-        return getattr(self.checkpoint, "save_optimizer", True)
-
-    @property
-    def eval_patience(self) -> int | None:
-        """Evaluations without a new lowest val_loss after which the run ends: `eval.patience`."""
-        return getattr(getattr(self, "eval", None), "patience", None)
-
-    @property
-    def branch_from(self) -> str | None:
-        """Run folder or checkpoint that a new run branches off: `train.branch_from`."""
-        return getattr(self.train, "branch_from", None)
+    backend = _optional("launch.backend", "auto")
+    rollbacks = _optional("guard.rollbacks", 0)
+    saves_optimizer = _optional("checkpoint.save_optimizer", True)
+    eval_patience = _optional("eval.patience", None)
+    branch_from = _optional("train.branch_from", None)
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
         """Whether a field in `kept` may differ from `before`: True if no step up to `step` depends on it."""

@@ -13,18 +13,25 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command, Tasks
-from gpt2_ddp.config.run import only
+from gpt2_ddp.config.run import HubName, only
 from gpt2_ddp.errors import UserError
 
+TASKS_ONLY = "is for tasks only; add some, like --tasks cloze"
 DEVICES = "device to use; auto: the first available of cuda, mps, cpu"
 Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], Field(description=DEVICES)]
-RunOrCheckpoint = Annotated[str, Field(description="run folder (its newest intact checkpoint) or checkpoint")]
-
-
-HubName = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
 Steps = Annotated[str, Field(pattern=r"^[0-9]{1,15}:[0-9]{1,15}$")]
+Replay = Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")]
 Floats = only(tuple[Annotated[int, Field(ge=4, multiple_of=4)], ...], "positive multiples of 4, the bytes of a number")
 Several = only(tuple[Annotated[int, Field(ge=2, le=64)], ...], "numbers from 2 to 64; one process is always timed, too")
+
+
+class CheckpointCommand(Command):
+    """A script that reads a checkpoint"""
+
+    positional = "checkpoint"
+
+    checkpoint: str = "runs/stdlib"
+    """run folder (its newest intact checkpoint) or checkpoint"""
 
 
 class PrepareConfig(Command):
@@ -91,14 +98,11 @@ class PrepareConfig(Command):
         raise ValueError("; did you mean ".join(["should be auto or a text codec of Python", *near]))
 
 
-class EvaluateConfig(Command):
-    """evaluate.py: loss, perplexity and bits per byte of a checkpoint, or its scores in tasks"""
+class EvaluateConfig(CheckpointCommand):
+    """evaluate.py: scores of a checkpoint in a split, in test samples or in tasks; predictions of small jobs"""
 
-    positional = "checkpoint"
-
-    checkpoint: RunOrCheckpoint = "runs/stdlib"
-    data: str | None = None
-    """folder of token shards; null: the run's own"""
+    data: tuple[str, ...] = ()
+    """folders of token shards, one or several, or a folder of images in folders of classes; none: the run's own"""
     split: str = "val"
     """split to score: each of its tokens except the first, once"""
     tokens: int | None = Field(default=None, ge=1)
@@ -108,10 +112,13 @@ class EvaluateConfig(Command):
     jsonl files of items (docs/evaluation.md); one or several, separated by spaces or commas"""
     task_items: int | None = Field(default=None, ge=1)
     """items of each task, evenly spread; null: all"""
+    images: tuple[str, ...] = ()
+    """classifiers of images: images of unknown classes, or folders of them, to classify instead of scoring"""
     output: str | None = None
-    """folder for the tasks' items and scores; null: evaluations/CHECKPOINT in the run folder"""
+    """folder for the tasks' items and scores, or a small job's predictions; null: evaluations/CHECKPOINT in the run
+    folder, but none for other samples than the run's own"""
     batch_size: int = Field(default=16, ge=1)
-    """windows, or continuations of a task, per forward pass and process"""
+    """windows, continuations of a task, or samples of a small job per forward pass and process"""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """precision of autocast; auto: as `accelerate config` says, else bf16 on GPUs that have it"""
     device: Device = "auto"
@@ -119,18 +126,15 @@ class EvaluateConfig(Command):
     def mistakes(self) -> Iterator[tuple[str, object, str]]:
         if self.tasks and self.tokens is not None:
             yield "tokens", self.tokens, "is for the loss of a split, and tasks replace it; remove tokens or tasks"
-        given = {"task_items": self.task_items, "output": self.output}
-        for field, value in given.items():
-            if value is not None and not self.tasks:
-                yield field, value, "is for tasks only; add some, like --tasks cloze"
+        if self.task_items is not None and not self.tasks:
+            yield "task_items", self.task_items, TASKS_ONLY
+        if self.images and self.data:
+            yield "images", " ".join(self.images), "are not scored, unlike data; remove one of the two"
 
 
-class GenerateConfig(Command):
+class GenerateConfig(CheckpointCommand):
     """generate.py: text from a checkpoint"""
 
-    positional = "checkpoint"
-
-    checkpoint: RunOrCheckpoint = "runs/stdlib"
     prompts: tuple[str, ...] = ("",)
     """texts to continue, one or several; empty: the start of a document"""
     prompts_file: str | None = None
@@ -151,32 +155,9 @@ class GenerateConfig(Command):
     device: Device = "auto"
 
 
-class PredictConfig(Command):
-    """predict.py: the classes of images, by a classifier"""
-
-    positional = "run_and_images"
-
-    run_and_images: tuple[str, ...] = ()
-    """run folder of train_classifier.py (its newest intact checkpoint) or checkpoint; then images, or their folders"""
-    output: str | None = None
-    """jsonl file to write, with the probabilities of all classes; null: none"""
-    top: int = Field(default=3, ge=1)
-    """number of classes to print per image, likeliest first"""
-    batch_size: int = Field(default=256, ge=1)
-    """images per forward pass"""
-    device: Device = "auto"
-
-    def mistakes(self) -> Iterator[tuple[str, object, str]]:
-        if len(self.run_and_images) < 2:
-            yield "run_and_images", " ".join(self.run_and_images), "should be a run, then images, like runs/NAME a.jpg"
-
-
-class ExportConfig(Command):
+class ExportConfig(CheckpointCommand):
     """export_hf.py: a checkpoint as a folder in transformers' format"""
 
-    positional = "checkpoint"
-
-    checkpoint: RunOrCheckpoint = "runs/stdlib"
     output: str | None = None
     """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
@@ -219,13 +200,11 @@ class VerifyConfig(Command):
 
     run: str = "runs/stdlib"
     """run folder"""
-    data: str | None = None
-    """folder of token shards; for a mixture all folders, joined by `:`; null: the run's own"""
+    data: tuple[str, ...] = ()
+    """folder of token shards, or all folders of a mixture in their order; none: the run's own"""
     shards: Literal["full", "sampled", "none"] = "full"
     """token shards to hash, at about 1 s per GB (estimate); full: all; sampled: a few random ones; none: none"""
-    replay: Annotated[str | None, only(Steps | None, "the step of a checkpoint and a later step, like 1000:1100")] = (
-        None
-    )
+    replay: Replay = None
     """FROM:TO, like 1000:1100: also train again from the checkpoint of step FROM to step TO and compare, in a temporary
     folder (in TMPDIR), on as many processes as the run had; null: train nothing"""
     rescore: bool = False

@@ -34,7 +34,7 @@ class DataConfig(Section):
 
     path: str | tuple[str, ...] = "data/stdlib"
     """folder of token shards with a manifest.json, written by prepare_data.py; or a mixture of several folders with the
-    same tokenizer"""
+    same tokenizer, like data/web data/code"""
     weights: tuple[float, ...] = ()
     """several folders: relative weight of each in the training data, like 7 2 1 (0: unused until a later phase); none:
     in proportion to their windows"""
@@ -65,10 +65,6 @@ class DataConfig(Section):
                 name += f"-{number}"
             names.append(name)
         return tuple(names)
-
-    def moved(self, to: str | None) -> tuple[str, ...]:
-        """The folders, or their new locations `to`, joined by `:` for several."""
-        return self.paths if to is None else tuple(to.split(":")) if len(self.paths) > 1 else (to,)
 
     @field_validator("path", mode="before")
     @classmethod
@@ -200,8 +196,8 @@ class TrainConfig(LoopConfig):
     activation_checkpointing: bool = False
     """recompute each block's activations in the backward pass: less memory, about a third more arithmetic"""
     init_from: str | None = None
-    """source of a new run's weights: a run folder or checkpoint, a transformers folder with a GPT-2 (config.json,
-    safetensors), or `hub:OWNER/NAME[@REVISION]`; its tokenizer must equal the data's; null: random weights"""
+    """source of a new run's weights: a run folder or checkpoint; or, read by transformers (extra `export`), a folder
+    with config.json and safetensors, or `hub:OWNER/NAME[@REVISION]`; the data needs its tokenizer; null: random"""
     branch_from: str | None = None
     """run folder or checkpoint to branch a new run from: it continues the step, weights, optimizer state and data
     position; learning rate, schedule and the optimizer's settings may differ; null: none"""

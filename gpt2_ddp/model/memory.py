@@ -110,10 +110,10 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
 
     others = 4 * setting.parameters - tables * embedding
     tables_have = setting.table_state
-    moments = (4 * setting.state - tables_have * tables * embedding) / others  # Muon has one for matrices
-    lasting = [*kept("weights", 1, True), *kept("moments", tables_have, True, moments)]
+    others_have = (4 * setting.state - tables_have * tables * embedding) / others  # Muon has one for matrices
+    lasting = [*kept("weights", 1, True), *kept("optimizer state", tables_have, True, others_have)]
     if setting.background and setting.kind == "cpu":
-        lasting += kept("checkpoint's copy", 1 + tables_have, True, of_others=1 + moments)
+        lasting += kept("checkpoint's copy", 1 + tables_have, True, of_others=1 + others_have)
     # alone, gradients are None between the steps; otherwise they are views of DDP's buckets, which stay
     gradients = kept("gradients", 1, stays=setting.processes > 1)
     between = gradients if setting.processes > 1 else []
@@ -123,7 +123,7 @@ def moments_of(setting: Setting) -> dict[str, Moment]:
     evaluation = [*lasting, *between, *copies, *_one_block(setting, n_eval), *_logits(setting, n_eval)]
     moments_at = {"training": training, "evaluation": evaluation, "saving": [*lasting, *between]}
     if setting.copies:
-        before = kept("copies before the step", 1 + tables_have, of_others=1 + moments)
+        before = kept("copies before the step", 1 + tables_have, of_others=1 + others_have)
         moments_at["the optimizer's step"] = [*lasting, *gradients, *before]
     return moments_at
 

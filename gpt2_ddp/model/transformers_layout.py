@@ -24,8 +24,6 @@ CLASSES = {
 PREFIX = "transformer."  # of GPT-2
 EMBEDDINGS = ("wte.weight", "wpe.weight")
 HEAD = "lm_head.weight"
-BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Older releases saved the causal mask and the wavelengths under these names."""
 LLAMA_SHAPE = {
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -141,24 +139,19 @@ def from_transformers(
     """The weights of a `GPT` from the tensors of transformers' class, in fp32.
 
     Args:
-        tensors: by name; those of a GPT-2 with or without the prefix.
+        tensors: by name (`state_dict()` of that class).
         like: present weights of the `GPT` (`GPT.state_dict()`), which keep their padding rows. Positions beyond its
             context are left out. If a GPT-2 has no biases, the tensors' biases have to be zero.
 
     Raises:
-        ValueError: a tensor is missing, unknown, of another shape, a nonzero bias without place, or an untied head.
+        ValueError: a tensor of another shape, a nonzero bias without place, or an untied head.
     """
-    gpt2, prefix = config.architecture == "gpt2", PREFIX if config.architecture == "gpt2" else ""
-    theirs = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
+    gpt2, theirs = config.architecture == "gpt2", dict(tensors)
     head = theirs.pop(HEAD, None) if gpt2 else None
-    names = {name: [part.removeprefix(prefix) for part in their_names(name, config)] for name in like}
-    if missing := {part for parts in names.values() for part in parts} - theirs.keys():
-        raise ValueError(f"{min(missing)} is missing")
-    if head is not None and not torch.equal(head, theirs["wte.weight"]):
+    names = {name: their_names(name, config) for name in like}
+    if head is not None and not torch.equal(head, theirs[PREFIX + "wte.weight"]):
         raise ValueError(f"{HEAD} differs from the embedding, but gpt2_ddp ties the two")
     for name in sorted(theirs.keys() - {part for parts in names.values() for part in parts}):
-        if not gpt2 or not name.endswith(".bias") or name.removesuffix("bias") + "weight" not in like:
-            raise ValueError(f"{name} is unknown")
         if theirs[name].any():
             raise ValueError(f"{name} is not zero, and model.bias is false")
     state = {}

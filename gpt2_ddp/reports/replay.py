@@ -7,7 +7,7 @@ processes gives the same bits; another number changes the order of sums.
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, redirect_stdout
 from functools import partial
 from itertools import pairwise
@@ -85,7 +85,7 @@ def plan(run: Path, steps: str) -> Span:
     return Span(start, stop, own)
 
 
-def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None) -> Iterator[Finding]:
+def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: Sequence[str]) -> Iterator[Finding]:
     """Trains the span again. Compares rows, and weights and optimizer state at the end of each stretch between two of
     the `intact` checkpoints, since each stretch may have its own number of processes. Yields for each stretch a text
     and its defects, None if it cannot be trained again. Raises: UserError if the data are not those of the run, or
@@ -108,7 +108,7 @@ def replay(run: Path, span: Span, intact: Iterable[Checkpoint], data: str | None
 
 
 def _replay_stretch(
-    run: Path, span: Span, checkpoints: dict[int, Checkpoint], maker: Checkpoint | None, data: str | None
+    run: Path, span: Span, checkpoints: dict[int, Checkpoint], maker: Checkpoint | None, data: Sequence[str]
 ) -> Finding:
     what = f"replay from step {span.start} to {span.stop}"
     begin, end = checkpoints[span.start], checkpoints.get(span.stop)
@@ -139,7 +139,7 @@ def _replay_stretch(
 
 @contextmanager
 def _copied(
-    checkpoint: Checkpoint, settings: Path, data: str | None, state: dict[str, Any]
+    checkpoint: Checkpoint, settings: Path, data: Sequence[str], state: dict[str, Any]
 ) -> Iterator[tuple[RunConfig, int, list[str]]]:
     """A temporary run folder with links to a checkpoint's files. Yields its configuration, and `_how_exactly`."""
     with TemporaryDirectory(prefix="replay-") as folder:
@@ -152,7 +152,7 @@ def _copied(
 
 
 def rescore(
-    run: Path, rows: Iterable[dict[str, Any]], intact: Iterable[Checkpoint], data: str | None
+    run: Path, rows: Iterable[dict[str, Any]], intact: Iterable[Checkpoint], data: Sequence[str]
 ) -> Iterator[Finding]:
     """Evaluates each of the `intact` checkpoints whose step has a val_loss in the valid `rows` again. Yields a text for
     each, and its defects; None if there is nothing to compare. Raises: as `replay`."""
@@ -266,7 +266,7 @@ def setting_defects(
     return []
 
 
-def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[str, Any]) -> RunConfig:
+def _config(kind: str, file: Path, folder: str, data: Sequence[str], state: dict[str, Any]) -> RunConfig:
     """The settings in `file` for a run in another folder, without preparation, trackers, profile and tasks, whose items
     may be gone. `auto` becomes the choice in `state`, on such a device: the span's few steps could give another one."""
     config = read_config(kind, read_yaml(str(file), "run"), file)
@@ -277,12 +277,12 @@ def _config(kind: str, file: Path, folder: str, data: str | None, state: dict[st
         values["train"] |= {name: to for name, to in settled.items() if to and values["train"].get(name) == "auto"}
     values["tracking"] |= {"log_with": "none"}
     if isinstance(config, TrainingConfig):
-        values["data"] |= {"prepare": None, "path": config.data.moved(data)}
+        values["data"] |= {"prepare": None, "path": data or config.data.paths}
         values["eval"] |= {"patience": None, "tasks": ()}
     if isinstance(config, JobConfig):
         values["launch"] |= {"processes": None}
         if data and "path" in values.get("data", {}):
-            values["data"]["path"] = data
+            values["data"]["path"] = data[0]
     return type(config).model_validate(values)
 
 

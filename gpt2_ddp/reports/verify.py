@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -21,20 +22,14 @@ from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import VerifyConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, token_dtype
-from gpt2_ddp.data.mixture import identity, past, phases_of, read_manifests, recorded, source_weights
+from gpt2_ddp.data.mixture import identity, past, phases_of, read_manifests, recorded
 from gpt2_ddp.data.shards import check_shard, count_windows
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import read_json, sha256_file, write_atomically
 from gpt2_ddp.reports.replay import Finding, Span, plan, replay, rescore, setting_defects
-from gpt2_ddp.reports.verify_checkpoints import (
-    Checkpoints,
-    check_checkpoints,
-    check_tokenizer_file,
-    differing,
-    read_checkpoints,
-)
-from gpt2_ddp.reports.verify_rows import Log, Record, Records, Schedule, Values, in_parts, replay_order
-from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, Mixture
+from gpt2_ddp.reports.verify_checkpoints import Checkpoints, check_checkpoints, check_tokenizer_file, read_checkpoints
+from gpt2_ddp.reports.verify_rows import Log, Record, Records, Schedule, Values, differing, in_parts, replay_order
+from gpt2_ddp.state import FIRST_CHAIN, NO_SAMPLES, FeedState, Mixture
 
 LINE = 1000
 """Most characters of a printed line."""
@@ -45,6 +40,8 @@ SAMPLED = 8
 FIXED = ("kind", "run_id", "epoch_size", "tokenizer_sha256", "vocab_size", "data_manifest", "data_hash")
 FIXED += ("global_batch_size",)
 """Fields of starts and states that never change in a run."""
+OF_STEP = {"step", "val_loss", "rollbacks", "skipped", *FeedState.model_fields}
+"""Fields of states that the start before them does not have."""
 STATES = ("running", "failed", *get_args(Outcome))
 """Values of `state` in status.json."""
 
@@ -73,11 +70,6 @@ class Recorded:
     @property
     def states(self) -> Records:
         return {place: checkpoint.state.record for place, checkpoint in self.checkpoints.items()}
-
-    @property
-    def end(self) -> int:
-        """The last recorded step."""
-        return max([self.log.end, *(state["step"] for state in self.states.values())])
 
     def events(self, name: str) -> list[Record]:
         return [row for row in self.log.events.values() if row["event"] == name]
@@ -134,9 +126,7 @@ def _read(run: Path, anchor: Record) -> Recorded:
 
 def _read_status(run: Path) -> Record | None:
     try:
-        return read_json(run / STATUS)
-    except FileNotFoundError:
-        return None
+        return read_json(run / STATUS) if (run / STATUS).exists() else None
     except (OSError, ValueError):
         return {}
 
@@ -162,11 +152,12 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
     yield "configuration: equal in config.yaml, starts and checkpoints, with one run id", _check_configuration(found)
     yield from check_end(found)
     manifests: list[Manifest] = []
+    n_folders = len(config.data.paths) if isinstance(config, TrainingConfig) else 1
+    if command.data and len(command.data) != n_folders:
+        hint = f"the run was trained on {n_folders} folder{'s' * (n_folders > 1)}; name as many, separated by spaces"
+        raise UserError("data", " ".join(command.data), hint)
     if isinstance(config, TrainingConfig):
-        folders, n_folders = config.data.moved(command.data), len(config.data.paths)
-        if len(folders) != n_folders:
-            hint = f"the run was trained on {n_folders} folders; name all of them, joined by `:`"
-            raise UserError("data", command.data, hint)
+        folders = command.data or config.data.paths
         manifests = read_manifests(folders)
         yield from _check_data(config, folders, manifests, command, log.events | found.states)
     yield from _check_training(found, manifests)
@@ -188,36 +179,30 @@ def _check(found: Recorded, command: VerifyConfig, span: Span | None, anchor: Re
 
 def _check_configuration(found: Recorded) -> list[str]:
     """Contradictions between config.yaml, the starts and the checkpoints."""
-    events = found.log.events
+    events, states, checkpoints = found.log.events, found.states, found.checkpoints
     starts = {place: row for place, row in events.items() if row.get("config")}
     documents = {place: row["config"] for place, row in starts.items()}
-    documents |= {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in found.checkpoints.items()}
+    documents |= {place.replace(STATE, CONFIG): checkpoint.config for place, checkpoint in checkpoints.items()}
     documents[CONFIG] = found.settings
-    first = next(iter(documents.values()))
-    defects: list[str] = []
-    for place, document in documents.items():
-        defects += [
-            f"{place}: {defect.partition(';')[0]}"
-            for defect in setting_defects(document, CONFIG, found.config.kind, first)
-        ]
-    known: dict[str, tuple[str, Record]] = {}  # the first record of each field
-    for place, record in (starts | found.states).items():
-        for name in (name for name in FIXED if record.get(name) is not None):
-            defects += differing(place, record, *known.setdefault(name, (place, record)), [name])
-
-    def altered(place: str, start: str) -> list[str]:
+    first, newest = next(iter(starts), ""), next(reversed(starts), "")
+    defects = [
+        f"{place}: {defect.partition(';')[0]}"
+        for place, document in documents.items()
+        for defect in setting_defects(document, CONFIG, found.config.kind, documents[first or CONFIG])
+    ]
+    # a start that nothing follows may be killed before it wrote config.yaml
+    origins = {CONFIG: newest} if newest and found.log.last is not starts[newest] else {}
+    for place, row in starts.items():
+        defects += differing(place, row, first, starts[first], FIXED)
+    for place, state in states.items() if first else ():
+        before = list(events)[: found.log.seen.get(checkpoints[place].state.log.chain, 0)]
+        start = next((other for other in reversed(before) if other in starts), "")
+        same = [name for name in state if name not in OF_STEP] if start else FIXED
+        defects += differing(place, state, start or first, starts[start or first], same)
+        origins |= {place.replace(STATE, CONFIG): start} if start else {}
+    for place, start in origins.items():
         now, right = flat(documents[place]), flat(documents[start])
-        return differing(place, now, start, right, dict.fromkeys([*now, *right]))
-
-    for place, state in found.states.items():
-        before = list(events)[: found.log.seen.get(found.checkpoints[place].state.log.chain, 0)]
-        if start := next((place for place in reversed(before) if place in starts), ""):
-            same = [name for name in starts[start] if name in state and name != "step"]
-            defects += differing(place, state, start, starts[start], same)
-            defects += altered(place.replace(STATE, CONFIG), start)
-    newest = next(reversed(starts), "")
-    if newest and found.log.last is not starts[newest]:  # a start that nothing follows may be killed before it wrote it
-        defects += altered(CONFIG, newest)
+        defects += differing(place, now, start, right, dict.fromkeys([*now, *right]))
     return list(dict.fromkeys(defects))
 
 
@@ -236,46 +221,36 @@ def _check_status(found: Recorded) -> Iterator[str]:
             yield f"{STATUS}: is missing"
         return
     state, step = found.status.get("state"), found.status.get("step")
-    newest = max((saved["step"] for saved in found.states.values()), default=step)
     if state not in STATES or type(step) is not int:
         yield f"{STATUS}: has state {state} at step {step}; state should be one of {', '.join(STATES)}"
-    elif state in get_args(Outcome) and found.events("start"):
-        expected = state if event == "start" else last.get("outcome")  # after a start, it is the last session's still
-        if event not in ("start", "end"):
-            yield f"{STATUS}: has state {state}, but metrics.jsonl has no end row"
-        elif (state, step) != (expected, last["step"]) and (state, event) != ("diverged", "start"):
-            outcome = last.get("outcome", "a start")
-            yield f"{STATUS}: has {state} at step {step}, metrics.jsonl {outcome} at step {last['step']}"
-    elif state in ("completed", "stopped") and newest != step:
-        yield f"{STATUS}: has {state} at step {step}, but the newest checkpoint is of step {newest}"
+    elif state in get_args(Outcome) and event not in ("start", "end"):
+        yield f"{STATUS}: has state {state}, but metrics.jsonl has no end row"
+    elif state in get_args(Outcome) and (state, event) != ("diverged", "start"):
+        outcome = state if event == "start" else last.get("outcome")  # after a start, the last session's stays
+        if (state, step) != (outcome, last["step"]):
+            found_there = f"{last.get('outcome', 'a start')} at step {last['step']}"
+            yield f"{STATUS}: has {state} at step {step}, metrics.jsonl {found_there}"
 
 
 def _check_samples(found: Recorded) -> Iterator[str]:
-    """Defects of the steps in samples.jsonl, and of its hashes in metrics.jsonl. Where the run has not ended, samples
-    may be missing: their rows are written before them."""
-    events, has_ended, end = found.log.events, found.log.last.get("event") == "end", found.end
-    hashed = {place: row for place, row in events.items() if HASH in row}
-    recorded, before, right, newest = {NO_SAMPLES}, 0, 0, NO_SAMPLES
+    """Defects of samples.jsonl: metrics.jsonl has a row for each line, with the SHA-256 up to it, written before it."""
+    hashed, newest, rows = {place: row for place, row in found.log.events.items() if HASH in row}, NO_SAMPLES, []
     for place, row in hashed.items():
-        if row["event"] == "start" and row[HASH] != newest:  # a resume keeps the samples up to the newest hash
+        if row["event"] != "start":
+            rows.append(row)
+        elif row[HASH] != newest:  # a resume keeps the samples up to the newest hash
             yield f"{place}: samples_sha256 differs from the one before: someone changed {SAMPLES} before this start"
         newest = row[HASH]
-        recorded.add(newest)
-    if not has_ended:  # a killed or running process may have sampled at a step without a row
-        end = max([end, *(row["steps"] for row in events.values() if row.get("steps") is not None)])
-    for number, line in enumerate(found.samples, 1):
-        place = f"{SAMPLES}, line {number}"
-        right = number if line.sha256 in recorded else right
-        if type(line.step) is not int:
-            yield f"{place}: is not a row with a step"
-            continue
-        if not line.is_rollback and not before <= line.step <= end:  # a rollback may have undone it
-            yield f"{place}: is of step {line.step}, after step {before} of a run of {end} steps"
-        before = line.step
-    if right < len(found.samples):
-        yield f"{SAMPLES}, line {right + 1}: was changed or added, or one before it: metrics.jsonl lacks its hash"
-    elif has_ended and newest != ([NO_SAMPLES] + [line.sha256 for line in found.samples])[right]:
-        yield f"{SAMPLES}: lines are missing after line {right}"
+    for number, (line, row) in enumerate(zip_longest(found.samples, rows), 1):
+        if line and line.sha256 != (row or {}).get(HASH):
+            yield f"{SAMPLES}, line {number}: was changed or added, or one before it: metrics.jsonl lacks its hash"
+            return
+        if not line:  # a killed or running process may lack some
+            if found.log.last.get("event") == "end":
+                yield f"{SAMPLES}: lines are missing after line {number - 1}"
+            return
+        if (line.step, line.is_rollback) != (row["step"], is_rollback(row)):
+            yield f"{SAMPLES}, line {number}: is of step {line.step}, its {row['event']} row of step {row['step']}"
 
 
 def _check_data(
@@ -283,7 +258,7 @@ def _check_data(
 ) -> Iterator[Finding]:
     """Whether the run was trained on these manifests, with the weights of config.yaml, and whether the shards are those
     of the manifests. Raises: UserError for other manifests, if the command line named their folders."""
-    hashes = [manifest.hash for manifest in manifests]
+    hashes, several = [manifest.hash for manifest in manifests], len(manifests) > 1
     known: dict[str, Mixture] = {}
     defects: list[str] = []
     for place, record in records.items():
@@ -293,11 +268,12 @@ def _check_data(
             defects.append(f"{place}: its mixture is invalid: {record.get('mixture')}")
     others = [place for place, found in known.items() if found.manifests != hashes[: len(found.manifests)]]
     if others and command.data and len(others) == len(known):
-        raise UserError("data", command.data, "has other tokens than the run was trained on; name the run's data")
+        raise UserError(
+            "data", " ".join(command.data), "has other tokens than the run was trained on; name the run's data"
+        )
     if others:
         hint = "if they have moved, name the folder with --data"
         defects.append(f"{' '.join(folders)}: has other tokens than the run was trained on; {hint}")
-    several = len(manifests) > 1
     if several:
         windows = [count_windows(manifest.tokens("train"), config.model.block_size) for manifest in manifests]
         right = identity(manifests, phases_of(config, windows))
@@ -338,31 +314,26 @@ def _check_training(found: Recorded, manifests: list[Manifest]) -> Iterator[Find
     learning rates."""
     config, events, states = found.config, found.log.events, found.states
     history = replay_order(config, manifests, events, states)
-    validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
-    schedule = history and Schedule(config, history, validates, is_branch=bool(found.events("branch")))
-    values, count = Values(config, manifests), len(found.events("rollback"))
-    later = {place: n for place, state in states.items() if (n := state.get("rollbacks", 0)) > count}
-    order = [f"{place}: comes after {n} rollbacks, in metrics.jsonl {count}" for place, n in later.items()]
-    wrong, missing = [], []
+    schedule = history and Schedule(config, history, bool(found.events("branch")), manifests)
+    values, count = Values(), len(found.events("rollback"))
+    later = {place: n for place, state in states.items() if (n := state["rollbacks"]) > count}
+    wrong: dict[Any, list[str]] = {values: [], history: [], schedule: []}
+    wrong[history] = [f"{place}: comes after {n} rollbacks, in metrics.jsonl {count}" for place, n in later.items()]
     for place, record in in_parts(found.log.items(), states):
-        if place not in states:
-            wrong += [f"{place}: {defect}" for defect in values.check(record)]
-        if history is None or schedule is None:
-            continue
-        due = schedule.check(record) if is_rollback(record) else ()  # before the steps that it undid are gone
-        missing += [f"{place}: {defect}" for defect in due]
-        found_here = [f"{place}: {defect}" for defect in history.check(record)]
-        order += found_here
-        is_huge = any("does not match" in defect for defect in found_here)  # its step may be
-        if place not in states and not is_rollback(record) and not is_huge:
-            missing += [f"{place}: {defect}" for defect in schedule.check(record)]
-    yield "numbers of the rows: known fields, none missing or negative, equal where two agree", wrong
+        # a rollback's due records are those before the steps that it undid are gone
+        of_row = [values, schedule, history] if is_rollback(record) else [values, history, schedule]
+        for check in filter(None, [history] if place in states else of_row):
+            defects = [f"{place}: {defect}" for defect in check.check(record)]
+            wrong[check] += defects
+            if any("does not match" in defect for defect in defects):  # its step may be huge
+                break
+    yield "numbers of the rows: known fields, none missing or negative, equal where two agree", wrong[values]
     if schedule is None:
-        yield "the order of the data is not known yet, before a checkpoint or the end of an epoch", None
+        yield "the order of the data is not known: no record has the number of samples and the global batch", None
         return
-    yield f"order of the data: all digests up to step {found.end}, recomputed from seed {config.seed}", order
-    when = "; rows, evaluations and checkpoints at their due steps" if schedule.steps is not None else ""
-    yield f"learning rates as scheduled{when}", missing
+    end = max([found.log.end, *(state["step"] for state in states.values())])
+    yield f"order of the data: all digests up to step {end}, recomputed from seed {config.seed}", wrong[history]
+    yield "learning rates as scheduled; rows, evaluations and checkpoints at their due steps", wrong[schedule]
 
 
 def _read_anchor(file: str) -> Record:

@@ -1,7 +1,7 @@
 """Checks a run's checkpoints: their files, and their hashes and states against the rows of metrics.jsonl."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import safe_open
@@ -15,15 +15,17 @@ from gpt2_ddp.checkpoint.checkpoint import (
     CorruptCheckpoint,
     list_checkpoints,
     misfit,
+    tensor_shapes,
     verify,
 )
 from gpt2_ddp.checkpoint.run_files import METRICS, is_rollback
+from gpt2_ddp.config.base import flat
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.files import sha256_file
-from gpt2_ddp.reports.verify_rows import Log, Record, Records
+from gpt2_ddp.reports.verify_rows import Log, Record, Records, differing
 from gpt2_ddp.state import FIRST_CHAIN, Best, GPTState, State
-from gpt2_ddp.tasks.trained_model import outline, shape_defect, tensor_shapes
+from gpt2_ddp.tasks.trained_model import outline, shape_defect
 
 Checkpoints = dict[str, Checkpoint]
 """Intact checkpoints, by the place of their state in the run folder."""
@@ -49,40 +51,34 @@ def read_checkpoints(run: Path) -> tuple[Checkpoints, list[str]]:
 
 def check_checkpoints(run: Path, config: RunConfig, log: Log, checkpoints: Checkpoints) -> Iterator[str]:
     """Defects between the checkpoints and the rows, which hold their hashes and which of them were kept."""
-    events = log.events
+    events, there = log.events, list_checkpoints(run / "checkpoints")
     saved, kept, defects = check_kept(events)
     yield from defects
-    there = list_checkpoints(run / "checkpoints")
-    folders = {step: f"checkpoints/step-{step:08d}" for step in kept}
-    gone = [step for step in kept if f"{folders[step]}/{STATE}" not in checkpoints]
-    gone = [step for step in gone if not (run / folders[step]).is_dir()]
-    if gone:  # or deleted meanwhile by a running training, which records that first
-        still_kept = check_kept(Log(run / METRICS).events)[1]
-        yield from (f"{folders[step]}: is missing" for step in gone if step in still_kept)
-    if not there and not kept and saved:
+    gone = [step for step in kept if not (run / f"checkpoints/step-{step:08d}").is_dir()]
+    # a running training may have deleted them meanwhile, which it records first
+    still_kept = check_kept(Log(run / METRICS).events)[1] if gone else ()
+    yield from (f"checkpoints/step-{step:08d}: is missing" for step in gone if step in still_kept)
+    if saved and not kept and not there:
         yield "checkpoints: all are missing, although the run has saved some"
-
     first = next((row["step"] for row in events.values() if row["event"] == "start"), math.inf)
     ended = max((row["step"] for row in events.values() if row["event"] in ("checkpoint", "end")), default=0)
     for place, checkpoint in checkpoints.items():
-        folder, chain = checkpoint.path, checkpoint.state.log.chain
+        folder, name, chain = checkpoint.path, place.removesuffix(f"/{STATE}"), checkpoint.state.log.chain
         try:
             step, sha256 = int(folder.name[5:]), sha256_file(folder / MANIFEST)
-            misshapen = [f"checkpoints/{folder.name}/{defect}" for defect in _check_files(checkpoint, config)]
+            wrong = [f"{name}/{defect}" for defect in _check_files(checkpoint, config)]
         except FileNotFoundError:  # deleted meanwhile by a running training
             continue
-        name, is_newest, is_own = f"checkpoints/{folder.name}", [folder] == there[-1:], step > first
-        right, saved_at = saved.get(step, (sha256, 0))
-        # a kill may have come before the row of a step saved again, after pending work
-        is_again = is_newest and log.seen.get(chain, 0) > saved_at
-        if sha256 != right and not is_again:
+        is_newest, is_own, (right, saved_at) = [folder] == there[-1:], step > first, saved.get(step, (sha256, 0))
+        # a kill may have come before the row of a checkpoint, or of a step saved again after pending work
+        if sha256 != right and not (is_newest and log.seen.get(chain, 0) > saved_at):
             yield f"{name}: its manifest's SHA-256 differs from metrics.jsonl's"
-        if is_own and step not in saved and (not is_newest or step <= ended):  # or a kill came before its row
+        if is_own and step not in saved and not (is_newest and step > ended):
             yield f"{name}: is not recorded in metrics.jsonl"
         if chain not in log.seen and (is_own or chain != FIRST_CHAIN):
             yield f"{place}: its chain is not in metrics.jsonl"
         yield from compare_state(place, checkpoint.state, log.by_step)
-        yield from misshapen
+        yield from wrong
 
 
 def check_kept(events: Records) -> tuple[dict[int, tuple[str, int]], list[int], list[str]]:
@@ -95,37 +91,30 @@ def check_kept(events: Records) -> tuple[dict[int, tuple[str, int]], list[int], 
     saved: dict[int, tuple[str, int]] = {}
     kept: list[int] = []
     defects: list[str] = []
-    keep_last, first = 0, None
+    keep_last, first = 0, next((row["step"] for row in events.values() if row["event"] == "start"), None)
     for number, (place, row) in enumerate(events.items()):
         reference = row if row["event"] == "checkpoint" else row.get("checkpoint") or {}
         step = reference["step"] if "sha256" in reference and type(reference.get("step")) is int else None
         if step is not None:
             saved[step] = reference["sha256"], number
         if row["event"] == "start":
-            keep_last, first = _keep_last(row), row["step"] if first is None else first
+            keep_last = flat(row.get("config") or {}).get("checkpoint.keep_last")
             if number and step != row["step"]:
                 defects.append(f"{place}: starts at step {row['step']}, without a checkpoint of that step")
         if is_rollback(row):
             kept = [other for other in kept if other <= row["step"]]
-        if (listed := row.get("kept")) is None:
+        if row.get("kept") is None:
             continue
-        now = [*dict.fromkeys(other for other in listed if type(other) is int)]
+        now = [*dict.fromkeys(other for other in row["kept"] if type(other) is int)]
         defects += [f"{place}: kept has step {other}, which was not saved" for other in now if other not in saved]
         coming = row["step"] if step is None else step  # a full disk makes room for it
-        newest = sorted({*kept, coming})[-keep_last:] if keep_last and row["event"] != "start" else []
-        for other in [*newest, *([] if step is None else [step])]:
-            if other not in now and (other == step or other not in (coming, first)):
-                what = "its own checkpoint, of step" if other == step else "a checkpoint of keep_last, step"
-                defects.append(f"{place}: kept lacks {what} {other}")
+        if step is not None and step not in now:
+            defects.append(f"{place}: kept lacks its own checkpoint, of step {step}")
+        if type(keep_last) is int and keep_last > 0 and row["event"] != "start":
+            newest = {*sorted({*kept, coming})[-keep_last:]} - {*now, coming, first}
+            defects += [f"{place}: kept lacks a checkpoint of keep_last, step {other}" for other in sorted(newest)]
         kept = now
-    return saved, kept, list(dict.fromkeys(defects))
-
-
-def _keep_last(start: Record) -> int:
-    """`checkpoint.keep_last` of a start's configuration; 0 if unknown."""
-    section = (start.get("config") or {}).get("checkpoint")
-    number = section.get("keep_last") if isinstance(section, dict) else None
-    return max(number, 0) if type(number) is int else 0
+    return saved, kept, defects
 
 
 def compare_state(place: str, state: State, rows: dict[int, Record]) -> Iterator[str]:
@@ -145,12 +134,6 @@ def compare_state(place: str, state: State, rows: dict[int, Record]) -> Iterator
         found = state.progress.best
         if (found.step, found.val_loss) != (best.step, best.val_loss):
             yield f"{place}: best is {found!r}, in metrics.jsonl {best!r}"
-
-
-def differing(place: str, found: Record, origin: str, right: Record, names: Iterable[str]) -> list[str]:
-    """Defects of the fields `names` at `place`, whose values differ from those at `origin`."""
-    wrong = [name for name in names if found.get(name) != right.get(name)]
-    return [f"{place}: {name} is {found.get(name)}, in {origin} {right.get(name)}" for name in wrong]
 
 
 def check_tokenizer_file(file: Path, sha256: object, origin: str) -> Iterator[str]:

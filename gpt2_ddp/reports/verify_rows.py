@@ -1,33 +1,22 @@
 """Checks the rows of metrics.jsonl: the chain of hashes, the values, the order of the data, and the due records.
 
-A consistent chain does not make a row true: `Values` finds contradictions that need neither the data nor the
-model. The items of each step follow from seed, step size and number of items. A feed that reads no data repeats the
-steps, and its digest is compared with rows and checkpoints. The newest start row determines the due records: each
-process of a run writes one, with its configuration.
+A consistent chain does not make a row true. RULES describes each field alone; `Values`, `OrderReplay` and `Schedule`
+return what a row has to hold by other records. The items of each step follow from seed, step size and number of items.
+A feed that reads no data repeats the steps. The newest start row determines the due records: each process of a run
+writes one, with its configuration.
 """
 
-import json
 import math
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpt2_ddp.checkpoint.run_files import (
-    HASH,
-    METRICS,
-    Line,
-    is_event,
-    is_rollback,
-    next_chain,
-    parse_lines,
-    split_chain,
-)
+from gpt2_ddp.checkpoint.run_files import METRICS, Line, is_event, is_rollback, next_chain, parse_lines, split_chain
 from gpt2_ddp.config.jobs import JobConfig
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
@@ -49,26 +38,66 @@ Record = dict[str, Any]
 Records = dict[str, Record]
 """Rows of metrics.jsonl, including events, or states of checkpoints, by their place in the run folder."""
 
-MEASURED = {"loss", "loss_mean", "train_loss", "grad_norm", "mfu", "val_loss", "val_bits_per_byte"}
-"""Fields that are null where the number is not finite or unknown."""
-KINDS: dict[tuple[type, ...], str] = {
-    (int,): "step steps epoch_size global_batch_size position skipped not_finite tokens samples val_tokens val_samples "
-    + "memory",
-    (int, float): "epoch lr data_share tokens_per_second samples_per_second val_accuracy val_top5 "
-    + " ".join(MEASURED),
-    (str,): f"order_digest chain {HASH}",
-    (list,): "kept",
-    (dict,): "config checkpoint tasks mixture",
+
+class Rule(NamedTuple):
+    """What a field of rows has to be. In rows of steps, numbers are finite and at least 0.
+
+    Args:
+        types: of the value. steps: whether rows of steps may have it; the others are of events alone.
+        needed: whether each row of a step has it, except the first one, of the weights before the first step.
+        measured: whether it is null where the number is not finite or unknown.
+        of_sources: whether there is one more for each folder of a mixture, as `tokens/NAME`.
+        tolerance: relative difference from its value by other records.
+    """
+
+    types: tuple[type, ...]
+    steps: bool = True
+    needed: bool = False
+    measured: bool = False
+    of_sources: bool = False
+    tolerance: float = 0.0
+
+
+INTEGER, NUMBER, TEXT = (int,), (int, float), (str,)
+TABLE: dict[str, Rule] = {
+    "step samples val_tokens val_samples not_finite memory": Rule(INTEGER),
+    "data_share tokens_per_second samples_per_second val_accuracy val_top5": Rule(NUMBER),
+    "chain samples_sha256": Rule(TEXT),
+    "tokens": Rule(INTEGER, of_sources=True),
+    "epoch": Rule(NUMBER, of_sources=True),
+    "skipped": Rule(INTEGER, needed=True),
+    "order_digest": Rule(TEXT, needed=True),
+    "lr": Rule(NUMBER, needed=True, tolerance=1e-12),
+    "loss grad_norm": Rule(NUMBER, needed=True, measured=True),
+    "loss_mean": Rule(NUMBER, measured=True, tolerance=1e-5),
+    "train_loss mfu": Rule(NUMBER, measured=True),
+    "val_loss": Rule(NUMBER, measured=True, of_sources=True),
+    "val_bits_per_byte": Rule(NUMBER, measured=True, of_sources=True, tolerance=1e-9),
+    "steps epoch_size global_batch_size position": Rule(INTEGER, steps=False),
+    "kept": Rule((list,), steps=False),
+    "config checkpoint tasks mixture": Rule((dict,), steps=False),
 }
-TYPES = {name: types for types, names in KINDS.items() for name in names.split()}
-"""Types of the fields of rows. Rows of steps have no others, apart from scores of tasks; numbers are at least 0."""
+RULES = {name: rule for names, rule in TABLE.items() for name in names.split()}
+NEEDED = {name for name, rule in RULES.items() if rule.needed}
+SCORE, UNKNOWN = Rule(NUMBER, measured=True), Rule((), steps=False)
+"""Of a score of `eval.tasks`, whose name follows from the start; of any other field."""
 EVENTS = {"start", "branch", "rollback", "checkpoint", "room", "sample", "end"}
-OF_STEP = {"loss", "lr", "grad_norm", "skipped", "order_digest"}
-"""Fields of every row except the first one, of the weights before the first step."""
-OF_SOURCES = {"tokens", "epoch", "val_loss", "val_bits_per_byte"}
-"""Fields with one more for each folder of a mixture."""
 MOST_STEPS, MOST_ITEMS, MOST_MISSING = 2_000_000, 2**22, 20
 """Most repeated steps without a row (a minute of work), items of a step and named gaps: a file may claim any number."""
+
+
+def unlike(record: Record, right: Record) -> Iterator[str]:
+    """Defects of the fields of a row or state whose `right` values are known from other records."""
+    for name, value in right.items():
+        found, tolerance = record.get(name), RULES.get(name.partition("/")[0], UNKNOWN).tolerance
+        if found != value and not (tolerance and found is not None and math.isclose(found, value, rel_tol=tolerance)):
+            yield f"{name} of step {record['step']} is {found}, not {value}"
+
+
+def differing(place: str, found: Record, origin: str, right: Record, names: Iterable[str]) -> list[str]:
+    """Defects of the fields `names` at `place`, whose values differ from those at `origin`."""
+    wrong = [name for name in names if found.get(name) != right.get(name)]
+    return [f"{place}: {name} is {found.get(name)}, in {origin} {right.get(name)}" for name in wrong]
 
 
 class Log:
@@ -144,23 +173,21 @@ class Log:
 
 def _problem(row: Record) -> str:
     """Why the content of a line is no row; empty if it is one."""
-    if type(row.get("step")) is not int:
+    if type(row.get("step")) is not int or row["step"] < 0:
         return "is not a row with a step"
-    wrong = [name for name, value in row.items() if not (value is None or isinstance(value, TYPES.get(name, object)))]
+    present = [(name, RULES[name].types) for name, value in row.items() if name in RULES and value is not None]
+    wrong = [name for name, types in present if not isinstance(row[name], types)]
     wrong += ["event"] * (is_event(row) and row["event"] not in [*EVENTS])
     return f"is no row: {wrong[0]} is {row[wrong[0]]}" if wrong else ""
 
 
 class Values:
-    """Checks the numbers of rows in their order: unknown fields, missing or negative numbers, contradictions with other
-    numbers. `config` and `manifests` of a GPT give the number of validation tokens."""
+    """Checks the fields of the rows of steps, in their order: by RULES, and against each other and earlier rows."""
 
-    def __init__(self, config: RunConfig | None = None, manifests: Sequence[Manifest] = ()):
-        self._config, self._manifests = config, manifests
+    def __init__(self) -> None:
         self._first, self._ended, self._tasks = 0, False, set()
         self._steps, self._skips = array("q", [0]), array("q", [0])  # of the rows that no rollback undid
         self._constants: dict[tuple[str, Any], float] = {}  # numbers that no step changes
-        self._val_tokens: int | None = None
 
     def check(self, row: Record) -> Iterator[str]:
         """Defects of the next row."""
@@ -174,68 +201,44 @@ class Values:
             stop = bisect_right(self._steps, step)
             del self._steps[stop:], self._skips[stop:]
         elif event == "start":
-            self._start(row)
+            self._tasks = {f"{name}_{metric}" for name in row.get("tasks") or () for metric in SCORES}
+            self._constants = {} if "mixture" in row else self._constants  # its weights may have changed
         elif event is None:
             yield from self._check_fields(row)
-            yield from self._compare(row)
-            yield from self._check_constants(row)
-            self._steps.append(step)
-            self._skips.append(row.get("skipped") or 0)
-
-    def _start(self, row: Record) -> None:
-        """The validation splits of positive weight share `eval.tokens` of each start equally."""
-        self._tasks = {f"{name}_{metric}" for name in row.get("tasks") or () for metric in SCORES}
-        self._constants = {} if "mixture" in row else self._constants  # its weights may have changed
-        if not isinstance(self._config, TrainingConfig) or not row.get("config"):
-            return
-        with suppress(UserError):  # `Schedule` reports it
-            settings, manifests = read_config(self._config.kind, row["config"], METRICS), self._manifests
-            assert isinstance(settings, TrainingConfig), "of the same kind"
-            scored = [manifests[number] for number, weight in source_weights(settings, manifests).items() if weight]
-            if (tokens := settings.eval.tokens) != "auto":  # which is resolved when the run starts
-                size, share = settings.model.block_size, tokens and -(-tokens // max(len(scored), 1))
-                self._val_tokens = sum(count_scored(one.tokens("val"), size, share) for one in scored)
+            yield from self._check_numbers(row)
 
     def _check_fields(self, row: Record) -> Iterator[str]:
         step = row["step"]
-        for name in sorted(OF_STEP - row.keys()) if step > self._first else ():
+        for name in sorted(NEEDED - row.keys()) if step > self._first else ():
             yield f"{name} of step {step} is missing"
         for name, value in row.items():
             kind, _, source = name.partition("/")
-            known = kind in OF_SOURCES if source else name in TYPES or name in self._tasks
-            sound = TYPES.get(name) == (str,) or (type(value) in (int, float) and 0 <= value < math.inf)
-            missing = name in ("loss", "loss_mean") and not row.get("not_finite")
-            if not known:
+            rule = SCORE if name in self._tasks else RULES.get(kind, UNKNOWN)
+            if not rule.steps or (source and not rule.of_sources):
                 yield f"has the unknown field {name}"
-            elif not sound and (value is not None or missing or not (kind in MEASURED or name in self._tasks)):
+                continue
+            is_sound = type(value) in rule.types and (rule.types == TEXT or 0 <= value < math.inf)
+            may_be_null = rule.measured and (row.get("not_finite") or name not in ("loss", "loss_mean"))
+            if not is_sound and not (value is None and may_be_null):
                 yield f"{name} of step {step} is {value}"
 
-    def _compare(self, row: Record) -> Iterator[str]:
-        """Defects between a row and the valid row before it."""
-        loss, mean, step, now = row.get("loss"), row.get("loss_mean"), row["step"], row.get("skipped")
+    def _check_numbers(self, row: Record) -> Iterator[str]:
+        """Defects between numbers of the row, and between those and earlier rows."""
+        right, step, now, n_scored = {}, row["step"], row.get("skipped"), row.get("val_samples")
         for before, skipped in zip(self._steps[-1:], self._skips[-1:], strict=True):
             if now is not None and not 0 <= now - skipped <= step - before:
                 yield f"skipped is {now}, {skipped} at step {before}"
-            if step != before + 1 or not isinstance(loss, float) or not isinstance(mean, float) or "not_finite" in row:
-                continue
-            if not math.isclose(loss, mean, rel_tol=1e-5):
-                yield f"loss_mean of step {step} alone is {mean}, its loss {loss}"
-
-    def _check_constants(self, row: Record) -> Iterator[str]:
-        """Defects of scored tokens and samples, and of tokens per byte of the scored text."""
-        if self._val_tokens is not None and row.get("val_tokens", self._val_tokens) != self._val_tokens:
-            yield f"val_tokens of step {row['step']} is {row['val_tokens']}, not {self._val_tokens}"
-        for name, value in row.items():
-            loss = row.get(name.replace("val_bits_per_byte", "val_loss"))
-            is_bits = name.startswith("val_bits_per_byte") and isinstance(value, float)
-            if is_bits and isinstance(loss, float) and loss > 0:
-                what, key, now = f"tokens per byte by {name}", row.get("val_tokens"), value * math.log(2) / loss
-            elif name == "val_samples" and type(value) is int:
-                what, key, now = name, None, value
-            else:
-                continue
-            if not math.isclose(now, right := self._constants.setdefault((what, key), now), rel_tol=1e-9):
-                yield f"{what} is {now}, in earlier rows {right}"
+            if step == before + 1 and None not in (row.get("loss"), row.get("loss_mean")) and "not_finite" not in row:
+                right["loss_mean"] = row["loss"]  # the mean of one step
+        self._steps.append(step)
+        self._skips.append(now or 0)
+        if n_scored is not None:
+            right["val_samples"] = self._constants.setdefault(("val_samples", None), n_scored)
+        for name in (name for name in row if name.startswith("val_bits_per_byte")):
+            bits, loss = row[name], row.get(name.replace("val_bits_per_byte", "val_loss"))
+            if isinstance(bits, float) and isinstance(loss, float) and loss > 0:  # bits in a nat, tokens per byte
+                right[name] = loss * self._constants.setdefault((name, row.get("val_tokens")), bits / loss)
+        yield from unlike(row, right)
 
 
 class OrderReplay:
@@ -252,7 +255,7 @@ class OrderReplay:
         self.feed, self.unit, self.per_item, self.step = feed, unit, per_item, 0
         self.ends: dict[int, int] = {}
         self.inherited: list[tuple[int, int]] = []  # positions that the parent run skipped
-        self._steps, self._stood = {*steps}, {0: self._now()}
+        self._steps, self._stood = {*steps}, {0: self.feed.state_dict()}
         self._left: dict[int, FeedState] = {}  # after a step that a later rollback returned to, as in its checkpoint
 
     def check(self, record: Record) -> Iterator[str]:
@@ -275,40 +278,36 @@ class OrderReplay:
             if self.feed.ended_epoch:
                 self.ends[self.step] = self.feed.epochs
             if self.step in self._steps:
-                self._stood[self.step] = self._now()
-        return self._stood.get(step) or self._now()
+                self._stood[self.step] = self.feed.state_dict()
+        return self._stood.get(step) or self.feed.state_dict()
 
     def _inherit(self) -> None:  # the ranges that the parent run skipped here
         while self.inherited and int(self.feed.positions_from(self.feed.position)[0]) == self.inherited[0][0]:
             self.feed.skip_range(*self.inherited.pop(0))
 
     def _check(self, record: Record) -> Iterator[str]:
-        step, digest, position = record["step"], record.get("order_digest"), record.get("position")
-        items, count = consumed_after(self.feed, step), record.get(self.unit)
+        step, count, position, order = record["step"], record.get(self.unit), record.get("position"), self.feed.order
+        items = consumed_after(self.feed, step)
         gaps = sum(stop - start for start, stop in self.feed.skipped_ranges + self.inherited)
         is_right = count == items * self.per_item if position is None else position == items + gaps
         if not is_right or (stood := self.at(step)) is None:
             yield f"step {step} does not match {self.unit} {count}, position {position}"
             return
-        if digest != stood.order_digest:
-            yield f"order_digest of step {step} is {str(digest)[:12]}, not {stood.order_digest[:12]}"
-        elif "skipped_ranges" in record and json.dumps(record["skipped_ranges"]) != json.dumps(stood.skipped_ranges):
-            yield f"skipped {record['skipped_ranges']}, not {stood.skipped_ranges}"
-        elif "chain" in record and record.get("epoch") != (epoch := round(stood.position / len(self.feed.order), 4)):
-            yield f"epoch of step {step} is {record.get('epoch')}, not {epoch}"
-        elif "chain" in record and isinstance(self.feed.order, MixedOrder):
-            right = self.feed.order.by_source(stood.position, stood.skipped_ranges, self.unit, self.per_item)
-            yield from self._check_sources(record, right)
-
-    def _check_sources(self, record: Record, right: Mapping[str, float]) -> Iterator[str]:
-        """Defects of a row's fields of each source. Sources that came later have none."""
-        found = {name: value for name, value in record.items() if name.startswith((f"{self.unit}/", "epoch/"))}
-        values = list(right.values())  # and not by their names: folders may have moved
-        if [*found.values()] != values[: len(found)] or any(values[max(len(found), 2) :]):
-            yield f"the sources of step {record['step']} are {found}, not {right}"
+        right: Record = {"order_digest": stood.order_digest}
+        if "skipped_ranges" in record:
+            right["skipped_ranges"] = [[*one] for one in stood.skipped_ranges]
+        if "chain" in record:
+            right["epoch"] = round(stood.position / len(order), 4)
+        if "chain" in record and isinstance(order, MixedOrder):  # compared in their order: folders may have moved
+            known = order.by_source(stood.position, stood.skipped_ranges, self.unit, self.per_item)
+            names = [name for name in record if name.startswith((f"{self.unit}/", "epoch/"))]
+            right |= dict(zip(names, known.values(), strict=False))
+            if len(names) > len(known) or any([*known.values()][max(len(names), 2) :]):  # later sources have none
+                yield f"the sources of step {step} are {', '.join(names)}, not {', '.join(known)}"
+        yield from unlike(record, right)
 
     def _go_back(self, record: Record) -> Iterator[str]:
-        feed, step, digest = self.feed, record["step"], record.get("order_digest")
+        feed, step = self.feed, record["step"]
         begun, skipped = record.get("from", -1), record.get("skipped_range", [])
         fits = type(begun) is int and 0 <= step < begun and are_ranges([skipped])
         fits = fits and consumed_after(feed, begun) <= skipped[1]
@@ -321,14 +320,12 @@ class OrderReplay:
             start = int(feed.positions_from(one.position)[0])
             if [start, reached.position] == skipped:
                 break
-        self._left = {number: left for number, left in self._left.items() if number < step} | {step: one}
         feed.skip_range(start, reached.position)
+        self._left = {number: left for number, left in self._left.items() if number < step} | {step: one}
         self._stood = {number: kept for number, kept in self._stood.items() if number < step}
         self.ends = {number: epochs for number, epochs in self.ends.items() if number <= step}
-        self._stand(step)
-        if (skipped, digest) != ([start, reached.position], feed.order_digest):
-            right = f"{[start, reached.position]}, order_digest {feed.order_digest[:12]}"
-            yield f"skipped {skipped}, order_digest {str(digest)[:12]}, not {right}"
+        self.step, self._stood[step] = step, feed.state_dict()
+        yield from unlike(record, {"skipped_range": [start, reached.position], "order_digest": feed.order_digest})
 
     def _begin(self, record: Record) -> Iterator[str]:
         """A branch continues the order of its parent run, which is replayed from the beginning."""
@@ -340,16 +337,10 @@ class OrderReplay:
             yield f"branched off at step {step}, which does not match position {position}"
             return
         self._inherit()
-        self._stand(step)
-        digest, right = record.get("order_digest"), self.feed.order_digest
-        if self.inherited or digest != right:
-            yield f"branched off with order_digest {str(digest)[:12]}, not {right[:12]}"
-
-    def _stand(self, step: int) -> None:
-        self.step, self._stood[step] = step, self._now()
-
-    def _now(self) -> FeedState:
-        return self.feed.state_dict()
+        self.step, self._stood[step] = step, self.feed.state_dict()
+        if self.inherited:
+            yield f"branched off after the skipped positions {self.inherited}, which its parent run did not reach"
+        yield from unlike(record, {"order_digest": self.feed.order_digest})
 
 
 def are_ranges(value: Any) -> bool:
@@ -408,12 +399,14 @@ def consumed_after(feed: Feed, steps: int) -> int:
 
 class Schedule:
     """Rows, evaluations, checkpoints and learning rates that the newest start row makes due. `is_branch`: whether the
-    first start may be at a later step."""
+    first start may be at a later step. `manifests`: of a GPT's data."""
 
-    def __init__(self, config: RunConfig, history: OrderReplay, validates: bool, is_branch: bool):
-        self.config, self.history, self.validates, self.is_branch = config, history, validates, is_branch
+    def __init__(self, config: RunConfig, history: OrderReplay, is_branch: bool, manifests: Sequence[Manifest] = ()):
+        self.config, self.history, self.is_branch, self.manifests = config, history, is_branch, manifests
+        self.validates = not isinstance(config, TrainingConfig) or bool(source_weights(config, manifests))
         self.steps: int | None = None  # of the whole run, by the start in force; None before the first one
         self.peak: float | None = None  # rate of a small job
+        self.val_tokens: int | None = None  # that an evaluation scores; None: unknown
         self.started = -1  # the newest start's step, where a pending sample may follow
         self.reached, self.saved_to = -1, 0  # steps of which rows and checkpoints have been looked for
         self.saved: set[int] = set()
@@ -424,46 +417,45 @@ class Schedule:
         step, event = row["step"], row.get("event")
         if event == "start":
             yield from self._start(row)
-        elif event == "branch":
+        elif event == "branch" or self.steps is None:  # before the first start, `Log` reports the rows
             self.reached = self.saved_to = step
-        elif self.steps is not None:  # before the first start nothing is due; `read_metrics` reports the rows there
-            if not 0 <= step <= self.steps:
-                yield f"step {step} in a run of {self.steps} steps"
-            else:
-                yield from self._check_event(row, self.steps) if event else self._check_row(row)
-
-    def _check_event(self, row: Record, steps: int) -> Iterator[str]:
-        step, event = row["step"], row["event"]
-        if event == "checkpoint":
+        elif step > self.steps:
+            yield f"step {step} in a run of {self.steps} steps"
+        elif event is None:
+            yield from self._check_row(row)
+        elif event == "checkpoint":
             self.saved.add(step)
         elif event == "sample":
             due = step > self.started and not self.config.eval_patience and self._due(step)
             if due and not due.sample:
                 yield f"no sample was due at step {step}"
         elif event == "rollback" and isinstance(row.get("from"), int):
-            yield from self._missing(min(row["from"], steps))
+            yield from self._missing(min(row["from"], self.steps))
             self.reached = self.saved_to = step
             self.saved = {saved for saved in self.saved if saved <= step}
         elif event == "end":  # a stop or a divergence may leave its own step unfinished
             yield from self._missing(step + (row.get("outcome") == "completed"))
 
     def _check_row(self, row: Record) -> Iterator[str]:
-        step, rate = row["step"], None  # None: its peak or its end is unknown
+        step = row["step"]
         yield from self._missing(step, one_in_flight=True)
         due = self._due(step)
         if due and not due.log:
             yield f"no row was due at step {step}"
         elif due and due.evaluate != ("val_loss" in row):
             yield f"step {step} has {'no' if due.evaluate else 'a'} val_loss, unlike eval.every"
-        if isinstance(self.config, TrainingConfig):
-            if self.config.optim.decay_steps or self.config.optim.schedule == "constant":
-                rate = lr_at(step, self.config.optim)
-        elif isinstance(self.config, JobConfig) and self.peak:
-            epoch_steps = math.ceil(len(self.history.feed.order) / self.history.feed.step_size)
-            rate = supervised.job_schedule(self.config, self.peak, epoch_steps)(step)
-        if rate is not None and "lr" in row and not math.isclose(row["lr"] or 0.0, rate, rel_tol=1e-12):
-            yield f"lr of step {step} is {row['lr']}, not {rate}"
+        right = {"lr": self._rate(step), "val_tokens": self.val_tokens}
+        yield from unlike(row, {name: value for name, value in right.items() if name in row and value is not None})
         self.reached = step
+
+    def _rate(self, step: int) -> float | None:
+        """The learning rate of a step; None if its peak or its end is unknown."""
+        if isinstance(self.config, TrainingConfig):
+            is_known = self.config.optim.decay_steps or self.config.optim.schedule == "constant"
+            return lr_at(step, self.config.optim) if is_known else None
+        assert isinstance(self.config, JobConfig), "the other kinds"
+        epoch_steps = math.ceil(len(self.history.feed.order) / self.history.feed.step_size)
+        return supervised.job_schedule(self.config, self.peak, epoch_steps)(step) if self.peak else None
 
     def _start(self, row: Record) -> Iterator[str]:
         step = row["step"]
@@ -486,6 +478,16 @@ class Schedule:
             yield from error.mistakes
         self.steps, self.peak, self.saved_to, self.started = row["steps"], row.get("lr"), step, step
         self.saved.add(step)
+        self.val_tokens = self._count_scored(self.config) if isinstance(self.config, TrainingConfig) else None
+
+    def _count_scored(self, config: TrainingConfig) -> int | None:
+        """The validation splits of positive weight share `eval.tokens` equally."""
+        if (tokens := config.eval.tokens) == "auto":  # which is resolved when the run starts
+            return None
+        manifests = self.manifests[: len(config.data.paths)]
+        scored = [manifests[number] for number, weight in source_weights(config, manifests).items() if weight]
+        share = tokens and -(-tokens // max(len(scored), 1))
+        return sum(count_scored(one.tokens("val"), config.model.block_size, share) for one in scored)
 
     def _missing(self, end: int, one_in_flight: bool = False) -> Iterator[str]:
         """Rows and checkpoints that were due before step `end`. With `one_in_flight`, the last checkpoint may still be

@@ -1,28 +1,28 @@
-"""Uses of a checkpoint: evaluate.py scores it, predict.py classifies images with it."""
+"""Evaluation of a checkpoint: its scores, and the predictions of a small job."""
 
 import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from gpt2_ddp.checkpoint.checkpoint import CONFIG, Checkpoint, find_checkpoint
 from gpt2_ddp.config.jobs import ClassifierConfig, JobConfig
 from gpt2_ddp.config.kinds import read_config
-from gpt2_ddp.config.tools import EvaluateConfig, PredictConfig, check_writable
+from gpt2_ddp.config.tools import TASKS_ONLY, EvaluateConfig, check_writable
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data.manifest import Manifest, read_manifest
 from gpt2_ddp.data.mixture import source_weights
 from gpt2_ddp.data.shards import TokenStream
 from gpt2_ddp.data.tokenizer import Tokenizer, check_tokenizer
-from gpt2_ddp.distributed.launch import build_accelerator, pick_device
+from gpt2_ddp.distributed.launch import build_accelerator
 from gpt2_ddp.distributed.ranks import check_ranks_agree, on_every_rank, on_main
 from gpt2_ddp.errors import UserError, truncate
 from gpt2_ddp.files import write_atomically, writing
@@ -37,6 +37,8 @@ Counts = list[dict[int, int]]
 """Confusion matrix by class and prediction, without zeros: never more numbers than samples."""
 LONGEST_NAME = 4096  # characters of a file's, as systems allow them
 WORST = 10  # most classes to print
+NO_IMAGES = "is for runs of classifiers of images; name such a run, or remove it"
+SHOWN, LIKELIEST = 3, 10  # most classes of an image to print and to write, likeliest first
 PICTURES, COLUMNS = 24, 6  # most wrongly classified images to draw, and images per row and class
 
 
@@ -46,7 +48,15 @@ def evaluate_checkpoint(config: EvaluateConfig) -> int:
     checkpoint = on_every_rank(lambda: find_checkpoint(Path(config.checkpoint)))
     check_ranks_agree({"checkpoint": str(checkpoint.path)})
     accelerator.print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
-    score = _score_small_job if checkpoint.kind != "gpt2" else _score_tasks if config.tasks else _score_gpt
+    score = _score_tasks if config.tasks else _score_gpt
+    if checkpoint.kind != "gpt2":
+        score = _classify if config.images else _score_small_job
+        if config.output:
+            on_main(lambda: make_output_folder(config.output or ""))
+    elif config.images:
+        raise UserError("images", " ".join(config.images), NO_IMAGES)
+    elif config.output and not config.tasks:
+        raise UserError("output", config.output, TASKS_ONLY)
     accelerator.print(f"{checkpoint.path}: {score(accelerator, config, checkpoint)}")
     accelerator.end_training()
     return 0
@@ -71,21 +81,24 @@ def open_splits(
     return manifests, {number: TokenStream(Path(folders[number]), manifests[number], split) for number in there}
 
 
-def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, Sequence[str]]:
-    """The configuration of a GPT's run, and the folders to score: `data`, or the run's own."""
+def _settings(config: EvaluateConfig, checkpoint: Checkpoint) -> tuple[TrainingConfig, bool]:
+    """The configuration of a GPT's run with the folders to score, `data` or the run's own; and whether they are several
+    and as many as the run's, so that its weights apply."""
     settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
     assert isinstance(settings, TrainingConfig), "a GPT's"
-    return settings, [config.data] if config.data else settings.data.paths
+    own, data = settings.data.paths, settings.data.model_copy(update={"path": config.data or settings.data.path})
+    return settings.model_copy(update={"data": data}), 1 < len(own) == len(data.paths)
 
 
 def _score_gpt(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
     """The loss of a GPT's checkpoint over a split, and with several folders that of each."""
-    settings, folders = _settings(config, checkpoint)
+    settings, has_weights = _settings(config, checkpoint)
+    folders = settings.data.paths
 
     def load():
         model, tokenizer = load_model(checkpoint)
         manifests, streams = open_splits(folders, config.split, tokenizer)
-        return model, tokenizer, streams, source_weights(settings, manifests, config.split) if len(folders) > 1 else {}
+        return model, tokenizer, streams, source_weights(settings, manifests, config.split) if has_weights else {}
 
     model, tokenizer, streams, weights = on_every_rank(load)
     size, lengths = model.config.block_size, tokenizer.token_bytes()
@@ -111,7 +124,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
     data or number, have another file."""
     model, tokenizer = on_every_rank(lambda: load_model(checkpoint))
     size, path = model.config.block_size, checkpoint.path
-    folder, folders = Path(config.output or _evaluations(checkpoint)), _settings(config, checkpoint)[1]
+    folder, folders = Path(config.output or _evaluations(checkpoint)), _settings(config, checkpoint)[0].data.paths
 
     def load() -> list[ItemSet]:
         split = lambda: next(iter(open_splits(folders, config.split, tokenizer)[1].values()))  # noqa: E731
@@ -133,7 +146,7 @@ def _score_tasks(accelerator: Accelerator, config: EvaluateConfig, checkpoint: C
             facts |= {"split": config.split, "data": [*folders]}
             names += [
                 config.split if config.split != "val" else None,
-                config.data and Path(config.data).absolute().name,
+                *(Path(name).absolute().name for name in config.data),
             ]
         place = folder / "-".join(map(str, filter(None, [*names, config.task_items])))
         on_main(partial(save, place, items, result, facts))
@@ -158,51 +171,129 @@ def _evaluations(checkpoint: Checkpoint) -> Path:
     return run / "evaluations" / path.name
 
 
-def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
-    """The scores of a small job on its own test samples; `data` may name another folder of images."""
-    saved = dict(checkpoint.config)
-    own = saved.get("data", {})
+def _job_settings(config: EvaluateConfig, checkpoint: Checkpoint) -> JobConfig:
+    """The configuration of a small job's run; `data` may name another folder of images. Raises: UserError for flags of
+    GPT-2 runs."""
+    saved, own = dict(checkpoint.config), checkpoint.config.get("data", {})
     given = {"tokens": config.tokens, "split": config.split if config.split != "val" else None}
-    given |= {"data": None if own.get("path") else config.data, "tasks": ", ".join(config.tasks) or None}
+    given |= {"data": None if own.get("path") else " ".join(config.data) or None}
+    given |= {"tasks": ", ".join(config.tasks) or None}
     for field, value in given.items():
         if value is not None:
             hint = f"is for GPT-2 runs; this {checkpoint.kind} run is scored on all of its test samples: remove it"
             raise UserError(field, value, hint)
+    if len(config.data) > 1:
+        raise UserError("data", " ".join(config.data), "should be one folder with folders of classes")
     if config.data:
-        saved["data"] = {**own, "path": config.data}
+        saved["data"] = {**own, "path": config.data[0]}
     settings = read_config(checkpoint.kind, saved, checkpoint.path / CONFIG)
     assert isinstance(settings, JobConfig), "the other kinds"
+    return settings
+
+
+def _score_small_job(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
+    """The scores of a small job on its test samples. Saves predictions."""
+    settings = _job_settings(config, checkpoint)
     job = make_job(settings, accelerator, checkpoint.state.record)
     hashed = checkpoint.state.record["data_hash"]  # of training and test samples
     if not config.data and not hashed.endswith(job.test.sha256()):
+        own = checkpoint.config.get("data", {})
         hint = "has other test samples than the run was started with; restore them"
         raise UserError("data", own.get("path") or own.get("name") or "generated", hint)
     on_every_rank(lambda: load_weights(checkpoint, job.model))
     prepared = accelerator.prepare_model(job.model, evaluation_mode=True)
-    names = job.facts.get("classes")
 
     def score(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         outputs, scores = job.score(model, inputs, targets)
-        most, taken = outputs.softmax(1).max(1)
-        return {**scores, "class": targets, "taken for": taken, "probability": most} if names else scores
+        predicted = predictions(outputs)
+        return {**scores, "target": targets, **predicted} if predicted else scores
 
     kinds, values = score_each(accelerator, prepared, job.test, score, config.batch_size)
-    plain = len(kinds) - 3 * bool(names)
+    plain = kinds.index("target") if "target" in kinds else len(kinds)
     scores = means(kinds[:plain], values[:, :plain])
     count = scores.pop("val_samples")
     line = ", ".join(f"{name[4:]} {value:.6f}" for name, value in scores.items()) + f" over {count:,} test samples"
-    if not names:
-        return line
-    found = values[:, plain:].T.numpy()
-    counts = confusion(found, len(names))
-    if not config.data:  # other samples than the run's own are not saved
-        step, folder = checkpoint.step, _evaluations(checkpoint)
+    names, found = job.facts.get("classes"), values[:, plain:].T.numpy()
+    taken = found[[0, 1, 1 + len(found) // 2]] if names else found  # classes, predictions and their probabilities
+    counts = confusion(taken, len(names)) if names else []
+
+    def save_all(folder: Path) -> None:
+        write_predictions(folder, format_predictions(found[1:], names, job.test.where, found[0]))
+        if names:
+            save_classes(folder, checkpoint.step, taken, counts, names, job.test)
+
+    folder = Path(config.output or _evaluations(checkpoint))
+    if len(found) and (config.output or not config.data):  # without `output`, only the run's own samples are saved
         try:
-            on_main(lambda: save_classes(folder, step, found, counts, names, job.test))
-            line += f"; {folder} has the classes"
+            on_main(lambda: save_all(folder))
+            line += f"; predictions are in {folder}"
         except UserError as error:  # the run's folder may be read-only
+            if config.output:
+                raise
             accelerator.print(f"note: {error}", file=sys.stderr)
-    return "\n".join([line, *format_confusion(counts, names)])
+    return "\n".join([line, *format_confusion(counts, names or ())])
+
+
+def _classify(accelerator: Accelerator, config: EvaluateConfig, checkpoint: Checkpoint) -> str:
+    """A line with the likeliest classes of each of `images`. Saves predictions if `output` names a folder."""
+    settings, record = _job_settings(config, checkpoint), checkpoint.state.record
+    if not isinstance(settings, ClassifierConfig) or not settings.data.images:
+        raise UserError("images", " ".join(config.images), NO_IMAGES)
+    from gpt2_ddp.tasks.images.load import unlabelled  # imports Pillow, which other jobs do not need
+    from gpt2_ddp.tasks.images.sources import image_files
+
+    model = image_model(settings, record)
+    on_every_rank(lambda: load_weights(checkpoint, model))
+    files = on_main(lambda: [*image_files(config.images, "images")])
+    images = on_every_rank(lambda: unlabelled(files, settings.data, record["image_shape"], "images"))
+
+    def score(model: nn.Module, images: Tensor, _: Tensor) -> dict[str, Tensor]:
+        return predictions(model(normalise(images)).float())
+
+    prepared = accelerator.prepare_model(model, evaluation_mode=True)
+    found = score_each(accelerator, prepared, images, score, config.batch_size)[1].T.numpy()
+    lines = [*format_predictions(found, record["classes"], images.where)]
+    if config.output:
+        on_main(partial(write_predictions, Path(config.output), lines))
+    best = [[f"{name} {share:.2%}" for name, share in line["probabilities"].items()][:SHOWN] for line in lines]
+    shown = (f"{truncate(line['file'], LONGEST_NAME)}: {', '.join(of)}" for line, of in zip(lines, best, strict=True))
+    return "\n".join([f"{len(lines):,} images", *shown])
+
+
+def predictions(outputs: Tensor) -> dict[str, Tensor]:
+    """Predictions of each sample, [b] by name: the number of [b]; of logits [b, K] the LIKELIEST classes, likeliest
+    first, then their probabilities; none of sequences."""
+    if outputs.dim() > 2:
+        return {}
+    if outputs.dim() == 1:
+        return {"prediction": outputs}
+    shares, classes = outputs.softmax(1).topk(min(LIKELIEST, outputs.shape[1]))
+    found = {f"class {k}": column for k, column in enumerate(classes.T)}
+    return found | {f"probability {k}": column for k, column in enumerate(shares.T)}
+
+
+def format_predictions(
+    found: np.ndarray, names: Sequence[str] | None, where: Callable[[int], str], targets: np.ndarray | None = None
+) -> Iterator[dict[str, Any]]:
+    """A line of predictions.jsonl for each sample. `found`: fp64 [., N], `predictions` of the samples. `names`: of the
+    classes; None: their numbers. `where`: names the samples of images. `targets`: fp64 [N]; None: unknown."""
+    n = len(found) // 2
+
+    def named(value: float) -> str | float:
+        return names[int(value)] if names else str(int(value)) if n else value
+
+    for item, values in enumerate(found.T.tolist()):
+        line = {"file": where(item)} if names else {"sample": item}
+        line |= {} if targets is None else {"target": named(float(targets[item]))}
+        shares = dict(zip(map(named, values[:n]), values[n:], strict=False))
+        yield line | ({"class": named(values[0]), "probabilities": shares} if n else {"prediction": values[0]})
+
+
+def write_predictions(folder: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    """Writes predictions.jsonl. Raises: UserError if that fails."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "predictions.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 def confusion(found: np.ndarray, classes: int) -> Counts:
@@ -272,53 +363,3 @@ def _draw(items: np.ndarray, found: np.ndarray, names: Sequence[str], test: Samp
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=80)
     return file.getvalue()
-
-
-def predict(config: PredictConfig) -> int:
-    """predict.py: prints a line for each image; returns the exit code.
-    Raises: UserError if the run is no classifier of images, or an image cannot be read or is of another size."""
-    from gpt2_ddp.tasks.images.sources import image_files  # imports Pillow, which scoring a GPT does not need
-
-    run, *named = config.run_and_images
-    device = pick_device(config.device)
-    checkpoint = find_checkpoint(Path(run), "run_and_images", kind="classifier")
-    settings = read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
-    assert isinstance(settings, ClassifierConfig), "a classifier's"
-    if not settings.data.images:
-        raise UserError("run_and_images", run, "is a run on points of clusters, not on images; name another run")
-    if config.output:
-        check_writable(config.output)
-    print(note_best(run, checkpoint), end="", file=sys.stderr)
-    model = image_model(settings, checkpoint.state.record)
-    load_weights(checkpoint, model)
-    model.to(device).eval()
-    files = [*image_files(named, "run_and_images")]
-    lines = []
-    for start in range(0, len(files), config.batch_size):
-        batch = files[start : start + config.batch_size]
-        images = _read_batch(batch, settings.data.image_size, checkpoint.state.record["image_shape"]).to(device)
-        with torch.no_grad():
-            probabilities = model(normalise(images)).float().softmax(1).tolist()
-        for file, row in zip(batch, probabilities, strict=True):
-            ranked = sorted(zip(checkpoint.state.record["classes"], row, strict=True), key=lambda pair: -pair[1])
-            best = ", ".join(f"{name} {share:.2%}" for name, share in ranked[: config.top])
-            print(f"{truncate(file, LONGEST_NAME)}: {best}")
-            lines.append({"file": str(file), "class": ranked[0][0], "probabilities": dict(ranked)})
-    if config.output:
-        with writing(Path(config.output)):
-            write_atomically(Path(config.output), "".join(f"{json.dumps(line)}\n" for line in lines))
-    return 0
-
-
-def _read_batch(files: Sequence[Path], image_size: int | None, shape: Sequence[int]) -> Tensor:
-    """Pixels uint8 [b, 3, H, W], prepared like the run's images."""
-    from gpt2_ddp.tasks.images.load import decode_image
-
-    found = [decode_image(file, str(file), image_size, field="run_and_images") for file in files]
-    _, H, W = shape
-    for file, image in zip(files, found, strict=True):
-        if image.shape != (H, W, 3):
-            size = f"is {image.shape[1]} x {image.shape[0]} pixels; the run was trained on {W} x {H}"
-            hint = f"{size}, without data.image_size: scale the image to that size"
-            raise UserError("run_and_images", file, hint)
-    return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2)

@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -172,7 +172,7 @@ class Pretraining:
             notes += little_text_notes(passes, self.validation_tokens if self.validates else None)
         self._print(notes)
         file = Path(paths[0]) / self.manifest.tokenizer
-        self.files = (file,) if file.is_file() else ()
+        self.files: Mapping[str, bytes] = {file.name: file.read_bytes()} if file.is_file() else {}
 
     def _prepare_missing_data(self) -> None:
         if (recipe := missing_data(self.config)) and self.accelerator.is_local_main_process:
@@ -313,34 +313,47 @@ def total_steps(steps: int | None, epochs: float | None, windows: int, epoch_siz
 
 
 def resolve(config: TrainingConfig, saved: Checkpoint | None, epoch_size: int) -> tuple[TrainingConfig, list[str]]:
-    """The configuration with `eval.tokens: auto` and `optim.decay_steps: null` replaced, and notes. A resumed run keeps
-    the saved values; of `decay_steps`, unless that was the default and no step so far depends on it."""
-    notes: list[str] = []
-    optim, tokens, length, known = config.optim, config.eval.tokens, config.optim.decay_steps, {}
+    """The configuration with `eval.tokens: auto` and `optim.decay_steps: null` replaced, and notes."""
+    known = None
     if saved:
         from gpt2_ddp.config.hints import complete
 
         known = complete(TrainingConfig, saved.config)[0]
-    before = known["eval"]["tokens"] if saved else config.auto_eval_tokens
-    if tokens == "auto":
-        tokens = before
-    elif saved and tokens != before:
-        note = f"evaluations now score {tokens or 'all'} tokens, before {before or 'all'} (eval.tokens)"
-        notes.append(f"{note}; the losses are not comparable, so the lowest val_loss is reset")
-    steps = total_steps(config.train.steps, config.train.epochs, config.global_batch_windows, epoch_size)
-    if length is None and steps is not None:
-        length = default_decay_steps(steps, optim)
-        if saved:
-            train, kept = known["train"], known["optim"]["decay_steps"]
-            was = total_steps(train["steps"], train["epochs"], config.global_batch_windows, epoch_size) or 0
-            ends = optim.model_copy(update={"decay_steps": kept})
-            if kept != default_decay_steps(was, optim) or not ends.may_end_at(length, saved.step):
-                length = kept or length
-            elif length != kept:
-                notes.append(f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it")
+    tokens, notes = resolve_eval_tokens(config, known)
+    length, more = resolve_decay_steps(config, known, saved.step if saved else 0, epoch_size)
     sections = {"eval": {"tokens": tokens}, "optim": {"decay_steps": length}}
     update = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    return config.model_copy(update=update), notes
+    return config.model_copy(update=update), notes + more
+
+
+def resolve_eval_tokens(config: TrainingConfig, known: dict[str, Any] | None) -> tuple[int | None, list[str]]:
+    """`eval.tokens`, where `auto` is the value of the saved configuration `known`, and notes."""
+    tokens, before = config.eval.tokens, known["eval"]["tokens"] if known else config.auto_eval_tokens
+    if tokens == "auto" or not known or tokens == before:
+        return before if tokens == "auto" else tokens, []
+    note = f"evaluations now score {tokens or 'all'} tokens, before {before or 'all'} (eval.tokens)"
+    return tokens, [f"{note}; the losses are not comparable, so the lowest val_loss is reset"]
+
+
+def resolve_decay_steps(
+    config: TrainingConfig, known: dict[str, Any] | None, step: int, epoch_size: int
+) -> tuple[int | None, list[str]]:
+    """`optim.decay_steps`, and notes; null becomes the default of the run's length. A resumed run keeps the value of
+    the saved configuration `known`, unless that was the default and no step up to `step` depends on it."""
+
+    def default(train: Any) -> int | None:
+        steps = total_steps(train["steps"], train["epochs"], config.global_batch_windows, epoch_size)
+        return None if steps is None else default_decay_steps(steps, config.optim)
+
+    length = default(config.train.model_dump())
+    if config.optim.decay_steps is not None or length is None or not known:
+        return config.optim.decay_steps or length, []
+    kept = known["optim"]["decay_steps"]
+    ends = config.optim.model_copy(update={"decay_steps": kept})
+    if kept != default(known["train"]) or not ends.may_end_at(length, step):
+        return kept or length, []
+    changes = f"optim.decay_steps changes from {kept} to {length}; no step so far depends on it"
+    return length, [changes] * (length != kept)
 
 
 def choose_micro_batch(

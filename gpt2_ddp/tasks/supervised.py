@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,11 @@ class SampleSet(Source, Protocol):
         """Hash of all samples."""
         ...
 
+    @property
+    def where(self) -> Callable[[int], str]:
+        """The name of a sample in messages and predictions."""
+        ...
+
 
 @dataclass
 class Samples:
@@ -47,6 +52,7 @@ class Samples:
     inputs: Tensor
     targets: Tensor
     workers: int = 0
+    where: Callable[[int], str] = "sample {}".format
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -110,7 +116,7 @@ class Supervised:
     unit = "samples"
     units_per_item = 1
     flops_per_unit = 0
-    files: tuple[Path, ...] = ()
+    files: Mapping[str, bytes] = MappingProxyType({})
 
     def __init__(
         self,
@@ -181,7 +187,7 @@ class Supervised:
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
-        broadcast_tensors(self.accelerator, dict(self.model.named_buffers()))
+        broadcast_tensors(dict(self.model.named_buffers()))
         size = self.config.eval.batch_size
         score = lambda *batch: self.job.score(*batch)[1]  # noqa: E731
         return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))

@@ -12,11 +12,19 @@ from operator import add
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from gpt2_ddp.checkpoint.checkpoint import CONFIG, DTYPES, MODEL, Checkpoint, find_checkpoint, fit_weights
+from gpt2_ddp.checkpoint.checkpoint import (
+    CONFIG,
+    DTYPES,
+    MODEL,
+    Checkpoint,
+    find_checkpoint,
+    fit_weights,
+    tensor_shapes,
+)
 from gpt2_ddp.config.kinds import read_config
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import GenerateConfig
@@ -50,6 +58,8 @@ def load_model(checkpoint: Checkpoint) -> tuple[GPT, Tokenizer]:
             raise UserError("checkpoint", checkpoint.path / MODEL, f"{defect}; name another checkpoint")
     file = checkpoint.path / name
     tokenizer = load_tokenizer(str(file) if file.is_file() else name)
+    if tokenizer.sha256 != checkpoint.state.record["tokenizer_sha256"]:
+        raise UserError("checkpoint", file, "is not the tokenizer of the run; name another checkpoint")
     with without_init():
         model = GPT(config.model, vocab_size, tokenizer.eot)
     load_weights(checkpoint, model)
@@ -61,28 +71,17 @@ def read_settings(checkpoint: Checkpoint) -> RunConfig:
     return read_config(checkpoint.kind, checkpoint.config, checkpoint.path / CONFIG)
 
 
-def tensor_shapes(file: Path) -> dict[str, TypeAndShape]:
-    """Type and shape of each tensor in a safetensors file, by its header."""
-    with safe_open(file, "pt") as tensors:
-        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118, it is not a dict
-        return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
-
-
 def shape_defect(config: ModelConfig, vocab_size: int, tensors: Mapping[str, TypeAndShape]) -> str:
     """The first difference between a GPT and the tensors of a file, as text; empty without one. A configuration may
     claim any size, so nothing is built of which the file has too few numbers."""
-    numbers, width = (
-        sum(prod(shape) for _, shape in tensors.values()),
-        max(tensors.get("wte.weight", ("", []))[1], default=0),
-    )
+    numbers = sum(prod(shape) for _, shape in tensors.values())
+    width = max(tensors.get("wte.weight", ("", []))[1], default=0)
     most = {"n_layer": len(tensors), "n_embd": width, "n_inner": numbers, "block_size": max(numbers, LONGEST_CONTEXT)}
     for name, claimed in [*((name, getattr(config, name) or 0) for name in most), ("vocab_size", vocab_size)]:
         if claimed > most.get(name, numbers):
             return f"has too few numbers for {name} = {claimed}"
-    right = {
-        name: (DTYPES[tensor.dtype], [*tensor.shape])
-        for name, tensor in outline(config, vocab_size).state_dict().items()
-    }
+    weights = outline(config, vocab_size).state_dict()
+    right = {name: (DTYPES[tensor.dtype], [*tensor.shape]) for name, tensor in weights.items()}
     for name in sorted(right.keys() | tensors.keys()):
         if right.get(name) != tensors.get(name):
             ours, theirs = (" ".join(map(str, found.get(name) or ["none"])) for found in (right, tensors))

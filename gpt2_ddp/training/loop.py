@@ -61,7 +61,7 @@ def train(config: RunConfig, make_task: MakeTask) -> Result:
 
 
 Ending = tuple[Outcome, str]
-"""How a training ended, and why; a stop and an early end know their reasons themselves."""
+"""How a training ended, and why; `Run.finish` knows the reasons of a stop and of an early end."""
 
 
 def train_loop(run: Run) -> Ending:
@@ -69,7 +69,7 @@ def train_loop(run: Run) -> Ending:
     progress = run.progress
     if progress.is_new:
         progress.pending = first_work(run)
-    elif progress.pending:  # the checkpoint does not have what it yields
+    elif progress.pending:  # a resumed run saves again once this is done
         progress.pending.save = True
     if ending := finish_pending(run):
         return ending
@@ -131,7 +131,8 @@ def _evaluate_log_sample(run: Run) -> None:
 
 def find_ruin(run: Run) -> str:
     """Why the weights are useless: they or the validation loss are not finite, or no step changed anything; empty if
-    they are not. Collective."""
+    they are not. Collective: the replicas are compared before, so that all ranks find the same."""
+    run.check_replicas()
     finite_weights = torch.stack([parameter.isfinite().all() for parameter in run.parameters]).all().item()
     nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
     loss = run.progress.scores.get("val_loss")
@@ -218,8 +219,10 @@ def roll_back(run: Run) -> str:
         return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
     run.load(good)
     run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
-    start = int(feed.positions_from(feed.position)[0])
+    start, epochs = int(feed.positions_from(feed.position)[0]), feed.epochs
     feed.skip_range(start, end)
+    if feed.epochs > epochs:  # the epoch has no last step, and no train_loss
+        run.epoch.pop_mean()
     event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
     run.metrics.go_back(event | {"order_digest": feed.order_digest})
     store.remove_after(run.step)  # once the rollback is recorded

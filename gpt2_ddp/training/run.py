@@ -30,7 +30,7 @@ from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
 from gpt2_ddp.project import git_commit
-from gpt2_ddp.state import LogEnd, Losses, Progress, Scores, Setup, State, TaskState
+from gpt2_ddp.state import LogEnd, Losses, Progress, Scores, Setup, State
 from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import LossSum, Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer
@@ -62,6 +62,7 @@ class Run:
 
     def __init__(self, config: RunConfig, make_task: MakeTask, lock: bool = True):
         self.begun, self._is_started, self._closing = time.monotonic(), False, ExitStack()
+        self.progress = Progress()  # until the start is found
         self.accelerator: Accelerator = start_run(config)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.watchdog = Watchdog(rank, world, config.train.patience_seconds)
@@ -88,7 +89,8 @@ class Run:
         self.watchdog.heartbeat("hashing", timeout=FIRST_TIMEOUT)
         self._start, self._parent = find_start(config, self.store, self.accelerator.print)
         self.task: Task = make_task(config, self.accelerator, self._start)
-        self.progress = self._start.state.progress.model_copy(deep=True) if self._start else Progress()
+        if self._start:  # for a run that is complete: `load` does it for all others
+            self.progress = self._start.state.progress.model_copy(deep=True)
         self.steps = self.task.total_steps(self._start.state.setup.epoch_size if self._start else None)
 
     def _report(self) -> Callable[[dict[str, Any]], None]:
@@ -210,8 +212,10 @@ class Run:
     def _record_start(self) -> None:
         config, parent, progress = self.config, self._parent, self.progress
         self.store.prune(self.guard.last_good)  # keep_last may have been lowered since, for a full disk
-        start = {"event": "start", **facts(config.kind, progress, self.setup, self.task.state_dict())}
-        start |= {"steps": self.steps, "config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
+        feed, task = self.task.feed.state_dict(), self.task.state_dict()
+        begins = State.of(config.kind, progress=progress, feed=feed, setup=self.setup, task=task)
+        start = {"event": "start", **begins.identity, "steps": self.steps}
+        start |= {"config": config.model_dump(mode="json"), "command": shlex.join(sys.argv)}
         start |= {"commit": git_commit(), "hardware": describe_hardware(), **self.store.listing()}
         self.log.resume(self._start.state.log if self._start else LogEnd(), progress, start)
         self.log.write_config(config)
@@ -227,12 +231,12 @@ class Run:
     def start(self) -> None:
         """Installs the signal handlers, starts the trackers and records that the run is running. Collective."""
         config = self.config
+        self.throughput = Throughput(self.task, self.accelerator.device, config.tracking.peak_flops)
         self.metrics = Metrics(self.log, self.step, self.steps or 0)
         by_machine = bool(elastic_nodes()) and machines() > 1
         self.stop = StopRequest(
             self.accelerator, self.begun, config.train.max_minutes, self.watchdog.progress, by_machine
         )
-        self.throughput = Throughput(self.task, self.accelerator.device, config.tracking.peak_flops)
         self._is_started = True
         self.metrics.start_trackers(config, self.progress.run_id)
         self.log.write_status("running", self.step)
@@ -297,9 +301,9 @@ class Run:
         """Loads a checkpoint on all ranks, in place. Collective."""
         accelerator, model, content = self.accelerator, self.task.model, self.store.read(start)
         state = start.state
-        checkpoint.load_model_state(accelerator, content.model, model)
+        checkpoint.load_model_state(content.model, model)
         if state.has_optimizer_state:
-            checkpoint.load_optimizer_state(accelerator, content.optimizer, model, self.optimizer.plain)
+            checkpoint.load_optimizer_state(content.optimizer, model, self.optimizer.plain)
         else:
             checkpoint.reset_optimizer_state(self.optimizer.plain)
             what = f"the checkpoint of step {state.step} has no optimizer state (checkpoint.save_optimizer)"
@@ -380,27 +384,21 @@ class Run:
 
 
 def find_start(
-    config: RunConfig, store: CheckpointStore, tell: Callable[[str], None]
+    config: RunConfig, store: CheckpointStore, note: Callable[[str], None]
 ) -> tuple[Checkpoint | None, Checkpoint | None]:
     """The checkpoint to start from, hashed: the run's newest, or the first one of a branch; None for a new run. And a
     new branch's parent. Compares configurations before it hashes. Collective. Raises: UserError."""
-    if own := store.peek():
-        for field in config.check_resumable(own.kind, own.config, own.step):
-            tell(f"note: {field} in the run's configuration is unknown now, and ignored")
-        if config.branch_from and config.branch_from != own.config["train"].get("branch_from"):
-            tell("note: train.branch_from is ignored: this run has checkpoints already")
-    if (own := store.newest()) or not config.branch_from:
-        return own, None
+    if newest := store.peek():
+        for field in config.check_resumable(newest.kind, newest.config, newest.step):
+            note(f"note: {field} in the run's configuration is unknown now, and ignored")
+        if config.branch_from and config.branch_from != newest.config["train"].get("branch_from"):
+            note("note: train.branch_from is ignored: this run has checkpoints already")
+    if (newest := store.newest()) or not config.branch_from:
+        return newest, None
     from gpt2_ddp.training.branch import branch_off, find_parent
 
     parent = find_parent(config)
     return branch_off(parent, config), parent
-
-
-def facts(kind: str, progress: Progress, setup: Setup, task: TaskState | dict[str, Any]) -> dict[str, Any]:
-    """Identity of run, task, devices and software: the first fields of start rows."""
-    own = task if isinstance(task, dict) else task.model_dump(mode="json", exclude_defaults=True)
-    return {"kind": kind, "run_id": progress.run_id, "step": progress.step, **setup.model_dump(), **own}
 
 
 def describe_start(run: Run) -> list[str]:

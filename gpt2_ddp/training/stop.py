@@ -5,13 +5,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
 from accelerate import Accelerator
 
-from gpt2_ddp.distributed.ranks import AsyncSum, from_main
+from gpt2_ddp.distributed.ranks import AsyncSum
 from gpt2_ddp.distributed.signals import has_signal, install_handlers, is_second_interrupt
 
 T = TypeVar("T")
@@ -82,14 +82,15 @@ class StopRequest:
         is_first = what == "step" and not self._seconds["first step"]
         self._seconds["first step" if is_first else what].append(seconds)
         step, save, write = (_median(self._seconds[name]) for name in ("step", "save", "write"))
-        self.reserve = 2 * step + 1.5 * max(save, 2 * write)
+        self.reserve = 2 * step + 1.5 * max(save, 2 * write)  # agreed a step late; a save may wait for a write
 
     def check(self, done: bool = False) -> bool:
         """Whether all ranks stop now. Each rank calls it at the same places. `done`: of the work of `run_on_main`."""
         for deadline, reason in self._deadlines:
             if time.monotonic() > deadline - self.reserve:
                 self.request(reason)
-        requested, signals, self._done = self._sums.exchange([bool(self.reason), self._is_by_signal, done])
+        stops = bool(self.reason)  # read once: a signal may come at any time
+        requested, signals, self._done = self._sums.exchange([stops, stops and self._is_by_signal, done])
         if requested or (self._alone and self.reason):
             self._ends_all = self._ends_all and (not self._by_machine or requested > signals)
             self.reason = self.reason or "another rank"
@@ -107,26 +108,22 @@ class StopRequest:
         """`check`, including every signal received so far; the ranks wait for each other."""
         return self.check() or self.check()
 
-    def poll(self) -> None:
+    def poll(self, done: bool = False) -> None:
         """Checks for a stop in long work; all ranks call it at the same places. Raises: Interrupted, on all ranks."""
         self._progress()
-        if self.check():
+        if self.check(done):
             raise Interrupted
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
         """The result of `work`, which polls, on the main process; None on the others, which poll meanwhile. Raises:
         Interrupted, on all ranks."""
-        result, is_done, self._done = None, False, 0
-        with suppress(Interrupted):
-            if self._is_main:
-                result = work()
-                if not self.check(done=True):
-                    self.check()
-            while not (self._is_main or self._done):
-                self.poll()
-            is_done = True
-        if not from_main(is_done):  # a stop right at the end may interrupt the others alone
-            raise Interrupted
+        result, self._done = None, 0
+        if self._is_main:
+            result = work()
+            self.poll(done=True)
+            self.poll()  # the others see the sum of a call one call later
+        while not (self._is_main or self._done):
+            self.poll()
         return result
 
 

@@ -1,7 +1,6 @@
 """The protocol of a task: what one kind of training (a GPT, a regression, a classifier) adds to the common loop."""
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from accelerate import Accelerator
@@ -36,7 +35,7 @@ class Task(Protocol):
     units_per_item: int  # in an item of the feed
     flops_per_unit: int  # of training, for the MFU; 0 for none
     feed: Feed  # the items of each step
-    files: tuple[Path, ...]  # that each checkpoint contains, such as a tokenizer
+    files: Mapping[str, bytes]  # that each checkpoint contains, by name, such as a tokenizer
 
     @property
     def model(self) -> nn.Module:

@@ -132,6 +132,30 @@ def test_a_rollback_restores_weights_and_moments(corpus, tmp_path):
     assert run_ranks(changed_by_a_rollback, 2, training_config(corpus, tmp_path, GUARD)) == [[], []]
 
 
+def losses_after_a_skipped_end(config: TrainingConfig) -> tuple[int, ...]:
+    """Rolls back from behind an epoch's end, so that no step ends it: units of the epoch's loss before and after."""
+    from gpt2_ddp.tasks.pretraining import Pretraining
+    from gpt2_ddp.training.loop import roll_back, train_step
+    from gpt2_ddp.training.run import Run
+
+    with Run(config, Pretraining) as run:
+        run.build()
+        run.start()
+        feed = run.task.feed
+        feed.seek(len(feed.order) - 2 * feed.step_size, feed.order_digest, [])
+        train_step(run)
+        run.save()
+        before = run.epoch.state_dict()[2]
+        train_step(run)
+        run.guard.judged = 1
+        assert roll_back(run) == ""
+        return before, run.epoch.state_dict()[2]
+
+
+def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next(corpus, tmp_path):
+    assert run_ranks(losses_after_a_skipped_end, 1, training_config(corpus, tmp_path, GUARD)) == [(12 * 32, 0)]
+
+
 def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
     """Stopped among the bad steps that the run begins with: the resumed run goes back to the beginning too."""
     config, run = training_config(corpus, tmp_path, GUARD | {"train.steps": 8}), tmp_path / "run"
@@ -271,6 +295,12 @@ def test_each_step_is_judged_two_steps_late():
 @pytest.mark.parametrize("cut", [1, 2, 29, 32, 33, 35, 36])
 def test_a_resumed_guard_judges_alike(cut):
     assert judgements(cut) == judgements()
+
+
+def test_a_loss_that_is_not_finite_is_judged_bad_without_a_limit():
+    guard = Guard(GuardConfig(loss_sigmas=None), ALONE)
+    verdicts = [guard.judge(step, torch.tensor([math.nan, 5, 5][step]), torch.tensor(0.0)) for step in range(3)]
+    assert (verdicts[2], guard.problem) == (Verdict.BAD, "its loss is not finite")
 
 
 def test_only_the_first_bad_step_is_warned_of():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from commands import ROOT, TORCHRUN, environment
-from ranks import free_port, start_ranks
+from ranks import free_port, results, start_ranks, wait_until
 from runs import job_config, run_small_job
 
 from gpt2_ddp.config.jobs import JobConfig
@@ -83,6 +84,10 @@ def faulty(config: JobConfig, folder: Path, stage: str, victim: int, fault: Call
     return run_small_job(config).outcome
 
 
+def job(folder: Path, **changes: object) -> JobConfig:
+    return job_config("regression", folder, {"train.epochs": 3, "train.patience_seconds": PATIENCE} | changes)
+
+
 class Ended(NamedTuple):
     """Seconds from the fault until somebody spoke, and until all were gone; exit codes, and what each rank said."""
 
@@ -94,16 +99,12 @@ class Ended(NamedTuple):
 
 
 def scene(folder: Path, world: int, stage: str, victim: int, fault: Callable[[], None], **changes) -> Ended:
-    changes = {"train.epochs": 3, "train.patience_seconds": PATIENCE} | changes
-    config = job_config("regression", folder, changes)
-    started = start_ranks(faulty, world, config, folder, stage, victim, fault)
+    started = start_ranks(faulty, world, job(folder, **changes), folder, stage, victim, fault)
     try:
         files = [folder / f"stderr-{rank}" for rank in range(world)]
         begun = wait_until(lambda: (folder / "fault").exists(), 120)
-        spoke = wait_until(
-            lambda: any("error: " in file.read_text() or "Traceback" in file.read_text() for file in files), 60
-        )
-        gone = wait_until(lambda: not any(process.is_alive() for process, _ in started), 60)
+        spoke = wait_until(lambda: any(re.search("error: |Traceback", file.read_text()) for file in files))
+        gone = wait_until(lambda: not any(process.is_alive() for process, _ in started))
     except AssertionError:
         print(*(file.read_text() for file in files), sep="\n")
         raise
@@ -115,15 +116,6 @@ def scene(folder: Path, world: int, stage: str, victim: int, fault: Callable[[],
     found = Ended(spoke - begun, gone - begun, codes, said, json.loads((folder / "run/status.json").read_text()))
     print(f"{stage} {fault.__name__} of rank {victim}/{world}: verdict {found.verdict:.1f} s, gone {found.gone:.1f} s")
     return found
-
-
-def wait_until(condition: Callable[[], bool], timeout: float) -> float:
-    """When the condition came to hold."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return time.monotonic()
 
 
 CASES = [
@@ -156,13 +148,10 @@ def test_a_rank_that_stands_still_is_named(tmp_path, stage, fault, victim):
         assert line.removeprefix("error: ") in found.status["reason"]
 
 
-@pytest.mark.parametrize(
-    ("stage", "victim"),
-    [
-        pytest.param("forward/backward", 1, marks=pytest.mark.slow),
-        *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("data", "evaluate") for victim in (0, 1)],
-    ],
-)
+@pytest.mark.parametrize(("stage", "victim"), [
+    pytest.param("forward/backward", 1, marks=pytest.mark.slow),
+    *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("data", "evaluate") for victim in (0, 1)],
+])  # fmt: skip
 def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
     found = scene(tmp_path, 3, stage, victim, kill)
     said = [line for text in found.said for line in text.splitlines() if line.startswith("error: ")]
@@ -175,20 +164,15 @@ def test_a_rank_that_is_killed_is_named(tmp_path, stage, victim):
         assert health(tmp_path / "run").state == "dead"
 
 
-@pytest.mark.parametrize(
-    ("stage", "victim"),
-    [
-        pytest.param("data", 1, marks=pytest.mark.slow),
-        *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("evaluate", "save") for victim in (0, 2)],
-    ],
-)
+@pytest.mark.parametrize(("stage", "victim"), [
+    pytest.param("data", 1, marks=pytest.mark.slow),
+    *[pytest.param(stage, victim, marks=pytest.mark.soak) for stage in ("evaluate", "save") for victim in (0, 2)],
+])  # fmt: skip
 def test_what_a_rank_raises_is_shown_first(tmp_path, stage, victim):
     found = scene(tmp_path, 3, stage, victim, fail)
     said = "".join(found.said)
-    assert "error: rank" in said
-    assert said[said.index("error: rank") :].startswith(
-        f"error: rank {victim} on {HOST}: ValueError: a bad sector (at {stage}"
-    )
+    first = next(line for line in said.splitlines() if line.startswith("error: rank"))
+    assert first.startswith(f"error: rank {victim} on {HOST}: ValueError: a bad sector (at {stage}")
     assert "gloo" not in said
     assert found.status["state"] == "failed"
     assert "ValueError: a bad sector" in found.status["reason"]
@@ -206,9 +190,8 @@ def test_a_lone_process_that_stands_still_ends(tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_slow_rank_is_not_accused(tmp_path, victim):
     """Steps of milliseconds, and then some of two seconds, of which one rank alone needs nearly all."""
-    changes = {"train.epochs": 3, "train.patience_seconds": PATIENCE}
-    config = job_config("regression", tmp_path, changes)
-    assert finish(start_ranks(faulty, 2, config, tmp_path, "forward/backward", victim, slow)) == ["completed"] * 2
+    started = start_ranks(faulty, 2, job(tmp_path), tmp_path, "forward/backward", victim, slow)
+    assert results(started, timeout=180) == ["completed"] * 2
 
 
 def first_step_takes(config: JobConfig, folder: Path, seconds: float) -> str:
@@ -231,7 +214,7 @@ def first_step_takes(config: JobConfig, folder: Path, seconds: float) -> str:
 @pytest.mark.soak
 def test_a_first_step_or_a_compilation_longer_than_the_patience_is_not_accused(tmp_path):
     config = job_config("regression", tmp_path)
-    assert finish(start_ranks(first_step_takes, 2, config, tmp_path, 9)) == ["completed"] * 2
+    assert results(start_ranks(first_step_takes, 2, config, tmp_path, 9), timeout=180) == ["completed"] * 2
 
 
 def endless_steps(config: JobConfig, folder: Path) -> str:
@@ -264,13 +247,7 @@ def test_all_ranks_suspended_and_woken_in_any_order_go_on(tmp_path, order):
             time.sleep(SILENCE / 2)
         time.sleep(seconds)
     (tmp_path / "enough").touch()
-    assert finish(started) == ["completed"] * 2
-
-
-def finish(started: list) -> list[str]:
-    from ranks import results
-
-    return results(started, timeout=180)
+    assert results(started, timeout=180) == ["completed"] * 2
 
 
 @pytest.mark.soak
@@ -300,5 +277,4 @@ def test_under_torchrun(tmp_path, fault, victim):
 
 if __name__ == "__main__":
     folder, stage, victim, fault = sys.argv[1:]
-    changes = {"train.epochs": 3, "train.patience_seconds": PATIENCE}
-    faulty(job_config("regression", Path(folder), changes), Path(folder), stage, int(victim), globals()[fault])
+    faulty(job(Path(folder)), Path(folder), stage, int(victim), globals()[fault])

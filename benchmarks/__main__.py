@@ -1,19 +1,16 @@
 """Measure the speed of each part next to baselines, in alternation.
 
-    python scripts/benchmark.py                    # all of them
-    python scripts/benchmark.py step data          # some of them
+    python -m benchmarks                    # lists the benchmarks
+    python -m benchmarks step data          # runs two of them
 
 docs/benchmarks.md explains each benchmark and has the newest tables.
 """
 
 import sys
 
-from gpt2_ddp.config.cli import run_command
-from gpt2_ddp.project import PROJECT
-
-sys.path.insert(0, str(PROJECT))  # the folder of `benchmarks`
-
 from benchmarks.config import BenchmarkConfig
+from gpt2_ddp.config.cli import run_command
 
 if __name__ == "__main__":
+    sys.argv[0] = "python -m benchmarks"
     run_command(BenchmarkConfig, "benchmarks.harness:run_benchmarks")
