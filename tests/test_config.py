@@ -217,6 +217,10 @@ def test_a_file_for_another_script_is_one_mistake(write):
 
 MISTAKES = """
 --model.n_embd 100 | model.n_embd = 100 | multiple of model.n_head (12), like 96
+--model.n_kv_head 5 | model.n_kv_head = 5 | should divide model.n_head (12), or be it for gpt2
+--model.architecture llama --model.n_kv_head 5 | model.n_kv_head = 5 | should divide model.n_head (12)
+--model.architecture llama --model.n_embd 36 | model.n_embd = 36 | a multiple of 2 model.n_head (24), like 24
+--model.architecture mamba | model.architecture = mamba | gpt2
 --train.global_batch_tokens 1500 | train.global_batch_tokens = 1500 | like 1024
 --optim.lr 1e-5 | optim.min_lr = 6e-05 | at most optim.lr (1e-05)
 --optim.decay_steps 700 | optim.warmup_steps = 700 | less than

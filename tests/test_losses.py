@@ -3,14 +3,12 @@
 import json
 import math
 import random
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
-from ranks import RankError, in_turn, run_ranks
-from runs import edit_manifest, rows, said, state_of, train, train_with_faults, training_config, untimed
+from ranks import in_turn, run_ranks
+from runs import rows, said, state_of, train, train_with_faults, training_config, untimed
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
 from gpt2_ddp.checkpoint.run_files import valid_rows
@@ -173,12 +171,3 @@ def test_patience_ends_a_run_early_and_keeps_the_best(corpus, tmp_path):
     assert (again, further[-1]["step"]) == ("completed", 10)
     assert "run completed at step 14\n" in "".join(last)
     assert "its lowest val_loss" not in "".join(last), "step 12 has no checkpoint"
-
-
-def test_patience_needs_a_validation_split(corpus, tmp_path):
-    shutil.copytree(corpus, tmp_path / "data")
-    splits = json.loads((corpus / "manifest.json").read_text())["splits"]
-    edit_manifest(tmp_path / "data", splits={"train": splits["train"]})
-    with pytest.raises(RankError, match=r"eval.patience = 2: .*data has no validation split; set it to null"):
-        run_ranks(train_by_script, 1, training_config(tmp_path / "data", tmp_path / "runs", PATIENCE))
-    assert list((tmp_path / "runs").iterdir()) == []

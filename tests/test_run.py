@@ -189,7 +189,7 @@ def without_long_work(configs: list[RunConfig], large: tuple[str, ...] = (".bin"
     def build(*args: object) -> None:
         raise AssertionError("a model is built")
 
-    hashlib.file_digest = small
+    os.environ["CXX"], hashlib.file_digest = "no-such-compiler", small
     pretraining.GPT = supervised.build_job_optimizer = build
     found = in_turn(*[(said, train, config) for config in configs])
     return [one if isinstance(one, str) else one[1] for one in found]
@@ -223,10 +223,13 @@ def test_another_training_is_refused(corpus, tmp_path, halfway):
 
 
 def test_a_refused_run_leaves_no_folder(corpus, tmp_path):
+    other = str(other_data(corpus, tmp_path))
     refused = {
         "train.init_from = nowhere": {"train.init_from": "nowhere"},
         "data = nowhere: no such folder": {"data.path": "nowhere"},
         "processes = 2: more than the 1 windows": {"train.global_batch_tokens": 32, "eval.every": 1},
+        "train.compile = blocks: needs a compiler": {"train.compile": "blocks", "data.path": "nowhere"},
+        f"eval.patience = 2: {other} has no validation split": {"eval.patience": 2, "data.path": other},
     }
     configs = [training_config(corpus, tmp_path / "runs", changes) for changes in refused.values()]
     for refusals in run_ranks(without_long_work, 2, configs):

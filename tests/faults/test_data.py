@@ -132,14 +132,6 @@ def test_splits_that_make_no_sense(data, changes, message):
     assert (data / MANIFEST).read_bytes() == content
 
 
-def test_shards_of_others_that_are_in_both_splits_are_not_indexed(data):
-    (data / MANIFEST).unlink()
-    shutil.copy(data / "train_000001.bin", data / "val_000001.bin")
-    with pytest.raises(UserError, match=r"val_000001\.bin has the same content as a shard of the other split"):
-        index_shards(PrepareConfig(source=f"bin:{data}/*.bin", tokenizer=str(data / "tokenizer.json")))
-    assert not (data / MANIFEST).exists()
-
-
 def hashed(folder: Path, monkeypatch: pytest.MonkeyPatch, remember: bool = True) -> list[str]:
     """The shards that are read to be verified."""
     read: list[str] = []

@@ -69,11 +69,11 @@ def trains(config: TrainingConfig, fault: str, rank: int, after: int, number: in
 
 def settings(corpus: Path, folder: Path, steps: int) -> TrainingConfig:
     train = {"steps": steps, "global_batch_tokens": 24 * 32, "micro_batch_size": 4, "device": "cpu"}
+    train["patience_seconds"] = PATIENCE
     changes = {"train": train, "data": {"path": str(corpus), "workers": 1}, "eval": {"every": 150, "tokens": 4000}}
     changes |= {"guard": {"patience": 3, "check_every": 10}, "checkpoint": {"every": 25, "keep_last": 2}}
     changes |= {"model.dropout": 0.1, "optim.decay_steps": 100_000}
-    config = training_config(corpus, folder, changes)
-    return config.model_copy(update={"train": config.train.model_copy(update={"patience_seconds": PATIENCE})})
+    return training_config(corpus, folder, changes)
 
 
 def ended(started, seconds: float) -> bool:

@@ -94,7 +94,10 @@ def test_stuck_workers_hold_nothing_up():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "stage"), [(signal.SIGTERM, "encoding"), (signal.SIGINT, "merging")])
+@pytest.mark.parametrize(("number", "stage"), [
+    (signal.SIGTERM, "encoding"), (signal.SIGINT, "merging"),
+    pytest.param(signal.SIGUSR1, "encoding", marks=pytest.mark.soak),
+])  # fmt: skip
 def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
     flags = ["--tokenizer", "gpt2", "--workers", "2", "--shard_tokens", "20000"]
     if stage == "merging":  # words that no other resembles take long to merge
