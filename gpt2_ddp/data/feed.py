@@ -147,6 +147,7 @@ class Feed:
         position: first that no step has taken. skipped_ranges: [start, stop) of positions that no step takes.
         order_digest: digest of all items so far (`next_digest`).
         ended_epoch: whether the last step took the last position of the epoch that it began in.
+        skipped_end: whether the end of an epoch was skipped before the last step.
         waited: seconds that steps waited for the loader.
     """
 
@@ -162,7 +163,7 @@ class Feed:
         self.step_size, self.share, self.by_epoch, self.rows = batch
         self.position, self.order_digest = 0, FIRST_DIGEST
         self.skipped_ranges: list[tuple[int, int]] = []
-        self.ended_epoch, self.waited = False, 0.0
+        self.ended_epoch, self.skipped_end, self.waited = False, False, 0.0
         self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
         self._end_loading: Callable[[], None] = lambda: None
         self._first: MicroBatch | None = None
@@ -195,6 +196,7 @@ class Feed:
         """Advances by a step. Its micro-batches are read lazily, one ahead. They raise RuntimeError if the loader
         delivers items other than the order's, and UserError if the source cannot be read."""
         positions, items = self._ahead.pop(self.position, None) or self._step_from(self.position)
+        self.skipped_end = int(positions[0]) // len(self.order) > self.position // len(self.order)
         self.position = int(positions[-1]) + 1
         self.order_digest = next_digest(self.order_digest, items)
         self.ended_epoch = self.epochs > int(positions[0]) // len(self.order)

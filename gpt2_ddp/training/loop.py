@@ -219,10 +219,8 @@ def roll_back(run: Run) -> str:
         return problem + (f", after {rollbacks} rollbacks" if rollbacks else "")
     run.load(good)
     run.progress.rollbacks, run.progress.pending = rollbacks + 1, Pending()
-    start, epochs = int(feed.positions_from(feed.position)[0]), feed.epochs
+    start = int(feed.positions_from(feed.position)[0])
     feed.skip_range(start, end)
-    if feed.epochs > epochs:  # the epoch has no last step, and no train_loss
-        run.epoch.pop_mean()
     event = {"event": "rollback", "step": run.step, "from": diverged_at, "skipped_range": [start, end]}
     run.metrics.go_back(event | {"order_digest": feed.order_digest})
     store.remove_after(run.step)  # once the rollback is recorded

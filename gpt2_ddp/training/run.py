@@ -358,6 +358,8 @@ class Run:
         """Records the next step. `loss_sum`: over this rank's `n_valid` units; `skipped`: 1 if it changed nothing."""
         self.progress.step += 1
         self.skipped += skipped
+        if self.task.feed.skipped_end:  # no step ended that epoch
+            self.epoch.load_state_dict((0, 0, 0))
         self.epoch.add(loss_sum, n_valid, skipped)
         self.since_row.add(loss_sum, n_valid)
 

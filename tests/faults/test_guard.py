@@ -133,7 +133,7 @@ def test_a_rollback_restores_weights_and_moments(corpus, tmp_path):
 
 
 def losses_after_a_skipped_end(config: TrainingConfig) -> tuple[int, ...]:
-    """Rolls back from behind an epoch's end, so that no step ends it: units of the epoch's loss before and after."""
+    """Rolls back from an epoch's end, which no step has then, and trains on: units of the epoch's loss, and the epoch."""
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import roll_back, train_step
     from gpt2_ddp.training.run import Run
@@ -149,11 +149,15 @@ def losses_after_a_skipped_end(config: TrainingConfig) -> tuple[int, ...]:
         train_step(run)
         run.guard.judged = 1
         assert roll_back(run) == ""
-        return before, run.epoch.state_dict()[2]
+        kept = run.epoch.state_dict()[2]
+        train_step(run)
+        return before, kept, run.epoch.state_dict()[2], run.task.feed.position // len(feed.order)
 
 
 def test_an_epoch_whose_end_is_skipped_leaves_no_losses_to_the_next(corpus, tmp_path):
-    assert run_ranks(losses_after_a_skipped_end, 1, training_config(corpus, tmp_path, GUARD)) == [(12 * 32, 0)]
+    assert run_ranks(losses_after_a_skipped_end, 1, training_config(corpus, tmp_path, GUARD)) == [
+        (12 * 32, 12 * 32, 12 * 32, 1)
+    ]
 
 
 def test_the_start_is_there_to_go_back_to_after_a_stop(corpus, tmp_path):
