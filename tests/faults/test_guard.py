@@ -133,7 +133,7 @@ def test_a_rollback_restores_weights_and_moments(corpus, tmp_path):
 
 
 def losses_after_a_skipped_end(config: TrainingConfig) -> tuple[int, ...]:
-    """Rolls back from an epoch's end, which no step has then, and trains on: units of the epoch's loss, and the epoch."""
+    """Rolls back from an epoch's end, which is skipped then, and trains on: units of the epoch's loss; the epoch."""
     from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training.loop import roll_back, train_step
     from gpt2_ddp.training.run import Run
