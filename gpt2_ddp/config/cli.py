@@ -81,7 +81,7 @@ def load(command: type[C], argv: Sequence[str], default: Default = None) -> C:
     """The validated configuration of a command line.
 
     Raises:
-        UserError: all user errors, up to MOST; each names field, value and hint.
+        UserError: all user errors, up to `config.base.MOST`; each names field, value and hint.
         SystemExit: after `--help` or `--print_config`.
     """
     if place := next((at for at, word in enumerate(argv, 1) if word in ("-h", "--help")), 0):

@@ -164,7 +164,7 @@ class RunConfig(Command):
         return False
 
     def check_resumable(self, kind: str, saved: dict[str, Any], step: int) -> list[str]:
-        """Checks that this configuration can resume a checkpoint, as `mistakes.check_resumable`."""
+        """Checks that this configuration can resume a checkpoint, as `hints.check_resumable`."""
         from gpt2_ddp.config.hints import check_resumable
 
         return check_resumable(self, kind, saved, step)

@@ -167,7 +167,7 @@ class Feed:
         self._batches: Iterator[tuple[tuple[Tensor, ...], np.ndarray]] | None = None
         self._end_loading: Callable[[], None] = lambda: None
         self._first: MicroBatch | None = None
-        self._ahead: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # steps that the loader has begun, by their position
+        self._ahead: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by position, the steps that the loader has begun
 
     def state_dict(self) -> FeedState:
         """Position, skipped ranges and order digest."""

@@ -47,6 +47,7 @@ class Guard:
     def judge(self, step: int, loss: Tensor, bad: Tensor) -> Verdict:
         """The verdict on step `step - LATE`, after step `step`. Collective; does not wait for the device. `loss`: this
         rank's part of the step's mean loss, scalar; `bad`: 1 if its gradient was bad, fp32 scalar."""
+        # copies step s, starts the sum of step s - 1, whose copy is there by now, and gets the sum of step s - 2
         self._numbers.append(_Numbers(torch.stack([loss, bad])))
         count, loss_sum, not_finite, bad_gradient = self._sums.exchange(self._numbers[0].integers())
         if not count:  # before the first step
