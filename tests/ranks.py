@@ -31,11 +31,17 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 60) -> float:
-    """When the condition came to hold, by `time.monotonic`."""
+def wait_until(
+    condition: Callable[[], object], seconds: float = 120, process: BaseProcess | subprocess.Popen | None = None
+) -> float:
+    """When the condition came to hold, by `time.monotonic`. Raises: AssertionError if it does not within so many
+    seconds, or if the process ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        if process:
+            ended = process.poll() is not None if isinstance(process, subprocess.Popen) else not process.is_alive()
+            assert not ended, "the process has ended"
+        assert time.monotonic() < deadline, f"not within {seconds} s"
         time.sleep(0.02)
     return time.monotonic()
 
@@ -111,16 +117,6 @@ def results(started: list[tuple[BaseProcess, Connection]], timeout: float = 120)
                 process.kill()
                 process.join()
     return values
-
-
-def wait_for(condition: Callable[[], object], process: BaseProcess | subprocess.Popen, seconds: float = 120) -> None:
-    """Returns once the condition holds. Raises: AssertionError if the process ends before, or after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        ended = process.poll() is not None if isinstance(process, subprocess.Popen) else not process.is_alive()
-        assert not ended, "the process has ended"
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
 
 
 def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: float = 120) -> list[Any]:

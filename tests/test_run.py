@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ranks import in_turn, run_ranks, run_until_killed, start_ranks, wait_for
+from ranks import in_turn, run_ranks, run_until_killed, start_ranks, wait_until
 from runs import job_config, lasting_state, reseal, rows, said, train, train_with_faults, training_config, untimed
 
 from gpt2_ddp.checkpoint.run_files import METRICS, STATUS
@@ -316,7 +316,7 @@ def test_one_process_may_train_again_and_lets_go_of_its_folder(corpus, tmp_path)
     config = training_config(corpus, tmp_path, {"train.steps": 2, "optim.decay_steps": 10})
     ((process, _),) = start_ranks(train_twice_and_stay, 1, config, tmp_path / "done")
     try:
-        wait_for((tmp_path / "done.whole").exists, process)
+        wait_until((tmp_path / "done.whole").exists, process=process)
         RunFolder(config).release()
     finally:
         process.kill()
@@ -336,7 +336,7 @@ def test_killed_with_loader_workers_it_can_be_started_again_at_once(corpus, tmp_
     changes = {"data.workers": 2, "train.steps": 10**6, "eval.every": 10**6, "checkpoint.every": 5}
     config = training_config(corpus, tmp_path, changes)
     ((process, _),) = start_ranks(train_with_forked_workers, 1, config)
-    wait_for(lambda: list((tmp_path / "run").glob("checkpoints/step-*")), process)
+    wait_until(lambda: list((tmp_path / "run").glob("checkpoints/step-*")), process=process)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     RunFolder(config).release()

@@ -14,7 +14,7 @@ import time
 import psutil
 import pytest
 from commands import ROOT, environment, forked
-from ranks import wait_for
+from ranks import wait_until
 
 from gpt2_ddp.distributed.signals import Stopped
 from gpt2_ddp.distributed.spawn import run_processes, start_processes
@@ -105,7 +105,7 @@ def test_kill_9_of_the_parent_leaves_no_orphans(tmp_path):
     command = [*REGRESSION, "--output_dir", str(tmp_path), "--launch.processes", "2", "--train.epochs", "1000000"]
     process = subprocess.Popen(command, env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "regression/metrics.jsonl"
-    wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, process)
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, process=process)
     ranks = psutil.Process(process.pid).children(recursive=True)
     assert len(ranks) >= 2
     process.kill()

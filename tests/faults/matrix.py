@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 from commands import ACCELERATE, ROOT, TORCHRUN, environment
-from ranks import free_port, wait_for
+from ranks import free_port, wait_until
 from runs import rows, same, training_config, weights
 
 from gpt2_ddp.config.cli import dump
@@ -155,14 +155,16 @@ def _await_stage(cell: Cell, folder: Path, process: subprocess.Popen, mark: str)
 
     stage_mark = folder / "mark"
     if cell.stage == "imports":
-        wait_for(lambda: len(_ranks(mark)) == (2 if cell.launcher in ("torchrun", "processes") else 1), process)
-        wait_for(lambda: any("libtorch" in line.path for line in _ranks(mark)[-1].memory_maps()), process)
+        wait_until(
+            lambda: len(_ranks(mark)) == (2 if cell.launcher in ("torchrun", "processes") else 1), process=process
+        )
+        wait_until(lambda: any("libtorch" in line.path for line in _ranks(mark)[-1].memory_maps()), process=process)
         return
     if cell.stage != "hashing":
-        wait_for(lambda: step() >= (3 if cell.stage in ("training", "sampling", "saving") else 2), process)
+        wait_until(lambda: step() >= (3 if cell.stage in ("training", "sampling", "saving") else 2), process=process)
         stage_mark.unlink(missing_ok=True)
     if cell.stage != "training":
-        wait_for(stage_mark.exists, process)
+        wait_until(stage_mark.exists, process=process)
         time.sleep(0.2)
 
 

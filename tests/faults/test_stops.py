@@ -16,7 +16,7 @@ import pytest
 import torch
 from commands import ROOT, environment
 from matrix import BEFORE_TRAINING, STAGES, Cell, disturb, equal, finish
-from ranks import run_ranks, wait_for
+from ranks import run_ranks, wait_until
 
 from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Order
@@ -109,7 +109,7 @@ def test_a_preparation_that_is_stopped_leaves_nothing(tmp_path, number, stage):
         pipes = {"stdout": said, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
     shards = lambda: list(tmp_path.glob("new/.data.tmp/train_*.bin"))  # noqa: E731
-    wait_for(lambda: shards() or "merging" in (tmp_path / "said").read_text(), process)
+    wait_until(lambda: shards() or "merging" in (tmp_path / "said").read_text(), process=process)
     workers = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
