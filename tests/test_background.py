@@ -33,7 +33,7 @@ STEPS = {"train.steps": 10, "optim.decay_steps": 10, "checkpoint.every": 4, "eva
 
 def test_one_piece_of_work_at_a_time_and_what_it_raises_is_raised_once():
     behind, gate, done = Background(), threading.Event(), []
-    assert behind.seconds == 0
+    assert (behind.seconds, behind.is_working) == (0, False)
     assert not behind.is_overdue
     behind.start(lambda: (gate.wait(), done.append(1)), timeout=0.0)
     assert behind.is_overdue

@@ -20,7 +20,7 @@ from runs import edit_manifest, train, training_config
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.data import feed as feed_module
 from gpt2_ddp.data import feed as loader
-from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved, padding_rows, split_batch
+from gpt2_ddp.data.feed import Batches, Feed, GlobalBatch, interleaved, make_loader, padding_rows, split_batch
 from gpt2_ddp.data.manifest import read_manifest
 from gpt2_ddp.data.order import Order, next_digest, skipped_digest
 from gpt2_ddp.data.shards import TokenStream, Windows, count_windows
@@ -533,3 +533,7 @@ def resident_bytes(config: TrainingConfig) -> int:
 def test_each_rank_gets_its_windows(corpus, world):
     for rank in range(world):
         check_windows(corpus, rank_of(world, rank), 0)
+
+
+def test_a_loader_has_the_processes_that_were_asked_for():
+    assert [make_loader(Batches(list), [[0]], count).num_workers for count in (0, 2)] == [0, 2]
