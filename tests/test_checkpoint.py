@@ -348,7 +348,7 @@ def test_weights_that_are_removed_before_they_are_loaded_or_of_another_shape(run
         load_weights(checkpoint, model)
 
 
-def test_peeking_reads_the_small_files_alone(run):
+def test_peeking_reads_the_small_files_alone(run, capsys):
     """Damaged weights of the same size are not seen, a damaged state is; nothing is renamed."""
     save(run, 1), save(run, 2)
     weights = run / "checkpoints/step-00000002/model.safetensors"
@@ -358,6 +358,7 @@ def test_peeking_reads_the_small_files_alone(run):
     assert open_store(run).peek().step == 1
     assert steps(run) == [1, 2]
     assert open_store(run.with_name("none")).peek() is None
+    assert capsys.readouterr().err == ""
 
 
 def with_manifest(place: Path, change: Callable[[dict], object]) -> None:

@@ -169,7 +169,7 @@ def test_chunks_and_a_chosen_micro_batch_in_a_run(corpus: Path, tmp_path: Path):
         config("once", loss_chunk=20),
     )
     run_ranks(train, 2, first)
-    assert state_of(tmp_path / "auto/run")["micro_batch"] == 6, "its share of 12 windows of 32 tokens"
+    assert state_of(tmp_path / "auto/run")["task"]["micro_batch"] == 6, "its share of 12 windows of 32 tokens"
     for one in (whole, chunks, auto, once):
         run_ranks(train, 2, one)
     found = {name: weights(tmp_path / name / "run") for name in ("whole", "chunks", "auto", "once")}

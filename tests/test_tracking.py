@@ -144,7 +144,7 @@ LOSSES = {
     "lock taken": lambda run: ((run / ".lock").unlink(), open_folder(run)),
     "folder removed": shutil.rmtree,
     "folder renamed": lambda run: run.rename(run.with_name("other")),
-    "folder replaced": lambda run: (shutil.rmtree(run), open_folder(run)),
+    "folder replaced": lambda run: (shutil.rmtree(run), run.mkdir(), (run / ".lock").touch()),
     "folder a file": lambda run: (shutil.rmtree(run), run.write_text("")),
 }
 
