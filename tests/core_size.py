@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILINGS = {"loaded": (6286, 38), "reachable": (8350, 55), "product": (17310, 120), "tests": (20560, 116)}
+CEILINGS = {"loaded": (6286, 38), "reachable": (8350, 55), "product": (17310, 120), "tests": (20600, 116)}
 """Most lines and modules. Of them, the architectures beside GPT-2 have 211, 361 and 403 lines. Lost locks and folders,
 failing disks, memory limits, ranks lost before they connect and configurations of strangers have 130, 331 and 400. New
 since the ceilings were last lowered: bounds of every number in state.json (90 reachable); files that are read in parts

@@ -135,6 +135,12 @@ EQUIVALENT: list[tuple[str, str, str, str]] = [
         "a training passes it",
     ),
     (
+        "checkpoint/store.py",
+        "if len(there) + (coming is not None) <= self._keep_last and first not in steps_of(there):",
+        "if False:",
+        "a shortcut; the same are kept",
+    ),
+    (
         "checkpoint/run_files.py",
         "while size > 0 and (line := stream.readline(size)):",
         "while size > 1 and (line := stream.readline(size)):",
