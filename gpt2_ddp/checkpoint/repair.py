@@ -13,8 +13,8 @@ from gpt2_ddp.files import free_name, fsync_file, writing
 
 
 def repaired(file: Path, problem: str, step: int, rollbacks: int) -> Iterator[bytes]:
-    """The lines that a resumed run keeps of a damaged file, which is copied aside, with a warning: the sound ones up to
-    rollback number `rollbacks`, and those of steps until `step` after it."""
+    """The lines that a resumed run keeps of a damaged file: the sound ones up to rollback number `rollbacks`, and those
+    of steps until `step` after it. Copies the file aside, with a warning."""
     _set_aside(file, f"{problem}; lines up to step {step} are kept")
     backs = [0, *(line.number for line in read_lines(file) if _is_sound(line) and is_rollback(line.row or {}))]
     last = backs[: rollbacks + 1][-1]

@@ -93,8 +93,8 @@ class RunFolder:
             raise UserError("run_name", config.run_name, hint)
 
     def has_lock(self) -> bool:
-        """Whether this process has the lock of the folder that is at the path now, which somebody may have replaced; a
-        network disk may have given the lock to another machine. For any thread."""
+        """Whether this process has the lock of the folder at the path. Somebody may have replaced the folder; a network
+        disk may have given the lock to another machine. True without a lock, as on other ranks. For any thread."""
         if (lock := self._lock) is not None and not self._is_lost:
             try:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -296,10 +296,10 @@ def _free_bytes(folder: Path) -> int:
 def steps_to_keep(
     intact: dict[int, State], keep_last: int, first: int, last_good: int | None, coming: State | None = None
 ) -> set[int]:
-    """The steps whose checkpoints are kept, of those that are `intact`, in ascending order: the newest `keep_last`, the
-    best of each number of tokens scored (losses over other tokens do not compare), and those that a rollback may need:
-    the newest up to `last_good` and all later ones, but not that of the `first` step, if a later one is good. Before
-    the save of `coming`, which counts, later ones give room; the newest existing one stays."""
+    """The steps whose checkpoints are kept, of those that are `intact`, by ascending step. Kept are the newest
+    `keep_last`, and the best of each number of tokens scored (losses over other tokens do not compare). A rollback may
+    need the newest up to `last_good` and all later ones; the `first` step's goes once a later one is good. Before the
+    save of `coming`, which counts, later ones give room; the newest existing one stays."""
     counted = {**intact, **({coming.step: coming} if coming else {})}
     keep, best = {*sorted(counted)[-keep_last:], *list(intact)[-1:]}, dict[Any, tuple[float, int]]()
     if last_good is not None:

@@ -340,8 +340,8 @@ class Watchdog:
             thread.start()
 
     def failed(self, error: BaseException) -> None:
-        """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank:
-        then this waits for the verdict on that rank, which ends the process, and returns if no other is at fault."""
+        """Sends this rank's error or stop to the other ranks. An error of a collective follows the end of another rank.
+        Then this waits for the verdict on that rank, which ends the process. Returns if no other is at fault."""
         if self._link.world == 1 or self._pulse.failed or self._observer.ended.is_set():
             return
         self._pulse.progress()

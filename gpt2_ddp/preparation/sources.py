@@ -61,7 +61,7 @@ class Tally:
 @dataclass
 class CorpusStats:
     """Counts of a source. Of its files: by encoding, undecodable, left out, read in the encoding that the user named.
-    Of its text: documents, characters, UTF-8 bytes, rows, texts of the end-of-text token; characters that a BPE was
+    Of its text: documents, characters, UTF-8 bytes, rows, texts of the end-of-text token. Characters that a BPE was
     trained on; the columns of the first row without text; an unused separator."""
 
     encodings: dict[str, int] = field(default_factory=dict)
