@@ -316,11 +316,12 @@ def answer(
         for first in tqdm(of_ranks, "scoring", unit="batch", leave=False, delay=2, disable=hidden):
             poll()
             begin = first + batch_size * accelerator.process_index
-            if batch := order[begin : begin + batch_size]:
-                chosen = [requests[index] for index in batch]
-                x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
-                scored = y != IGNORED
-                log_probabilities = torch.log_softmax(model(x)[scored].float(), dim=-1)  # [scored, V]
+            batch = order[begin : begin + batch_size]
+            chosen = [requests[index] for index in batch or order[-1:]]  # sharded weights need a pass of every rank
+            x, y = (rows.to(accelerator.device) for rows in _rows(chosen, batch_size, length))
+            scored = y != IGNORED
+            log_probabilities = torch.log_softmax(model(x)[scored].float(), dim=-1)  # [scored, V]
+            if batch:
                 best, targets = log_probabilities.argmax(-1), y[scored]
                 nats = log_probabilities.gather(-1, targets[:, None])[:, 0].cpu().double().numpy()
                 ends = np.cumsum([request.scored for request in chosen])

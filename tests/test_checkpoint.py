@@ -341,7 +341,7 @@ def test_one_that_is_removed_while_it_is_read_is_not_damaged(run, monkeypatch, c
 def test_weights_that_are_removed_before_they_are_loaded_or_of_another_shape(run):
     model, _ = trained_model()
     checkpoint = verify(save(run, 1))
-    with pytest.raises(UserError, match=r"does not fit .*size mismatch"):
+    with pytest.raises(UserError, match=r"does not fit .*has shape"):
         load_weights(checkpoint, GPT(ModelConfig(n_layer=1, n_head=2, n_embd=16, block_size=4), 100))
     save(run, 2, keep_last=1)
     with pytest.raises(UserError, match="step-00000001: was deleted, since a running training deletes old checkpoints"):

@@ -94,18 +94,18 @@ def counted(config: TrainingConfig) -> tuple[list[int], list[int]]:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from gpt2_ddp.training import loop
-    from gpt2_ddp.training import run as module
+    from gpt2_ddp.training.strategy import Replicated
 
-    step, settle, syncs, reduced, first = loop.train_step, module.warm_up_ddp, [], [], []
+    step, warm_up, syncs, reduced, first = loop.train_step, Replicated.warm_up, [], [], []
 
     def hook(state, bucket):
         reduced.append(bucket.buffer().numel() * bucket.buffer().element_size())
         return allreduce_hook(state, bucket)
 
-    def settle_and_count(model, *rest):
+    def warm_up_and_count(strategy, model, *rest):
         if hasattr(model, "register_comm_hook"):
             model.register_comm_hook(None, hook)
-        settle(model, *rest)
+        warm_up(strategy, model, *rest)
         first.append(sum(reduced))
 
     def train_step(*args):
@@ -114,7 +114,7 @@ def counted(config: TrainingConfig) -> tuple[list[int], list[int]]:
         syncs.append(found.count)
         return result
 
-    loop.train_step, module.warm_up_ddp = train_step, settle_and_count
+    loop.train_step, Replicated.warm_up = train_step, warm_up_and_count
     train(config)
     return syncs, [first[0], sum(reduced) - first[0]]
 

@@ -19,6 +19,7 @@ from gpt2_ddp.model.muon import orthogonal
 from gpt2_ddp.model.optim import OPTIMIZERS, build_optimizer, default_decay_steps, lr_at, muon_matrices, schedule_note
 from gpt2_ddp.tasks.supervised import build_job_optimizer
 from gpt2_ddp.training.optimizer import GuardedOptimizer, RunningStatistics
+from gpt2_ddp.training.strategy import Replicated
 
 TINY = ModelConfig(n_layer=1, n_head=2, n_embd=8, block_size=4)
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def guarded(
     accelerator: Any = build_accelerator("cpu", "no")
     accelerator.scaler, accelerator.unscale_gradients = scaler, lambda prepared: scaler.unscale_(optimizer)
     prepared = AcceleratedOptimizer(optimizer, device_placement=False, scaler=scaler)
-    return GuardedOptimizer(prepared, accelerator, skip, norm_sigmas)
+    return GuardedOptimizer(prepared, Replicated(accelerator), skip, norm_sigmas)
 
 
 COSINE = {"min_lr": 0.1, "warmup_steps": 10, "decay_steps": 110}

@@ -68,6 +68,7 @@ class Snapshot:
     model: dict[str, Tensor]  # parameters and buffers by their plain names
     optimizer: dict[str, Tensor]  # by `<kind>.<parameter name>`, such as `exp_avg.h.0.ln_1.weight`
     files: Mapping[str, bytes] = field(default_factory=dict)  # more content by name, such as a tokenizer
+    is_copy: bool = False  # whether its tensors are on the host, and training leaves them alone
 
     @property
     def bytes(self) -> int:
@@ -92,23 +93,42 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     }
 
 
-def load_model_state(weights: dict[str, Tensor], model: nn.Module) -> None:
+@torch.no_grad()
+def fill(targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    """Copies the main process's `values` into the `targets` of all ranks, by their names; collective."""
+    for name, target in targets.items():
+        if is_main():
+            target.copy_(values[name])
+        if world_size() > 1:
+            dist.broadcast(target, src=0)
+
+
+Fill = Callable[[dict[str, Tensor], dict[str, Tensor]], None]
+"""`fill`, or that of sharded tensors."""
+
+
+def load_model_state(weights: dict[str, Tensor], model: nn.Module, fill: Fill = fill) -> None:
     """Loads the main process's weights on all ranks, in place; collective. Raises: UserError, as `fit_weights`."""
-    on_main(lambda: fit_weights(weights, model, "of this run"))
-    broadcast_tensors(model.state_dict())
+    on_main(lambda: check_weights(weights, model, "of this run"))
+    fill(model.state_dict(), weights)
 
 
 def fit_weights(weights: dict[str, Tensor], model: nn.Module, source: object) -> None:
     """Copies the weights of `source` into the plain module. Raises: UserError if names or shapes differ."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        reason = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
-        raise UserError("checkpoint", source, f"does not fit the model section: {reason}") from error
+    check_weights(weights, model, source)
+    model.load_state_dict(weights)
 
 
-@torch.no_grad()
-def load_optimizer_state(state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+def check_weights(weights: dict[str, Tensor], model: nn.Module, source: object) -> None:
+    """Raises: UserError if names or shapes of the weights of `source` are not the module's."""
+    found, own = ({name: list(value.shape) for name, value in some.items()} for some in (weights, model.state_dict()))
+    for name in sorted({*found, *own}):
+        if found.get(name) != own.get(name):
+            reason = f"{name} has shape {found.get(name)}, in the model {own.get(name)}"
+            raise UserError("checkpoint", source, f"does not fit the model section: {reason}")
+
+
+def load_optimizer_state(state: dict[str, Tensor], model: nn.Module, optimizer: Optimizer, fill: Fill = fill) -> None:
     """Loads the main process's optimizer state on all ranks. Collective; reuses the tensors that are there."""
     parameters = dict(model.named_parameters())
 
@@ -124,11 +144,10 @@ def load_optimizer_state(state: dict[str, Tensor], model: nn.Module, optimizer: 
         kind, name = key.split(".", 1)
         parameter = parameters[name]
         value = before[parameter].get(kind)
-        loaded[key] = torch.empty(shape, dtype=dtype, device=parameter.device) if value is None else value
-        optimizer.state[parameter][kind] = loaded[key]
-        if is_main():
-            loaded[key].copy_(state[key])
-    broadcast_tensors(loaded)
+        if value is None:
+            value = torch.empty_like(parameter if shape else torch.empty((), device=parameter.device), dtype=dtype)
+        optimizer.state[parameter][kind] = loaded[key] = value.detach()
+    fill(loaded, state)
 
 
 def misfit(shapes: Mapping[str, Sequence[int]], model: nn.Module) -> str:
@@ -153,14 +172,6 @@ def reset_optimizer_state(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: dict[str, Tensor]) -> None:
-    """Copies the main process's values to every rank, in place; collective."""
-    if world_size() > 1:
-        for tensor in tensors.values():
-            dist.broadcast(tensor, src=0)
 
 
 def _copy(tensor: Tensor, memory: dict[str, Tensor], name: str) -> Tensor:

@@ -166,11 +166,11 @@ class CheckpointStore:
 
     def _save(self, snapshot: Snapshot, last_good: int | None, wait: bool, spare_core: bool) -> None:
         self.background.wait()
-        more = snapshot.bytes - sum(tensor.nbytes for tensor in self._memory.values())
+        more = 0 if snapshot.is_copy else snapshot.bytes - sum(tensor.nbytes for tensor in self._memory.values())
         if wait or not should_save_async(self._wish, more, spare_core):
             self._write(snapshot, last_good)
         else:
-            copy = snapshot.copied(self._memory)
+            copy = snapshot if snapshot.is_copy else snapshot.copied(self._memory)
             self.background.start(lambda: self._write(copy, last_good), self._patience + snapshot.bytes / SLOW_DISK)
 
     def wait(self) -> None:

@@ -38,7 +38,7 @@ SCRIPT_OF_FIELD = {
 
 def nearest(name: str, known: list[str], prefix: str = "") -> str:
     """The hint for an unknown name: the nearest of the `known`, or --help; torchrun for the small jobs' `launch`."""
-    if name.partition(".")[0] == "launch" and not any(key.startswith("launch.") for key in known):
+    if name == "launch.processes":
         return "; torchrun starts its processes: `torchrun --nproc_per_node N SCRIPT`"
     tails = {key.rpartition(".")[2]: key for key in reversed(known)}  # `lr` finds optim.lr
     tail = name.rpartition(".")[2]

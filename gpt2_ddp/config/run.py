@@ -154,6 +154,7 @@ class RunConfig(Command):
         return found | {name: "a path" if found[name] else None for name in PER_MACHINE if name in found}
 
     backend = _optional("launch.backend", "auto")
+    parallel = _optional("launch.parallel", "ddp")
     rollbacks = _optional("guard.rollbacks", 0)
     saves_optimizer = _optional("checkpoint.save_optimizer", True)
     eval_patience = _optional("eval.patience", None)

@@ -256,6 +256,23 @@ class TextTrackingConfig(TrackingConfig):
         return [value] if isinstance(value, str) else value
 
 
+class ParallelConfig(Section):
+    """How processes share the model"""
+
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: each process has the whole model; fsdp: each has a part of the weights, gradients and optimizer state, for
+    models that one device cannot hold (docs/sharded.md); it may change in a resumed run, and `accelerate config` may
+    select fsdp, too"""
+    replicas: int = Field(default=1, ge=1)
+    """fsdp: groups of processes; each group has the model once, in parts; a divisor of the number of processes"""
+    reduce: Literal["last", "each"] = "last"
+    """fsdp: micro-batches after which the processes add up their gradients; last: once a step, and until then each
+    process has gradients of the whole model; each: less memory, more communication"""
+    reshard: bool = True
+    """fsdp: free a block's gathered weights after its forward pass; false: keep them until its backward pass, with less
+    communication and more memory"""
+
+
 class TrainingConfig(RunConfig):
     """train_gpt2.py: pretrain a GPT on token shards"""
 
@@ -275,6 +292,7 @@ class TrainingConfig(RunConfig):
     guard: RollbackConfig = RollbackConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TextTrackingConfig = TextTrackingConfig()
+    launch: ParallelConfig = ParallelConfig()
 
     def may_change(self, name: str, before: Any, step: int) -> bool:
         """Allows a new end of the schedule before the decay begins, null for the saved end, and new sources of weight 0

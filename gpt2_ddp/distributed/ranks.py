@@ -1,4 +1,4 @@
-"""Collective helpers: work on the main process, errors on all ranks, agreement, sums, and DDP's warm-up."""
+"""Collective helpers: work on the main process, errors on all ranks, agreement and sums."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -8,10 +8,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from gpt2_ddp.distributed.launch import COLLECTIVE
 from gpt2_ddp.errors import UserError, truncate
@@ -108,22 +106,6 @@ def _raise_on_every_rank(errors: Sequence[UserError | None]) -> None:
         if error is not None:
             error.on_every_rank = True
             raise error
-
-
-def warm_up_ddp(model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
-    """Runs one backward pass of zero gradients, so that DDP builds its final buckets before the first step.
-
-    DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
-    warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) are
-    restored. `loss` returns the model's scalar loss on inputs of the usual shapes: a compiled model would compile for
-    others.
-    """
-    if isinstance(model, DistributedDataParallel):
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        (loss() * 0).backward()
-        optimizer.zero_grad(set_to_none=False)  # as in training: gradients stay views of the buckets
-        for buffer, value in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
 
 
 class AsyncSum:

@@ -71,7 +71,8 @@ def evaluate(
     """The summed loss of a model over the targets of `data`. Collective.
 
     Batch j belongs to rank j mod W. Short batches are padded with targets that are not scored: every forward pass has
-    one shape. Ranks synchronize once, at the end. After two seconds, a terminal shows a progress bar.
+    one shape. Each rank has equally many, as sharded weights need. Ranks synchronize once, at the end. After two
+    seconds, a terminal shows a progress bar.
 
     Args:
         model: prepared or plain, on the accelerator's device; `model(x, y, reduction="none")` -> nll [B, T].
@@ -91,9 +92,7 @@ def evaluate(
         with tqdm(batches, "evaluating", unit="batch", leave=False, delay=2, disable=hidden) as progress:
             for first_of_ranks in progress:
                 poll()
-                first = first_of_ranks + batch_size * accelerator.process_index
-                if first >= len(windows):
-                    continue
+                first = first_of_ranks + batch_size * accelerator.process_index  # may be behind the last window
                 rows = windows[first : first + batch_size]
                 x, y = (part.to(device, non_blocking=True) for part in _batch(data, rows, batch_size))
                 scored = y != IGNORED

@@ -67,8 +67,10 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = make_norm(config)
         self.lm_head = None if kind.tied else nn.Linear(config.n_embd, padded, bias=False)
-        # the head's bias: gives the padding probability 0 within the matrix multiplication
-        mask = torch.zeros(padded).index_fill_(0, torch.arange(vocab_size, padded), -math.inf)
+        # the head's bias: gives the padding probability 0 within the matrix multiplication; no checkpoint has it, so it
+        # is on the CPU even if the model is made on the meta device
+        mask = torch.zeros(padded, device="cpu")
+        mask[vocab_size:] = -math.inf
         self.register_buffer("padding_mask", mask if padded > vocab_size else None, persistent=False)
         self.apply(self._init_weights)
         for name, parameter in self.named_parameters():

@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024) for matrices and AdamW for everything else, as one optimizer."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,31 @@ TOGETHER = 2**22
 """Most elements of matrices that are orthogonalized together."""
 
 
+def orthogonal_updates(
+    parameters: Sequence[Tensor], direction: Callable[[int], Tensor], dtype: torch.dtype, sent_dtype: torch.dtype
+) -> list[Tensor]:
+    """The orthogonalized `direction` of each parameter. Each rank computes some and broadcasts them. So ranks share the
+    work, and stay replicas although processors round differently. Computes in `dtype`, sends `sent_dtype`."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    updates = [torch.empty_like(parameter, dtype=sent_dtype) for parameter in parameters]
+    for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
+        matrices = torch.stack([direction(n) for n in numbers])
+        for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
+            updates[number].copy_(update)
+    for sent in [dist.broadcast(one, n % world, async_op=True) for n, one in enumerate(updates) if world > 1]:
+        sent.wait()  # pyright: ignore[reportOptionalMemberAccess]
+    return updates
+
+
 class MuonAdamW(Optimizer):
-    """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device."""
+    """Muon for parameter groups with a `momentum`, fused AdamW for the others. Both read `found_inf` on the device.
+
+    Attributes:
+        share: computes the updates of all directions, with the other ranks.
+    """
 
     _step_supports_amp_scaling = True  # a loss scaler then sets found_inf
+    share: Callable[..., list[Tensor]] = staticmethod(orthogonal_updates)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -30,46 +51,49 @@ class MuonAdamW(Optimizer):
             if parameters := [p for p in group["params"] if p.grad is not None]:
                 bad = getattr(self, "found_inf", torch.zeros((), device=parameters[0].device))
                 if "momentum" in group:
-                    muon_step(group, parameters, bad.bool(), *self._state(parameters, "momentum_buffer"))
+                    (buffers,) = self._state(parameters, "momentum_buffer")
+                    muon_step(group, parameters, bad.bool(), buffers, self.share)
                 else:
                     adamw_step(group, parameters, bad, *self._state(parameters, "step", "exp_avg", "exp_avg_sq"))
 
     def _state(self, parameters: list[Any], *kinds: str) -> list[list[Tensor]]:
         for p in parameters:
             if not self.state[p]:
-                self.state[p] = {kind: p.new_zeros(() if kind == "step" else p.shape) for kind in kinds}
-        return [[self.state[p][kind] for p in parameters] for kind in kinds]
+                number = torch.zeros((), device=p.device)
+                self.state[p] = {kind: number if kind == "step" else torch.zeros_like(p) for kind in kinds}
+        return [[local(self.state[p][kind]) for p in parameters] for kind in kinds]
+
+
+def local(tensor: Any) -> Tensor:
+    """The part that this rank holds of a sharded tensor; others as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def adamw_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, steps: Any, means: Any, squares: Any) -> None:
     """Step of `torch.optim.AdamW`, by its fused kernel."""
     settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused")}
     settings |= {"beta1": group["betas"][0], "beta2": group["betas"][1], "amsgrad": False, "maximize": False}
-    adamw(parameters, [p.grad for p in parameters], means, squares, [], steps, found_inf=bad, **settings)
+    gradients, parameters = [local(p.grad) for p in parameters], [local(p) for p in parameters]
+    adamw(parameters, gradients, means, squares, [], steps, found_inf=bad, **settings)
 
 
-def muon_step(group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor]) -> None:
+def muon_step(
+    group: dict[str, Any], parameters: list[Any], bad: Tensor, buffers: list[Tensor], share: Callable[..., list[Tensor]]
+) -> None:
     """Step of `torch.optim.Muon`. The update of an [A, B] matrix is Nesterov's momentum, orthogonalized and scaled by
-    √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width. Each rank
-    computes some updates and broadcasts them. So ranks share the work, and stay replicas although processors round
-    differently. A group with `bf16` iterates in bf16, on devices with instructions for it, and sends bf16; otherwise
-    all is fp32."""
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    √max(1, A/B) (the "original" adjustment): its spectral norm is about the learning rate at any width. A group with
+    `bf16` iterates in bf16, on devices with instructions for it, and sends bf16; otherwise all is fp32."""
     sent_dtype = torch.bfloat16 if group.get("bf16") else torch.float32
     dtype = sent_dtype if multiplies_bf16(parameters[0].device) else torch.float32
-    for parameter, buffer in zip(parameters, buffers, strict=True):
-        buffer.lerp_(torch.where(bad, buffer, parameter.grad), 1 - group["momentum"])  # lerp to itself keeps it
-    updates = [torch.empty_like(parameter, dtype=sent_dtype) for parameter in parameters]
-    for numbers in batches(parameters, range(rank, len(parameters), world), dtype):
-        matrices = torch.stack([parameters[n].grad.lerp(buffers[n], group["momentum"]) for n in numbers])
-        for number, update in zip(numbers, orthogonal(matrices, dtype), strict=True):
-            updates[number].copy_(update)
-    for sent in [dist.broadcast(one, n % world, async_op=True) for n, one in enumerate(updates) if world > 1]:
-        sent.wait()  # pyright: ignore[reportOptionalMemberAccess]
-    for parameter, update in zip(parameters, updates, strict=True):
-        stepped = parameter * (1 - group["lr"] * group["weight_decay"])
+    gradients = [local(parameter.grad) for parameter in parameters]
+    for gradient, buffer in zip(gradients, buffers, strict=True):
+        buffer.lerp_(torch.where(bad, buffer, gradient), 1 - group["momentum"])  # lerp to itself keeps it
+    direction = lambda n: gradients[n].lerp(buffers[n], group["momentum"])  # noqa: E731
+    for parameter, update in zip(parameters, share(parameters, direction, dtype, sent_dtype), strict=True):
+        held = local(parameter)
+        stepped = held * (1 - group["lr"] * group["weight_decay"])
         stepped.add_(update, alpha=-group["lr"] * math.sqrt(max(1, parameter.size(0) / parameter.size(1))))
-        parameter.copy_(torch.where(bad, parameter, stepped))
+        held.copy_(torch.where(bad, held, stepped))
 
 
 def batches(matrices: Sequence[Tensor], numbers: Sequence[int], dtype: torch.dtype) -> Iterator[list[int]]:

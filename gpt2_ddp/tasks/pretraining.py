@@ -194,7 +194,8 @@ class Pretraining:
         config, accelerator = self.config, self.accelerator
         torch.manual_seed(config.seed)
         receives = bool(self._saved) or not accelerator.is_main_process  # from the checkpoint, or the main process
-        with without_init() if receives else nullcontext():
+        empty = torch.device("meta") if config.parallel == "fsdp" else without_init()
+        with empty if receives else nullcontext():
             self.model = GPT(config.model, self.manifest.vocab_size, self.manifest.eot)
         self.model.activation_checkpointing = config.train.activation_checkpointing
         self.model.loss_chunk = resolve_loss_chunk(config.train.loss_chunk, accelerator.device.type)
@@ -370,7 +371,7 @@ def choose_micro_batch(
         from gpt2_ddp.model.memory import estimated_micro_batch, tried_micro_batch
 
         chosen = estimated_micro_batch(config, model.vocab_size, accelerator)
-        if accelerator.device.type == "cuda":
+        if accelerator.device.type == "cuda" and config.parallel == "ddp":
             chosen = tried_micro_batch(model, accelerator, windows, chosen)
     else:
         chosen = split_batch(windows, processes, size)

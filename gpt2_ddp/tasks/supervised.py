@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.utils.data import BatchSampler
 
-from gpt2_ddp.checkpoint.checkpoint import Checkpoint, broadcast_tensors
+from gpt2_ddp.checkpoint.checkpoint import Checkpoint, fill
 from gpt2_ddp.config.jobs import JobConfig, JobOptimConfig
 from gpt2_ddp.config.training import OptimConfig
 from gpt2_ddp.data.feed import Batches, Feed, GlobalBatch, MicroBatch, Shares, Source, prepare_loader, unwrap
@@ -187,7 +187,7 @@ class Supervised:
 
     def evaluate(self, model: nn.Module, poll: Poll) -> Scores:
         """The test samples' scores, with the main process's BatchNorm statistics."""
-        broadcast_tensors(dict(self.model.named_buffers()))
+        fill(dict(self.model.named_buffers()), dict(self.model.named_buffers()))
         size = self.config.eval.batch_size
         score = lambda *batch: self.job.score(*batch)[1]  # noqa: E731
         return means(*score_each(self.accelerator, model, self.job.test, score, size, poll))

@@ -2,7 +2,7 @@
 
 import math
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,7 +133,8 @@ def find_ruin(run: Run) -> str:
     """Why the weights are useless: they or the validation loss are not finite, or no step changed anything; empty if
     they are not. Collective: the replicas are compared before, so that all ranks find the same."""
     run.check_replicas()
-    finite_weights = torch.stack([parameter.isfinite().all() for parameter in run.parameters]).all().item()
+    is_finite = torch.stack([run.strategy.local(parameter).isfinite().all() for parameter in run.parameters])
+    finite_weights = not sum_over_ranks(run.accelerator, (~is_finite).sum()).item()
     nothing_changed = run.step > 0 and round(run.skipped.item()) == run.step
     loss = run.progress.scores.get("val_loss")
     ruined = not finite_weights or nothing_changed or (loss is not None and not math.isfinite(loss))
@@ -161,7 +162,7 @@ def train_step(run: Run) -> StepResult:
     for m, batch in enumerate(step.micro_batches):
         run.watchdog.heartbeat("forward/backward")
         seed_micro_batch(run.config.seed, number, m * accelerator.num_processes + accelerator.process_index)
-        with nullcontext() if batch.last else accelerator.no_sync(run.model):
+        with run.strategy.accumulating(run.model, batch.last):
             loss = task.loss(run.model, batch)
             optimizer.backward(loss * (accelerator.num_processes / units))
         loss_sum += loss.detach()

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy
 import torch
-from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gpt2_ddp.model.optim import reads_found_inf
 from gpt2_ddp.state import OptimizerState, Sums
+from gpt2_ddp.training.strategy import Replicated
 
 WINDOW, WARM_UP = 100, 20  # values that running statistics average over; fewest values for a limit
 
@@ -69,13 +69,14 @@ class GuardedOptimizer:
     def __init__(
         self,
         optimizer: AcceleratedOptimizer,
-        accelerator: Accelerator,
+        strategy: Replicated,
         skip: bool = True,
         norm_sigmas: float | None = None,
     ):
         self.plain: Optimizer = optimizer.optimizer
+        accelerator = strategy.accelerator
         self.norms = RunningStatistics(accelerator.device)
-        self._prepared, self._accelerator, self._scaler = optimizer, accelerator, accelerator.scaler
+        self._prepared, self._strategy, self._scaler = optimizer, strategy, accelerator.scaler
         self._fused = reads_found_inf(self.plain)
         self._skip, self._norm_sigmas = skip, norm_sigmas
         self._before: dict[Tensor, Tensor] = {}
@@ -103,8 +104,8 @@ class GuardedOptimizer:
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         """Clips the gradients; returns their global norm before, fp32 scalar. `max_norm` 0 turns clipping off."""
         if self._scaler:
-            self._accelerator.unscale_gradients(self._prepared)
-        return nn.utils.clip_grad_norm_(parameters, max_norm or math.inf)
+            self._strategy.accelerator.unscale_gradients(self._prepared)
+        return self._strategy.clip(parameters, max_norm or math.inf)
 
     def step(self, lr: float, grad_norm: Tensor) -> Tensor:
         """Takes a step and zeroes the gradients; returns 1 if the step was skipped, else 0. `grad_norm`: of `clip`."""
@@ -113,7 +114,7 @@ class GuardedOptimizer:
         self._judge(grad_norm)
         (self._prepared if self._scaler else self.plain).step()
         # DDP's gradients are views of its buckets, which None would drop; one process saves a pass over the memory
-        self.plain.zero_grad(set_to_none=self._accelerator.num_processes == 1)
+        self.plain.zero_grad(set_to_none=not self._strategy.keeps_gradients)
         return self._flag
 
     def _judge(self, grad_norm: Tensor) -> None:

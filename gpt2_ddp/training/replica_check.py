@@ -9,7 +9,8 @@ in one word and cleared in another.
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -30,24 +31,36 @@ class ReplicaMismatch(Exception):
 
 
 @torch.no_grad()
-def check_replicas(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+def check_replicas(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    local: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Compares all ranks' parameters and optimizer state. Collective; waits for the device. Buffers, such as
-    BatchNorm's statistics, may differ between ranks and are left out.
+    BatchNorm's statistics, may differ between ranks and are left out. Of sharded tensors, compares the `local` parts of
+    the ranks in each `group`: those with the same rank modulo the number of parts.
 
     Model and optimizer are plain. Raises: ReplicaMismatch, on every rank, if a tensor differs at this step.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # tied parameters once
         state = optimizer.state.get(parameter, {})
-        tensors[name] = parameter
-        tensors |= {f"{kind}.{name}": value for kind, value in state.items() if isinstance(value, Tensor)}
+        tensors[name] = local(parameter)
+        tensors |= {f"{kind}.{name}": local(value) for kind, value in state.items() if isinstance(value, Tensor)}
     sums = torch.stack([sum_of(tensor).to(accelerator.device) for tensor in tensors.values()])
     extremes = torch.stack([sums, ~sums])  # largest x, and ~ of the smallest, in one all-reduce
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if torch.equal(extremes[0], ~extremes[1]):
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    differs = (extremes[0] != ~extremes[1]).any().long()
+    if group:  # another one's ranks may differ
+        dist.all_reduce(differs)
+    if not differs:
         return
     hosts, of_ranks = gather_object([socket.gethostname()]), gather_object([sums.tolist()])
-    raise ReplicaMismatch(_describe(list(tensors), hosts, of_ranks, step))
+    parts = accelerator.num_processes // group.size() if group else 1
+    raise ReplicaMismatch(_describe(list(tensors), hosts, of_ranks, step, parts))
 
 
 def sum_of(tensor: Tensor) -> Tensor:
@@ -64,20 +77,22 @@ def sum_of(tensor: Tensor) -> Tensor:
     return (parts * ((numbers ^ (numbers >> 29)) * 2 + 1)).sum()
 
 
-def _describe(names: Sequence[str], hosts: Sequence[str], of_ranks: Sequence[Sequence[int]], step: int) -> str:
+def _describe(
+    names: Sequence[str], hosts: Sequence[str], of_ranks: Sequence[Sequence[int]], step: int, parts: int = 1
+) -> str:
     """The message: tensors of each rank that differ from the majority's; of all ranks, without a majority."""
     differing: dict[int, list[str]] = {}
     decided = True
-    for name, *sums in zip(names, *of_ranks, strict=True):
-        most, votes = Counter(sums).most_common(1)[0]
-        has_majority = votes > len(sums) / 2
+    for (name, *sums), part in product(zip(names, *of_ranks, strict=True), range(parts)):
+        most, votes = Counter(sums[part::parts]).most_common(1)[0]
+        has_majority = votes > len(sums) / parts / 2
         decided = decided and has_majority
         for rank, own in enumerate(sums):
-            if own != most or not has_majority:
+            if rank % parts == part and (own != most or not has_majority):
                 differing.setdefault(rank, []).append(name)
     others, whose = "the other ranks'" if decided else "another rank's", "its" if len(differing) == 1 else "their"
-    parts = []
+    ranks = []
     for rank, wrong in sorted(differing.items()):
         shown = ", ".join(wrong[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-        parts.append(f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from {others}")
-    return f"{'; '.join(parts)} at step {step}; suspect {whose} memory; the newest checkpoint is good"
+        ranks.append(f"rank {rank} (host {hosts[rank]}): {shown} differ{'s' * (len(wrong) == 1)} from {others}")
+    return f"{'; '.join(ranks)} at step {step}; suspect {whose} memory; the newest checkpoint is good"

@@ -1,5 +1,6 @@
 """A training run: its lifecycle (open, build, start, finish, close), its state, its saves and its evaluations."""
 
+import os
 import shlex
 import sys
 import time
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from gpt2_ddp.checkpoint import checkpoint
 from gpt2_ddp.checkpoint.checkpoint import Checkpoint, Snapshot
@@ -25,7 +25,7 @@ from gpt2_ddp.config.cli import dump
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.distributed.environment import elastic_nodes, machines, spare_core, torchrun_option
 from gpt2_ddp.distributed.launch import describe_precision, start_run
-from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank, warm_up_ddp
+from gpt2_ddp.distributed.ranks import check_ranks_agree, from_main, on_every_rank
 from gpt2_ddp.distributed.watchdog import FIRST_TIMEOUT, TIMEOUT, Watchdog
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.model.compiled import check_compiler, compiled, resolve_compile
@@ -35,6 +35,7 @@ from gpt2_ddp.training.guard import Guard
 from gpt2_ddp.training.meters import LossSum, Throughput, describe_hardware, device_name, versions
 from gpt2_ddp.training.optimizer import GuardedOptimizer
 from gpt2_ddp.training.stop import StopRequest
+from gpt2_ddp.training.strategy import Replicated
 from gpt2_ddp.training.task import MakeTask, Poll, Task
 
 
@@ -63,6 +64,10 @@ class Run:
     def __init__(self, config: RunConfig, make_task: MakeTask, lock: bool = True):
         self.begun, self._is_started, self._closing = time.monotonic(), False, ExitStack()
         self.progress = Progress()  # until the start is found
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            from gpt2_ddp.training.sharded import follow_accelerate
+
+            config = follow_accelerate(config)
         self.accelerator: Accelerator = start_run(config)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.watchdog = Watchdog(rank, world, config.train.patience_seconds)
@@ -75,6 +80,11 @@ class Run:
 
     def _open(self, config: RunConfig, make_task: MakeTask, lock: bool) -> None:
         check_ranks_agree(config.shared)
+        self.strategy = Replicated(self.accelerator)
+        if config.parallel == "fsdp":
+            from gpt2_ddp.training.sharded import Sharded
+
+            self.strategy = on_every_rank(partial(Sharded, self.accelerator, config))
         on_every_rank(partial(check_compiler, config.train.compile, self.accelerator.device))
         self.folder = RunFolder(config, lock)
         self._closing.callback(self.folder.release)
@@ -168,13 +178,10 @@ class Run:
         config = self.config  # resolved
         self.watchdog.heartbeat("building", timeout=FIRST_TIMEOUT)
         self.steps = task.total_steps(len(task.feed.order))
-        plain = wrap(task.model.to(accelerator.device))
         self.compile = self._resolve_compile()
-        # both are on their device already; placing them would import torch.distributed.tensor and sympy, 0.5 s
-        self.model, prepared = accelerator.prepare(
-            compiled(plain, self.compile), task.build_optimizer(), device_placement=[False, False]
-        )
-        self.optimizer = GuardedOptimizer(prepared, accelerator, config.guard.skip, config.guard.norm_sigmas)
+        model = compiled(wrap(task.model), self.compile)
+        self.model, prepared = self.strategy.prepare(model, task.build_optimizer)
+        self.optimizer = GuardedOptimizer(prepared, self.strategy, config.guard.skip, config.guard.norm_sigmas)
         self.guard = Guard(config.guard, accelerator, self.progress.first_step)
         self.parameters = list(self.model.parameters())
         self.skipped = torch.zeros((), device=accelerator.device)
@@ -301,9 +308,9 @@ class Run:
         """Loads a checkpoint on all ranks, in place. Collective."""
         accelerator, model, content = self.accelerator, self.task.model, self.store.read(start)
         state = start.state
-        checkpoint.load_model_state(content.model, model)
+        checkpoint.load_model_state(content.model, model, self.strategy.fill)
         if state.has_optimizer_state:
-            checkpoint.load_optimizer_state(content.optimizer, model, self.optimizer.plain)
+            checkpoint.load_optimizer_state(content.optimizer, model, self.optimizer.plain, self.strategy.fill)
         else:
             checkpoint.reset_optimizer_state(self.optimizer.plain)
             what = f"the checkpoint of step {state.step} has no optimizer state (checkpoint.save_optimizer)"
@@ -329,7 +336,7 @@ class Run:
             good = self.step if self.is_complete and not self.guard.first_bad else self.guard.last_good
             wait = self.is_complete or self.stop.is_agreed
             has_core = spare_core(self.accelerator.device.type, torch.get_num_threads(), self.task.feed.workers)
-            self.store.save(snapshot, good, wait, has_core)
+            self.store.save(self.strategy.whole(snapshot), good, wait, has_core)
         self.stop.sync()
 
     def wait_for_save(self) -> None:
@@ -349,10 +356,7 @@ class Run:
 
     def check_replicas(self) -> None:
         """Compares weights and optimizer state of all ranks. Collective. Raises: ReplicaMismatch, on every rank."""
-        if self.accelerator.num_processes > 1:
-            from gpt2_ddp.training.replica_check import check_replicas
-
-            check_replicas(self.accelerator, self.task.model, self.optimizer.plain, self.step)
+        self.strategy.check_replicas(self.task.model, self.optimizer.plain, self.step)
 
     def record_step(self, loss_sum: Tensor, n_valid: int, skipped: Tensor) -> None:
         """Records the next step. `loss_sum`: over this rank's `n_valid` units; `skipped`: 1 if it changed nothing."""
@@ -366,9 +370,7 @@ class Run:
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
         self.watchdog.heartbeat("evaluate")
-        # Accelerate's unwrap_model would import Dynamo, 1 s
-        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        scores = self.task.evaluate(model, poll)
+        scores = self.task.evaluate(self.strategy.unwrapped(self.model), poll)
         self.progress.add_scores(scores)
         return scores
 
@@ -376,13 +378,13 @@ class Run:
         """Samples of the main process; None on the others, and after a failure. Collective. Raises: Interrupted."""
         self.watchdog.heartbeat("sample")
         sample = partial(self.task.sample, self.stop.poll)
-        return self.stop.run_on_main(lambda: self.metrics.attempt("sample", sample))
+        return self.strategy.sample(self.task.model, self.stop, lambda: self.metrics.attempt("sample", sample))
 
     def warm_up(self) -> None:
-        """Lets DDP build its gradient buckets before the first step."""
+        """Lets the strategy prepare for the first step."""
         self.watchdog.heartbeat("settle")
         loss = lambda: self.task.loss(self.model, self.task.feed.first_micro_batch())  # noqa: E731
-        warm_up_ddp(self.model, self.optimizer.plain, loss)
+        self.strategy.warm_up(self.model, self.optimizer.plain, loss)
 
 
 def find_start(

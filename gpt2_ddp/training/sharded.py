@@ -1,0 +1,225 @@
+"""Sharding (torch's fully_shard, FSDP2): each rank has a part of the weights, gradients and optimizer state.
+
+A parameter is cut along its first dimension: of W ranks, rank r has rows [r·c, (r + 1)·c), c = ceil(rows / W). The
+forward and the backward pass of a block gather its weights, and free them afterwards.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from gpt2_ddp.checkpoint.checkpoint import Snapshot
+from gpt2_ddp.config.run import RunConfig
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.distributed.ranks import from_main, is_main
+from gpt2_ddp.errors import UserError
+from gpt2_ddp.model.muon import MuonAdamW, batches, orthogonal
+from gpt2_ddp.training.stop import StopRequest
+from gpt2_ddp.training.strategy import Replicated
+
+ANSWERS = {
+    "FSDP_VERSION": ("2", "only version 2 is supported"),
+    "FSDP_OFFLOAD_PARAMS": ("false", "weights stay on the devices"),
+    "FSDP_AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP", "transformer blocks are sharded, and the rest as one"),
+    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "use --train.activation_checkpointing true"),
+}
+"""What `accelerate config` may say of FSDP: by variable, the supported answer and a hint."""
+
+
+def follow_accelerate(config: RunConfig) -> RunConfig:
+    """The configuration that `accelerate config` selects by its answers on FSDP; Accelerate itself sees none of them.
+    Raises: UserError for an answer that is not supported."""
+    if not isinstance(config, TrainingConfig):
+        raise UserError("ACCELERATE_USE_FSDP", "true", "only train_gpt2.py shards; answer no in `accelerate config`")
+    for name, (supported, hint) in ANSWERS.items():
+        if (answer := os.environ.get(name, supported)).lower() != supported.lower():
+            raise UserError(name, answer, f"{hint}; answer {supported} in `accelerate config`")
+    del os.environ["ACCELERATE_USE_FSDP"]
+    reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
+    launch = config.launch.model_copy(update={"parallel": "fsdp", "reshard": reshard})
+    return config.model_copy(update={"launch": launch})
+
+
+class Sharded(Replicated):
+    """A model whose parameters are cut among the ranks of a group; `launch.replicas` groups have the same parts."""
+
+    keeps_gradients = False
+
+    def __init__(self, accelerator: Accelerator, config: RunConfig):
+        assert isinstance(config, TrainingConfig)
+        self.accelerator, self._config = accelerator, config.launch
+        world, replicas, precision = accelerator.num_processes, self._config.replicas, accelerator.mixed_precision
+        if world % replicas:
+            raise UserError("launch.replicas", replicas, f"is no divisor of the {world} processes")
+        if precision == "fp16":
+            raise UserError("train.mixed_precision", "fp16", "is not supported with launch.parallel fsdp; use bf16")
+        if config.train.compile == "model":
+            raise UserError("train.compile", "model", "is not supported with launch.parallel fsdp; use blocks")
+        if not dist.is_initialized():
+            backend = "nccl" if accelerator.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        shape, names = (replicas, world // replicas), ("replicas", "shards")
+        shape, names = (shape, names) if replicas > 1 else (shape[1:], names[1:])
+        self.mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
+        self.shards = self.mesh.get_group("shards")
+        self.replicas = self.mesh.get_group("replicas") if replicas > 1 else None
+        self._rank, self._world = self.shards.rank(), self.shards.size()
+
+    def prepare(self, model: Any, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
+        device, weights = self.accelerator.device, {}
+        if not next(model.parameters()).is_meta:  # on the main process of a new run
+            weights = {**model.state_dict()}
+        half = self.accelerator.mixed_precision == "bf16"
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if half else {}
+        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        for module in (*model.h, model):
+            reshard = self._config.reshard if module is not model else None
+            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=reshard)
+        model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
+        if from_main(bool(weights)):
+            self.fill(model.state_dict(), weights)
+        weights.clear()
+        prepared: Any = self.accelerator.prepare_optimizer(optimizer(), device_placement=False)
+        if isinstance(prepared.optimizer, MuonAdamW):
+            prepared.optimizer.share = self.orthogonal_updates
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), prepared
+
+    def unwrapped(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def accumulating(self, model: Any, last: bool) -> AbstractContextManager[object]:
+        model.set_requires_gradient_sync(last or self._config.reduce == "each")
+        return nullcontext()
+
+    def warm_up(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
+        """Does nothing: sums have one order from the first step on."""
+
+    @torch.no_grad()
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        gradients = [self.local(p.grad) for p in parameters if p.grad is not None]
+        square = nn.utils.get_total_norm(gradients) ** 2
+        dist.all_reduce(square, group=self.shards)
+        norm = square.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return norm
+
+    def local(self, tensor: Any) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def whole(self, snapshot: Snapshot) -> Snapshot:
+        model, optimizer = (dict(self._whole(part)) for part in (snapshot.model, snapshot.optimizer))
+        return replace(snapshot, model=model, optimizer=optimizer, is_copy=True)
+
+    def _whole(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Gathers one tensor at a time in host memory, on the main process."""
+        for name, tensor in tensors.items():
+            parts: list[Tensor] = []
+            if isinstance(tensor, DTensor) and (not self.replicas or self.replicas.rank() == 0):
+                parts, work = self._gather(self._padded(tensor.to_local(), tensor), 0)
+                work.wait()
+            elif is_main():
+                parts = [tensor]
+            if is_main():
+                yield (
+                    name,
+                    torch.cat([part.cpu() for part in parts])[: len(tensor)] if tensor.dim() else tensor.cpu().clone(),
+                )
+
+    @torch.no_grad()
+    def fill(self, targets: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+        """Copies the main process's `values` into the `targets` of all ranks, one tensor at a time. Collective."""
+        for name, target in targets.items():
+            local, value = self.local(target), values.get(name)
+            if not isinstance(target, DTensor):
+                if value is not None:
+                    local.copy_(value)
+                dist.broadcast(local, src=0)
+                continue
+            if not self.replicas or self.replicas.rank() == 0:
+                received = self._padded(local, target)
+                self._scatter(received, None if value is None else value.to(received), 0).wait()
+                local.copy_(received[: len(local)])
+            if self.replicas:
+                dist.broadcast(local, group=self.replicas, group_src=0)
+
+    def check_replicas(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        if self.replicas:
+            from gpt2_ddp.training.replica_check import check_replicas
+
+            check_replicas(self.accelerator, model, optimizer, step, self.local, self.replicas)
+
+    @torch.no_grad()
+    def sample(self, model: Any, stop: StopRequest, function: Callable[[], Any]) -> Any:
+        """All ranks generate the same text: each token's forward pass gathers weights."""
+
+        def forward(block: Any, *inputs: Any) -> Tensor:
+            block.unshard()
+            hidden = type(block).forward(block, *inputs)
+            block.reshard()
+            return hidden
+
+        model.unshard()  # embeddings, final norm and head
+        for block in model.h:
+            block.forward = partial(forward, block)
+        try:
+            return function()
+        finally:
+            for block in model.h:
+                del block.forward
+            model.reshard()
+
+    def orthogonal_updates(
+        self,
+        parameters: Sequence[Tensor],
+        direction: Callable[[int], Tensor],
+        dtype: torch.dtype,
+        sent_dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """As `muon.orthogonal_updates`, of parts: each rank gathers some directions, and scatters their updates."""
+        numbers, world = range(len(parameters)), self._world
+        parts = [self._padded(direction(n).to(dtype), parameters[n]) for n in numbers]
+        gathers = [self._gather(part, n % world) for n, part in enumerate(parts)]
+        for _, work in gathers:
+            work.wait()
+        updates: dict[int, Tensor] = {}
+        for batch in batches(parameters, range(self._rank, len(parameters), world), dtype):
+            matrices = torch.stack([torch.cat(gathers[n][0])[: len(parameters[n])] for n in batch])
+            updates |= zip(batch, orthogonal(matrices, dtype).to(sent_dtype), strict=True)
+        parts = [torch.empty_like(part, dtype=sent_dtype) for part in parts]
+        for work in [self._scatter(part, updates.get(n), n % world) for n, part in enumerate(parts)]:
+            work.wait()
+        return [part[: len(self.local(one))] for part, one in zip(parts, parameters, strict=True)]
+
+    def _padded(self, part: Tensor, whole: Tensor) -> Tensor:
+        """The part with the most rows that any rank has of `whole`; the last ones are zeros."""
+        return _with_rows(part, -(-len(whole) // self._world))
+
+    def _gather(self, part: Tensor, rank: int) -> tuple[list[Tensor], Any]:
+        """Starts to gather padded parts on a rank of the group; they are there once the work is done."""
+        parts = [torch.empty_like(part) for _ in range(self._world)] if rank == self._rank else []
+        return parts, dist.gather(part, parts or None, group=self.shards, group_dst=rank, async_op=True)
+
+    def _scatter(self, part: Tensor, whole: Tensor | None, rank: int) -> Any:
+        """Starts to scatter the padded parts of a rank's tensor."""
+        parts = None if whole is None else [*_with_rows(whole, self._world * len(part)).chunk(self._world)]
+        return dist.scatter(part, parts, group=self.shards, group_src=rank, async_op=True)
+
+
+def _with_rows(tensor: Tensor, rows: int) -> Tensor:
+    return F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, rows - len(tensor))).contiguous()

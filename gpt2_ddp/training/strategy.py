@@ -1,0 +1,75 @@
+"""What differs between DDP and sharding: here each rank has the whole model; `training.sharded` has the other way."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gpt2_ddp.checkpoint.checkpoint import Snapshot, fill
+from gpt2_ddp.training.stop import StopRequest
+
+
+class Replicated:
+    """A model that each rank has whole. DDP averages the gradients of several ranks, in buckets that stay allocated."""
+
+    fill = staticmethod(fill)
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.keeps_gradients = accelerator.num_processes > 1  # as views of the buckets, between steps
+
+    def prepare(self, model: nn.Module, optimizer: Callable[[], Optimizer]) -> tuple[nn.Module, Any]:
+        """The model on its device, as the loop calls it, with the main process's weights; and Accelerate's optimizer of
+        the plain one. Collective."""
+        model.to(self.accelerator.device)
+        # placed already; Accelerate's placing would import torch.distributed.tensor and sympy, 0.5 s
+        return self.accelerator.prepare(model, optimizer(), device_placement=[False, False])
+
+    def unwrapped(self, model: nn.Module) -> nn.Module:
+        """The model for evaluations. Accelerate's unwrap_model would import Dynamo, 1 s."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
+        """Context of a micro-batch's passes. Ranks average their gradients in the last backward pass of a step."""
+        return nullcontext() if last else self.accelerator.no_sync(model)
+
+    def warm_up(self, model: nn.Module, optimizer: Optimizer, loss: Callable[[], Tensor]) -> None:
+        """Runs one backward pass of zero gradients, so that DDP builds its final buckets before the first step.
+
+        DDP rebuilds its gradient buckets after the first backward pass, which changes the order of sums. Without a
+        warm-up, a resumed run of 3 or more processes would not be bitwise equal. Buffers (BatchNorm's statistics) are
+        restored. `loss`: scalar, on inputs of the usual shapes, since a compiled model would compile for others.
+        """
+        if isinstance(model, DistributedDataParallel):
+            buffers = [buffer.clone() for buffer in model.buffers()]
+            (loss() * 0).backward()
+            optimizer.zero_grad(set_to_none=False)  # as in training: gradients stay views of the buckets
+            for buffer, value in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """Clips the gradients; returns their global norm before, fp32 scalar, equal on all ranks."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The part of a parameter, gradient or optimizer state that this rank holds."""
+        return tensor
+
+    def whole(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with whole tensors on the main process. Collective."""
+        return snapshot
+
+    def check_replicas(self, model: nn.Module, optimizer: Optimizer, step: int) -> None:
+        """Compares the ranks' weights and optimizer state, as `replica_check.check_replicas`. Collective."""
+        if self.accelerator.num_processes > 1:
+            from gpt2_ddp.training.replica_check import check_replicas
+
+            check_replicas(self.accelerator, model, optimizer, step)
+
+    def sample(self, model: nn.Module, stop: StopRequest, function: Callable[[], Any]) -> Any:
+        """The main process's result of `function`, which generates text. Collective. Raises: Interrupted."""
+        return stop.run_on_main(function)
