@@ -370,7 +370,8 @@ class Run:
     def evaluate(self, poll: Poll) -> Scores:
         """The task's scores of the current weights. Collective. Raises: Interrupted, as `poll` does."""
         self.watchdog.heartbeat("evaluate")
-        scores = self.task.evaluate(self.strategy.unwrapped(self.model), poll)
+        with self.strategy.evaluating(self.model) as model:
+            scores = self.task.evaluate(model, poll)
         self.progress.add_scores(scores)
         return scores
 

@@ -6,7 +6,7 @@ forward and the backward pass of a block gather its weights, and free them after
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -98,8 +98,12 @@ class Sharded(Replicated):
             prepared.optimizer.share = self.orthogonal_updates
         return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True), prepared
 
-    def unwrapped(self, model: nn.Module) -> nn.Module:
-        return model
+    @contextmanager
+    def evaluating(self, model: Any) -> Iterator[nn.Module]:
+        try:
+            yield model
+        finally:
+            model.reshard()  # embeddings and head, which wait for a backward pass
 
     def accumulating(self, model: Any, last: bool) -> AbstractContextManager[object]:
         model.set_requires_gradient_sync(last or self._config.reduce == "each")

@@ -29,9 +29,9 @@ class Replicated:
         # placed already; Accelerate's placing would import torch.distributed.tensor and sympy, 0.5 s
         return self.accelerator.prepare(model, optimizer(), device_placement=[False, False])
 
-    def unwrapped(self, model: nn.Module) -> nn.Module:
-        """The model for evaluations. Accelerate's unwrap_model would import Dynamo, 1 s."""
-        return model.module if isinstance(model, DistributedDataParallel) else model
+    def evaluating(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Context of an evaluation, with the model for it. Accelerate's unwrap_model would import Dynamo, 1 s."""
+        return nullcontext(model.module if isinstance(model, DistributedDataParallel) else model)
 
     def accumulating(self, model: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Context of a micro-batch's passes. Ranks average their gradients in the last backward pass of a step."""

@@ -1,0 +1,243 @@
+"""`launch.parallel: fsdp`: the same run, whether its ranks share one model or each has all of it."""
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import once
+from ranks import run_ranks, run_until_killed
+from runs import assert_same, built, rows, train, training_config, untimed, verified, weights
+
+from gpt2_ddp.config.training import TrainingConfig
+from gpt2_ddp.errors import UserError
+
+ARCHITECTURES = ("gpt2", "llama", "qwen3", "nanochat")
+FSDP = {"launch.parallel": "fsdp"}
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of bytes: 257 ids, so that every model pads its vocabulary."""
+    return once(tmp_path_factory, "text_of_bytes", make_text)
+
+
+def make_text(folder: Path) -> None:
+    from gpt2_ddp.data.manifest import Manifest
+    from gpt2_ddp.data.tokenizer import load_tokenizer
+    from gpt2_ddp.preparation.encode import ShardWriter, write_manifest
+
+    tokenizer, splits = load_tokenizer("bytes"), {}
+    for split, name in (("train", "textwrap"), ("val", "bisect")):
+        writer = ShardWriter(folder, split, 20_000, 257)
+        writer.add(tokenizer.encode((Path(os.__file__).parent / f"{name}.py").read_text(encoding="utf-8")))
+        splits[split] = writer.close()
+    write_manifest(folder, Manifest(2, tokenizer.name, tokenizer.sha256, 257, tokenizer.eot, "stdlib", splits))
+
+
+def cell(text: Path, folder: Path, architecture: str, optimizer: str, **more: Any) -> TrainingConfig:
+    changes = {"model.architecture": architecture, "optim.name": optimizer, "train.steps": 30} | more
+    return training_config(text, folder, {"run_name": f"{architecture}-{optimizer}", "eval.every": 30} | changes)
+
+
+def train_all(configs: list[TrainingConfig]) -> list[str]:
+    """Trains one after another on the ranks of this process; the outcomes."""
+    from accelerate import Accelerator
+
+    Accelerator.end_training = lambda self: None  # which would disconnect the ranks
+    return [train(config) for config in configs]
+
+
+def compare(one: Path, other: Path) -> dict[str, float]:
+    """Largest differences of two runs with the same order of data."""
+    pairs = list(zip(untimed(one), untimed(other), strict=True))
+    assert pairs[-1][0]["order_digest"] == pairs[-1][1]["order_digest"]
+    found = {key: max(abs(a[key] - b[key]) for a, b in pairs if key in a) for key in ("loss", "grad_norm", "val_loss")}
+    theirs = weights(other)
+    return found | {"weights": max((value - theirs[name]).abs().max().item() for name, value in weights(one).items())}
+
+
+@pytest.mark.parametrize(
+    ("processes", "replicas", "architectures"),
+    [
+        (3, 1, ["nanochat"]),
+        *(pytest.param(*case, ARCHITECTURES, marks=pytest.mark.slow) for case in [(1, 1), (2, 1), (4, 2)]),
+        pytest.param(3, 1, ARCHITECTURES[:3], marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_run_as_ddp(text, tmp_path, processes, replicas, architectures):
+    """Thirty steps: equal order; equal losses and weights, but for the order of sums. In one process, equal bits."""
+    cells = [(architecture, optimizer) for architecture in architectures for optimizer in ("adamw", "muon")]
+    ways = {"ddp": {}, "fsdp": FSDP | {"launch.replicas": replicas}}
+    configs = [cell(text, tmp_path / way, *names, **ways[way]) for way in ways for names in cells]
+    assert run_ranks(train_all, processes, configs, timeout=300) == [["completed"] * len(configs)] * processes
+    for names in cells:
+        found = compare(*(tmp_path / way / "-".join(names) for way in ways))
+        print(*names, processes, replicas, found)
+        assert found["loss"] <= 5e-6
+        assert found["weights"] <= (0 if processes == 1 else 1e-4 if "muon" in names else 1e-5), found
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_between_ddp_and_fsdp(corpus, tmp_path, capsys):
+    """Each way resumes the other's checkpoints, with dropout, document masks, recomputed activations, a loss in chunks,
+    scores of tasks and samples."""
+    more = {"optim.name": "muon", "model.dropout": 0.1, "model.document_mask": True, "eval.tasks": ["cloze"]}
+    more |= {"train.activation_checkpointing": True, "train.loss_chunk": 32, "train.micro_batch_size": 1}
+    more |= {"eval.task_items": 9, "tracking.sample_every": 5, "optim.decay_steps": 25, "eval.every": 5}
+    train(training_config(corpus, tmp_path / "alone", more | {"train.steps": 25}))
+    for number, (processes, way, replicas) in enumerate(
+        [(1, "ddp", 1), (2, "fsdp", 1), (3, "ddp", 1), (4, "fsdp", 2), (1, "ddp", 1)], 1
+    ):
+        how = {"train.steps": 5 * number, "launch.parallel": way, "launch.replicas": replicas}
+        run_ranks(train, processes, training_config(corpus, tmp_path / "changed", more | how))
+    alone, changed = tmp_path / "alone/run", tmp_path / "changed/run"
+    assert compare(alone, changed)["loss"] <= 5e-6
+    assert [sample["text"] for sample in rows(alone, "samples.jsonl")] == [
+        sample["text"] for sample in rows(changed, "samples.jsonl")
+    ]
+    assert verified(changed, capsys)[0] == 0
+
+
+def last_bytes(config: TrainingConfig) -> int:
+    """Bytes of weights, gradients and optimizer state that this rank holds after a step."""
+    from gpt2_ddp.training import loop
+
+    run, step = built(config), []
+    run.warm_up()
+    zero_grad = run.optimizer.plain.zero_grad
+
+    def count(**settings: bool) -> None:
+        for parameter in run.parameters:
+            tensors = [parameter, parameter.grad, *run.optimizer.plain.state[parameter].values()]
+            step.append(sum(run.strategy.local(tensor).nbytes for tensor in tensors if tensor.dim()))
+        zero_grad(**settings)
+
+    run.optimizer.plain.zero_grad = count
+    loop.train_step(run)
+    run.close()
+    return sum(step)
+
+
+def test_memory_is_divided_by_the_number_of_processes(text, tmp_path):
+    (whole,) = run_ranks(last_bytes, 1, cell(text, tmp_path / "ddp", "gpt2", "adamw"))
+    parts = run_ranks(last_bytes, 2, cell(text, tmp_path / "fsdp", "gpt2", "adamw", **FSDP))
+    assert parts == pytest.approx([whole / 2] * 2, rel=0.02)
+
+
+def train_with_nan(config: TrainingConfig, bad: range, dies_at: int = 0, sent: int = 0) -> str:
+    """Trains. The last rank's gradients are NaN in the steps at the positions `bad`. Before the `dies_at`-th step that
+    this process takes, the last rank is sent the signal `sent`."""
+    from gpt2_ddp.training import loop
+
+    step, taken = loop.train_step, []
+
+    def train_step(run: Any) -> Any:
+        taken.append(run.step)
+        optimizer, position = run.optimizer, int(run.task.feed.positions_from(run.task.feed.position)[0])
+        is_last = run.accelerator.process_index == run.accelerator.num_processes - 1
+        if is_last and len(taken) == dies_at:
+            os.kill(os.getpid(), sent)
+        factor, backward = math.nan if is_last and position in bad else 1.0, type(optimizer).backward
+        optimizer.backward = lambda loss: backward(optimizer, loss * factor)
+        return step(run)
+
+    loop.train_step = train_step
+    try:
+        return train(config)
+    finally:
+        loop.train_step = step
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_stopped_and_rolled_back(text, tmp_path, kills):
+    """Two ranks that are killed, or told to stop, again and again train what two left alone train, bit for bit. A rank
+    with NaN makes all skip these steps, and go back at the same step."""
+    bad = range(12 * 9, 12 * 12)
+    more = FSDP | {
+        "train.steps": 20 + 8 * kills,
+        "guard.patience": 3,
+        "checkpoint.every": 3,
+        "model.dropout": 0.1,
+        "eval.every": 8,
+    }
+    run_ranks(train_with_nan, 2, cell(text, tmp_path / "alone", "gpt2", "muon", **more), bad)
+    config, random = cell(text, tmp_path / "killed", "gpt2", "muon", **more), torch.Generator().manual_seed(1)
+    for kill in range(kills):
+        at = int(torch.randint(4, 9, (), generator=random))
+        if kill % 2:
+            assert run_ranks(train_with_nan, 2, config, bad, at, signal.SIGTERM) == ["stopped"] * 2
+        else:
+            run_until_killed(train_with_nan, 2, config, bad, at, signal.SIGKILL)
+    assert run_ranks(train_with_nan, 2, config, bad) == ["completed"] * 2
+    alone, killed = (tmp_path / name / "gpt2-muon" for name in ("alone", "killed"))
+    assert [row["skipped_range"] for row in rows(alone) if "skipped_range" in row] == [
+        [12 * 9, 12 * 14]
+    ]  # judged two steps late
+    assert_same(alone, killed)
+
+
+def flip_on_rank(config: TrainingConfig, rank: int) -> str:
+    """What the replica check says of a bit that changed on one rank."""
+    from gpt2_ddp.training.replica_check import ReplicaMismatch
+
+    run = built(config)
+    run.check_replicas()
+    if run.accelerator.process_index == rank:
+        with torch.no_grad():
+            run.strategy.local(run.parameters[0]).view(-1)[0] += 1
+    with pytest.raises(ReplicaMismatch) as error:
+        run.check_replicas()
+    run.close()
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_replicas_of_a_part_are_compared(text, tmp_path):
+    told = run_ranks(flip_on_rank, 4, cell(text, tmp_path, "gpt2", "adamw", **FSDP, **{"launch.replicas": 2}), 3)
+    assert len({*told}) == 1
+    assert [f"rank {rank} (" in told[0] for rank in range(4)] == [False, True, False, True]  # no majority of two
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"launch.replicas": 2}, "launch.replicas = 2: is no divisor of the 1 processes"),
+        ({"train.compile": "model"}, "train.compile = model: .*use blocks"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(text, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        train(cell(text, tmp_path, "gpt2", "adamw", **FSDP, **changes))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("VERSION", "1"),
+        ("OFFLOAD_PARAMS", "true"),
+        ("AUTO_WRAP_POLICY", "NO_WRAP"),
+        ("ACTIVATION_CHECKPOINTING", "true"),
+    ],
+)
+def test_answers_of_accelerate_config_that_are_refused(text, tmp_path, monkeypatch, name, answer):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv(f"FSDP_{name}", answer)
+    with pytest.raises(UserError, match=f"FSDP_{name} = {answer}: .*`accelerate config`"):
+        train(cell(text, tmp_path, "gpt2", "adamw"))
+
+
+def test_accelerate_config_selects_fsdp(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "false")
+    config = cell(text, tmp_path, "gpt2", "adamw", **{"train.steps": 2})
+    assert train(config) == "completed"
+    (start,) = [
+        row for row in map(json.loads, (tmp_path / "gpt2-adamw/metrics.jsonl").open()) if row.get("event") == "start"
+    ]
+    assert start["config"]["launch"] == {"parallel": "fsdp", "replicas": 1, "reduce": "last", "reshard": False}
