@@ -46,7 +46,7 @@ def test_the_json_holds_what_it_takes_to_read_the_figures(tmp_path, monkeypatch)
     config = BenchmarkConfig(only=("roofline",), output=str(tmp_path), threads=3)
     assert run_benchmarks(config) == [table]
     found = json.loads((tmp_path / "roofline.json").read_text())
-    assert (found["cases"][0]["ratios"], found["versions"]["torch"]) == ({"b": [2]}, torch.__version__)
+    assert (found["cases"][0]["figures"], found["versions"]["torch"]) == ({OURS: [1], "b": [2]}, torch.__version__)
     assert found["machine"]["memory"] > 1e9
     assert (found["settings"]["threads"], found["notes"]) == (3, ["n"])
     assert {"commit", "command"} <= found.keys()

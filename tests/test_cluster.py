@@ -117,17 +117,6 @@ def test_a_rank_that_never_starts_is_named(ranks):
     assert "error:" not in ended["2"][1], "rank 0 has said it"
 
 
-@pytest.mark.slow
-def test_without_rank_0_the_others_say_so(ranks):
-    group = ranks(3)
-    group.start(1)
-    group.start(2)
-    for rank, (code, text) in group.ended(BOUND + 15).items():
-        assert code == 2, text
-        assert all(part in text for part in (f"rank {rank} on ", "got no answer from rank 0 there within 3 s")), text
-        assert len(text.splitlines()) == 1, "torch's own store would print its stack"
-
-
 def test_an_output_that_cannot_be_written_is_said_before_anybody_is_waited_for(ranks, tmp_path):
     group = ranks(2)
     group.start(0, *PATIENT, "--output", str(tmp_path / "none/found.json"))

@@ -71,16 +71,6 @@ def test_claim_holds_and_the_documentation_has_the_measured_numbers(numbers, nam
 def test_the_page_has_every_lesson_with_its_code_and_a_table_of_contents():
     assert re.findall(r"^### (\w+)", PAGE, re.MULTILINE) == list(MEASURED) == list(EXPERIMENTS)
     assert LAB.page(PAGE, MEASURED) == PAGE, "run `python docs/lab.py`, and commit the page"
-    for name, shown in EXPERIMENTS.items():
-        assert f"| [{name}](#{name}) | {shown.claim} |\n" in PAGE
-
-
-def test_a_lesson_has_one_set_of_figures():
-    """Those that were measured: its text has settings, which are in the code, too."""
-    for name in EXPERIMENTS:
-        text = re.search(rf"^### {name}\n\n(.*?)\n\n- \*\*wrong", PAGE, re.MULTILINE | re.DOTALL)
-        assert text, name
-        assert not re.findall(r"\d+(?:\.\d+)? %|\d+\.\d+|\de-\d+|\d+ of \d+", text[1]), name
 
 
 def test_the_code_of_a_lesson_has_the_functions_that_it_uses_and_no_others():

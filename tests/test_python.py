@@ -22,18 +22,12 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/python.md"
 
 
-def in_fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
-
-
 def test_importing_the_package_imports_nothing_heavy(tmp_path):
     code = "import sys, gpt2_ddp; print(dir(gpt2_ddp)); from gpt2_ddp import UserError, train, prepare, load_config;"
     heavy = "('torch', 'accelerate', 'pandas', 'datasets', 'matplotlib')"
-    found = in_fresh_python(f"{code} print([name for name in {heavy} if name in sys.modules])", tmp_path)
-    names, loaded = found.stdout.splitlines()
+    command = [sys.executable, "-c", f"{code} print([name for name in {heavy} if name in sys.modules])"]
+    found = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    names, loaded = found.stdout.decode().splitlines()
     assert loaded == "[]"
     assert set(gpt2_ddp.__all__) <= set(re.findall(r"'(\w+)'", names))
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from gpt2_ddp.config.base import Command, Tasks
+from gpt2_ddp.config.base import Command
 from gpt2_ddp.config.run import HubName, only
 from gpt2_ddp.errors import UserError
 
@@ -104,7 +104,7 @@ class EvaluateConfig(CheckpointCommand):
     """split to score: each of its tokens except the first, once"""
     tokens: int | None = Field(default=None, ge=1)
     """number of tokens to score, evenly spread; null: all"""
-    tasks: Tasks = ()
+    tasks: tuple[str, ...] = ()
     """tasks to score instead of the split: `cloze` (made from the split), `hellaswag` or `lambada` (from the Hub), or
     jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=None, ge=1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, PositiveInt, field_validator
 
-from gpt2_ddp.config.base import Section, Tasks
+from gpt2_ddp.config.base import Section
 from gpt2_ddp.config.run import ClipConfig, GuardConfig, KeepConfig, LoopConfig, RunConfig, TrackingConfig, only
 
 WINDOWS_PER_BLOCK = 1000
@@ -214,7 +214,7 @@ class EvalConfig(Section):
     saves a checkpoint; null: train all steps"""
     batch_size: int = Field(default=16, ge=1)
     """windows, or continuations of a task, per forward pass and process"""
-    tasks: Tasks = ()
+    tasks: tuple[str, ...] = ()
     """tasks scored at each evaluation: `cloze` (made from the validation split), `hellaswag` or `lambada` (from the
     Hub), or jsonl files of items (docs/evaluation.md)"""
     task_items: int | None = Field(default=500, ge=1)
@@ -245,11 +245,6 @@ class TextTrackingConfig(TrackingConfig):
     """steps between samples of generated text, printed and added to samples.jsonl; 0: none"""
     sample_prompt: tuple[str, ...] = Field(default=("",), min_length=1)
     """prompts of the samples, one or several; empty: the start of a document"""
-
-    @field_validator("sample_prompt", mode="before")
-    @classmethod
-    def _one_prompt(cls, value: object) -> object:
-        return [value] if isinstance(value, str) else value
 
 
 class TrainingConfig(RunConfig):
