@@ -216,7 +216,9 @@ def make_parser(command: type[Command], preset: str | None = None, only: tuple[s
     `preset`."""
     defaults, fields = flat(read_yaml(preset)) if preset else {}, leaves(command)
     more = f"--help all lists all {len(fields)} flags" if only else None
-    parser = _Parser(None, None, command.__doc__, more, argument_default=SUPPRESS, add_help=False, allow_abbrev=False)
+    parser = _Parser(
+        description=command.__doc__, epilog=more, argument_default=SUPPRESS, add_help=False, allow_abbrev=False
+    )
     parser._negative_number_matcher = re.compile(r"-\.?\d")  # -1e-3 is a value, as from Python 3.14 on
     parser.add_argument("-h", "--help", nargs="?", metavar="all", help="list the flags that people type first, or all")
     files = "YAML file; repeatable, later files win" + f" (default: {preset})" * bool(preset)
@@ -238,7 +240,7 @@ def make_parser(command: type[Command], preset: str | None = None, only: tuple[s
         several = isinstance(shown, tuple | list)
         shown = " ".join(map(str, shown)) or "none" if several else json.dumps(shown).strip('"')
         text = f"{' '.join((field.description or '').split())} (default: {shown})".replace("%", "%%")
-        groups[section].add_argument(f"--{name}", help=text, metavar=_metavar(field), dest=name, **flag_options(field))
+        groups[section].add_argument(f"--{name}", help=text, metavar=_metavar(field), dest=name, **_flag_options(field))
     return parser
 
 
@@ -252,7 +254,7 @@ def _metavar(field: FieldInfo) -> str:
     return f"{{{text}}}" if "," in text else text
 
 
-def flag_options(field: FieldInfo) -> dict[str, Any]:
+def _flag_options(field: FieldInfo) -> dict[str, Any]:
     """How many values argparse lets the field's flag take."""
     extra = field.json_schema_extra
     if alone := "true" if field.annotation is bool else extra.get("alone") if isinstance(extra, dict) else None:
