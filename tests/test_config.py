@@ -21,7 +21,7 @@ from gpt2_ddp.config.jobs import CLUSTERS, OWN_IMAGES, ClassifierConfig, Regress
 from gpt2_ddp.config.kinds import CONFIGS
 from gpt2_ddp.config.run import RunConfig
 from gpt2_ddp.config.tools import EvaluateConfig, GenerateConfig, PrepareConfig
-from gpt2_ddp.config.training import OWN_TEXT, TrainingConfig, training_default
+from gpt2_ddp.config.training import BUILT_IN, OWN_TEXT, TrainingConfig, training_default
 from gpt2_ddp.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -89,32 +89,22 @@ def test_published_sizes(size, shape, lr):
             assert not repeated, f"{section}.{repeated} repeat the defaults"
 
 
-def test_text_of_ones_own_does_not_inherit_the_toys_configuration(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "flags", "preset", "data"), [
+    (TrainingConfig, "", BUILT_IN, ""), (TrainingConfig, "--data.path data/stdlib/", BUILT_IN, ""),
+    (TrainingConfig, "--data.path data/mine --train.steps 7", OWN_TEXT, "data/mine"),
+    (ClassifierConfig, "", CLUSTERS, ""), (ClassifierConfig, "--data.name clusters", CLUSTERS, ""),
+    (ClassifierConfig, "--data.path photos", OWN_IMAGES, "photos"),
+    (ClassifierConfig, "--data.path x --data.name cifar10", OWN_IMAGES, "x"),
+])  # fmt: skip
+def test_the_preset_suits_the_data(command, flags, preset, data, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for flags in ([], ["--data.path", "data/stdlib/"]):
-        assert load(TrainingConfig, flags, training_default).run_name == "stdlib"
-        assert capsys.readouterr().err == ""
-    own = load(TrainingConfig, ["--data.path", "data/mine", "--train.steps", "7"], training_default)
-    suited = load(TrainingConfig, ["--config", OWN_TEXT])
-    assert (own.model, own.optim, own.train.steps) == (suited.model, suited.optim, 7)
-    assert capsys.readouterr().err.startswith(f"note: no --config; data/mine is trained on with {OWN_TEXT}")
-    load(TrainingConfig, ["--data.path", "data/mine", "--config", OWN_TEXT], training_default)
+    default = {TrainingConfig: training_default, ClassifierConfig: classifier_default}[command]
+    suited = load(command, ["--config", preset, *flags.split()], default)
     assert capsys.readouterr().err == ""
-
-
-def test_images_do_not_inherit_the_configuration_of_the_clusters(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert load(ClassifierConfig, [], classifier_default) == load(ClassifierConfig, ["--config", CLUSTERS])
-    assert load(ClassifierConfig, ["--data.name", "clusters"], classifier_default).model.name == "mlp"
-    assert capsys.readouterr().err == ""
-    for words in ("--data.path photos", "--data.name cifar10", "--data.path x --data.name cifar10"):
-        flags = words.split()
-        found = load(ClassifierConfig, flags, classifier_default)
-        assert found == load(ClassifierConfig, ["--config", OWN_IMAGES, *flags])
-        assert (found.model.name, found.optim.name, found.train.epochs) == ("lenet", "adam", 20)
-        assert capsys.readouterr().err.startswith(f"note: no --config; {flags[1]} is trained on with {OWN_IMAGES}")
-    with pytest.raises(UserError, match=r"data.path = photos: is for images; set data.name to images"):
-        load(ClassifierConfig, ["--config", CLUSTERS, "--data.path", "photos"])
+    assert load(command, flags.split(), default) == suited
+    note = f"note: no --config; {data} is trained on with {preset}; "
+    said = capsys.readouterr().err
+    assert said.startswith(note) if data else said == ""
 
 
 def test_defaults_then_files_left_to_right_then_flags_wherever_they_stand(write):

@@ -59,6 +59,7 @@ FLAGS = {
 LENET = ["--config", "configs/jobs/cifar100_lenet.yaml"]
 JOBS: dict[str, Case] = {
     "model": ("train_classifier", ["--model.name", "vgg"], ["model.name = vgg"]),
+    "clusters": ("train_classifier", ["--config", "mlp_clusters.yaml", "--data.path", "x"], ["is for images; set"]),
     "no images": ("train_classifier", [*LENET, "--data.path", "/no/such"], ["data.path"]),
     "no GPU": ("train_classifier", ["--config", "configs/jobs/cifar100_resnet18.yaml", "--model.sync_batchnorm"],
      ["model.sync"]),
