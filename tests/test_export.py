@@ -1,25 +1,20 @@
-"""The export: transformers computes what the model does; what differs, or is cut off, gets no name; the upload.
+"""The export: transformers computes what the model does; what differs, or is cut off, gets no name; the upload."""
 
-Uploading sends what the Hub's own client sends to a server of ours, on this machine. It was never run against the Hub.
-"""
-
-import base64
 import heapq
 import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
 from commands import expect_error
 from disk import interpose, refuse
-from huggingface_hub import constants
+from huggingface_hub.errors import LocalTokenNotFoundError
 from models import tiny
 from nasty import CL100K_PATTERN
 from ranks import run_ranks
@@ -197,29 +192,16 @@ def swap_merges(definition: dict[str, Any]) -> None:
     merges[0], merges[5] = merges[5], merges[0]
 
 
-def swap(tensors: dict[str, torch.Tensor], one: str, other: str) -> None:
-    tensors[one], tensors[other] = tensors[other], tensors[one]
-
-
-KEYS = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv"]
-PROJECTION, FC = "transformer.h.0.attn.c_proj.weight", "transformer.h.1.mlp.c_fc.weight"
+FC = "transformer.h.1.mlp.c_fc.weight"
 WRONG = {
     "a bit of a weight": (edit_weights(lambda tensors: tensors[FC].view(torch.int32)[3, 5].bitwise_xor_(1)),
      "h.1.mlp.c_fc.weight differs from the checkpoint's"),
-    "a square matrix transposed": (edit_weights(lambda tensors: tensors[PROJECTION].t_()), "c_proj.weight differs"),
     "a tensor too few": (edit_weights(lambda tensors: tensors.pop("transformer.h.1.ln_1.weight")), "missing_keys"),
-    "a tensor too many": (edit_weights(lambda tensors: tensors.update({"transformer.h.7.ln_1.weight": torch.ones(32)})),
-     "unexpected_keys"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load it"),
     "another number of heads": (edit_json("config.json", lambda config: config.update(n_head=4)), "logits differ"),
-    "another epsilon": (edit_json("config.json", lambda config: config.update(layer_norm_epsilon=1e-3)),
-     "logits differ"),
     "a fourth of the merges": (edit_json("tokenizer.json", swap_merges), "token ids differ"),
     "special tokens in text": (edit_json("tokenizer_config.json", lambda config: config.pop("split_special_tokens")),
      "token ids differ after '': [28, 92,"),
-    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "t"),
-    "another end": (edit_json("generation_config.json", lambda config: config.update(eos_token_id=9)),
-     "loads {'bos_token_id': 0, 'eos_token_id': 9, 'pad_token_id': 0} from generation_config.json, in place of "),
     "sampling": (edit_json("generation_config.json", lambda config: config.update(do_sample=True, temperature=0.3)),
      "'do_sample': True, 'eos_token_id': 0, 'pad_token_id': 0, 'temperature': 0.3} from generation_config.json"),
     "another pad": (edit_json("tokenizer_config.json", lambda config: config.update(pad_token="!")),
@@ -227,19 +209,8 @@ WRONG = {
 }  # fmt: skip
 
 
-WRONG_LLAMA = {
-    "other wavelengths": (edit_json("config.json", lambda config: config["rope_parameters"].update(rope_theta=1e4)),
-     "logits differ"),
-    "keys and values exchanged": (edit_weights(lambda tensors: swap(tensors, *KEYS)), "h.0.attn.c_attn.weight differs"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("what", "checkpoint"), [
-    *((what, "gpt2") for what in WRONG), *((what, "llama") for what in WRONG_LLAMA),
-], indirect=["checkpoint"])  # fmt: skip
-def test_what_differs_is_rejected_and_kept(what, checkpoint, tmp_path, little_text, monkeypatch, capsys):
-    change, words = (WRONG | WRONG_LLAMA)[what]
-
+@pytest.mark.parametrize(("change", "words"), WRONG.values(), ids=WRONG)
+def test_what_differs_is_rejected_and_removed(change, words, checkpoint, tmp_path, little_text, monkeypatch, capsys):
     def tampered(folder: Path, *args: Any) -> check.Findings:
         change(folder)
         return check.check_export(folder, *args)
@@ -247,34 +218,18 @@ def test_what_differs_is_rejected_and_kept(what, checkpoint, tmp_path, little_te
     monkeypatch.setattr(export, "check_export", tampered)
     assert exported(checkpoint, tmp_path / "made") == 1
     assert words in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.rejected", "run"]
-    assert (tmp_path / "made.rejected" / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_model_that_diverged_and_greedy_tokens_that_differ_are_rejected(
-    checkpoint, tmp_path, little_text, monkeypatch
-):
-    from transformers import GPT2LMHeadModel
-
+def test_a_model_that_diverged_is_rejected(checkpoint, tmp_path, little_text, monkeypatch):
     def load_broken(found: Any) -> tuple[GPT, Tokenizer]:
         model, tokenizer = load_model(found)
         model.ln_f.weight.data[3] = torch.nan
         return model, tokenizer
 
-    def generate_another(self, *args: Any, **settings: Any) -> torch.Tensor:
-        written = honest(self, *args, **settings)
-        written[1, -2] = (written[1, -2] + 1) % 512
-        return written
-
-    honest = GPT2LMHeadModel.generate
-    for owner, name, broken, message in (
-        (export, "load_model", load_broken, "own logits are not finite"),
-        (GPT2LMHeadModel, "generate", generate_another, "greedy tokens differ"),
-    ):
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, broken)
-            with pytest.raises(ExportMismatch, match=message):
-                export.export(find_checkpoint(checkpoint), tmp_path / "made")
+    monkeypatch.setattr(export, "load_model", load_broken)
+    with pytest.raises(ExportMismatch, match="own logits are not finite"):
+        export.export(find_checkpoint(checkpoint), tmp_path / "made")
 
 
 def test_refused_before_any_work(checkpoint, tmp_path, monkeypatch):
@@ -335,7 +290,6 @@ def test_a_checkpoint_in_full(corpus, tmp_path, capsys):
     model, (tokenizer, file) = tiny(512, bias=False, block_size=256).eval(), tokenizer_of("bpe", corpus, tmp_path)
     assert exported(checkpoint_of(model, tokenizer, file, tmp_path), tmp_path / "made") == 0
     said = capsys.readouterr().out
-    assert "200 of 200 greedy tokens" in said
     characters = int(said.split(" token ids of ")[1].split()[0].replace(",", ""))
     assert characters >= 1_000_000
 
@@ -387,20 +341,6 @@ def test_two_at_once(tmp_path):
         make(tmp_path / "made")
 
 
-def reject(output: Path, content: str) -> None:
-    with atomic_directory(output) as folder:
-        (folder / "a").write_text(content)
-        raise ExportMismatch("it is wrong")
-
-
-def test_rejected_ones_are_numbered(tmp_path):
-    for number in "12":
-        with pytest.raises(ExportMismatch) as caught:
-            reject(tmp_path / "made", number)
-    assert caught.value.left == tmp_path / "made.rejected-2"
-    assert [content(path) for path in sorted(tmp_path.iterdir())] == [{"a": "1"}, {"a": "2"}]
-
-
 def at_every_operation(output: Path, kill: bool) -> list[str]:
     """Lets the k-th operation that changes a file refuse, or kills there, for all k; returns what was left, each time,
     of a folder that is not whole."""
@@ -445,62 +385,36 @@ def test_refused_or_killed_anywhere(kill, tmp_path):
     assert int(left[-1].split()[0]) > 10
 
 
-class Hub(BaseHTTPRequestHandler):
-    """Answers as the Hub does to an upload of small files: `refused` is a part of paths, `repositories` were asked for,
-    `files` were committed."""
+class Hub:
+    """The Hub's client in memory: `repositories` that were made, `files` that were committed, or refusals."""
 
-    refused, repositories, files = "nothing", [], {}
+    def __init__(self) -> None:
+        self.repositories, self.files, self.refuses = {}, {}, False
 
-    def do_POST(self) -> None:
-        body, answer = self.rfile.read(int(self.headers.get("Content-Length", 0))), {"files": []}
-        known, url = self.headers["Authorization"] == "Bearer hf_of_me", "http://127.0.0.1/me/mine"
-        if "/repos/create" in self.path:
-            self.repositories.append(json.loads(body))
-            answer = {"url": url, "name": "me/mine"}
-        elif "/preupload/" in self.path:
-            files = [{"path": file["path"], "uploadMode": "regular"} for file in json.loads(body)["files"]]
-            answer = {"files": [file | {"shouldIgnore": False} for file in files]}
-        elif "/commit/" in self.path and self.refused not in self.path:
-            lines = [json.loads(line) for line in body.splitlines()]
-            sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
-            self.files.update((path, base64.b64decode(content)) for path, content in sent.items())
-            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{url}/commit/0", "hookOutput": ""}
-        self.send_response(403 if self.refused in self.path else 200 if known else 401)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
+    def whoami(self) -> None:
+        raise LocalTokenNotFoundError("Token is required")
 
-    do_GET = do_POST
+    def create_repo(self, repository: str, private: bool, exist_ok: bool) -> str:
+        self.repositories[repository] = private
+        return f"https://hub/{repository}"
 
-    def log_message(self, *args: object) -> None: ...
+    def upload_folder(self, repo_id: str, folder_path: Path, commit_message: str) -> None:
+        if self.refuses:
+            raise OSError("403 Forbidden")
+        self.files |= {file.name: file.read_bytes() for file in folder_path.iterdir()}
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    own = type("OwnHub", (Hub,), {"repositories": [], "files": {}})
-    with ThreadingHTTPServer(("127.0.0.1", 0), own) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", "hf_of_me")
-        yield own
-        server.shutdown()
-
-
-def test_the_folder_is_uploaded_to_a_private_repository_and_refusals_have_a_hint(hub, tmp_path, monkeypatch):
+def test_the_folder_is_uploaded_to_a_private_repository_and_refusals_have_a_hint(tmp_path, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     sent = {"config.json": b"{}", "README.md": b"# mine"}
     for name, content in sent.items():
         (tmp_path / name).write_bytes(content)
-    hub.refused = "/commit/"
-    later = r"the export is complete; upload it later: `hf upload me/mine .*`"
+    hub.refuses = True
+    later = "push_to_hub = me/mine: 403 Forbidden; the export is complete; upload it later: `hf upload me/mine .*`"
     expect_error(later, upload, tmp_path, "me/mine", False)
-    assert not hub.files
-    hub.refused = "nothing"
-    assert upload(tmp_path, "me/mine", private=True).endswith("/me/mine")
-    made = hub.repositories[-1]
-    assert made["name"] == "mine"
-    assert made.get("private") or made["visibility"] == "private"  # by the client's release
-    assert hub.files == sent
-    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    hub.refuses = False
+    assert upload(tmp_path, "me/mine", private=True) == "https://hub/me/mine"
+    assert (hub.repositories, hub.files) == ({"me/mine": True}, sent)
     config = ExportConfig(checkpoint="nowhere", push_to_hub="me/mine")
-    expect_error(r"push_to_hub = me/mine: .*; log in with `hf auth login`", export_hf, config)
+    expect_error("push_to_hub = me/mine: Token is required; log in with `hf auth login`", export_hf, config)

@@ -15,7 +15,7 @@ from runs import TIMINGS, open_folder, rows, said, state_of, train, training_con
 
 from gpt2_ddp.checkpoint.run_files import METRICS, valid_rows
 from gpt2_ddp.checkpoint.run_folder import RunLog
-from gpt2_ddp.checkpoint.trackers import Trackers, WandB, last_step_offline
+from gpt2_ddp.checkpoint.trackers import Trackers, WandB
 from gpt2_ddp.config.training import TrainingConfig
 from gpt2_ddp.state import LogEnd, Progress
 
@@ -74,14 +74,19 @@ def in_tensorboard(run: Path) -> Points:
 
 
 def in_wandb(run: Path) -> Points:
-    """Of the run's id: all of its files, the oldest first."""
+    """The run's only file: after 7 bytes LevelDB's log, records in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    from gpt2_ddp.checkpoint.trackers import _messages
-
-    points: Points = {}
-    for file in sorted(run.glob(f"wandb/offline-run-*-{run_id(run)}/*.wandb")):
-        for record in map(Record.FromString, _messages(file.read_bytes())):
+    (file,) = run.glob(f"wandb/offline-run-*-{run_id(run)}/*.wandb")
+    points, data, offset, message = {}, file.read_bytes(), 7, b""
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:  # the rest of a block that has no room for a header
+            offset += 32768 - offset % 32768
+            continue
+        length, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        message, offset = message + data[offset + 7 : offset + 7 + length], offset + 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record, message = Record.FromString(message), b""
             for item in record.history.item:
                 name = item.key or "/".join(item.nested_key)
                 if not name.startswith("_"):
@@ -223,4 +228,3 @@ def test_no_row_is_missing_or_there_twice_after_kills(corpus, tmp_path, monkeypa
     assert (steps(wanted)["tokens"][-1], in_tensorboard(run)) == (config.train.steps, in_float32(wanted))
     for found in (in_wandb(run), in_trackio(tmp_path, run)):
         assert (steps(found), computed(found)) == (steps(wanted), computed(wanted))
-    assert last_step_offline(run, run_id(run)) == config.train.steps
