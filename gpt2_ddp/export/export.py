@@ -44,14 +44,11 @@ SCORES = {"val_loss": "validation loss", "train_loss": "training loss", "val_bit
 
 
 def export_hf(config: ExportConfig) -> int:
-    """The command: exports, prints the comparisons, uploads; returns the exit code. Raises: UserError, if possible
-    before the weights are read."""
+    """The command: exports and prints the comparisons; returns the exit code. Raises: UserError, if possible before the
+    weights are read."""
     require_package("transformers", "the export is checked")
     if config.gguf:
         require_package("gguf", "--gguf writes")
-    if config.push_to_hub:
-        with _hub(config.push_to_hub, "log in with `hf auth login`, or remove push_to_hub") as hub:
-            hub.whoami()
     checkpoint = find_gpt(Path(config.checkpoint), "checkpoint")
     print(note_best(config.checkpoint, checkpoint), end="", file=sys.stderr)
     output = Path(config.output or default_output(checkpoint))
@@ -61,8 +58,6 @@ def export_hf(config: ExportConfig) -> int:
         print(f"rejected: {rejected}", file=sys.stderr)
         return 1
     print(f"{output}: {checkpoint.path} in transformers' format; equal: {findings}")
-    if config.push_to_hub:
-        print(f"uploaded to {upload(output, config.push_to_hub, config.private)}")
     return 0
 
 
@@ -141,28 +136,6 @@ def atomic_directory(output: Path) -> Iterator[Path]:
         with writing(output):
             yield aside
         publish(aside, output)
-
-
-def upload(folder: Path, repository: str, private: bool) -> str:
-    """Uploads a folder in one commit to OWNER/NAME on the Hub, and creates a missing repository,
-    `private` or not. Returns its address. Raises: UserError if the upload fails."""
-    with _hub(repository, f"the export is complete; upload it later: `hf upload {repository} {folder}`") as hub:
-        url = hub.create_repo(repository, private=private, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export of gpt2_ddp")
-    return str(url)
-
-
-@contextmanager
-def _hub(repository: str, hint: str) -> Iterator[Any]:
-    """The Hub's client, with its errors as user errors."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
-
-    try:
-        yield HfApi()
-    except (OSError, HTTPError, HFValidationError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError("push_to_hub", repository, f"{reason}; {hint}") from error
 
 
 def _model_rows(model: GPT, tokenizer: Tokenizer) -> dict[str, Any]:
