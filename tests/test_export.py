@@ -263,7 +263,7 @@ def test_any_encoding_of_tiktoken_can_be_a_tokenizer_json(tmp_path):
     import tokenizers
 
     gpt2 = load_tokenizer("gpt2")
-    tables = {"mergeable_ranks": gpt2.encoding._mergeable_ranks}
+    tables = {"mergeable_ranks": {token: rank for token, rank in gpt2.encoding._mergeable_ranks.items() if rank < 5000}}
     tables |= {"pat_str": CL100K_PATTERN, "special_tokens": {"<|endoftext|>": 50256, "<|other|>": 50258}}
     other = Tokenizer("other", tiktoken.Encoding("other", **tables))
     definition = tokenizer_json(other)
@@ -331,8 +331,7 @@ def test_two_at_once(tmp_path):
 
 
 def at_every_operation(output: Path, kill: bool) -> list[str]:
-    """Lets the k-th operation that changes a file refuse, or kills there, for all k; returns what was left, each time,
-    of a folder that is not whole."""
+    """Lets the k-th operation that changes a file refuse, or kills there, for all k; returns what was wrong then."""
     count = 0
 
     def tell(operation: str, name: str) -> None:
@@ -355,14 +354,14 @@ def at_every_operation(output: Path, kill: bool) -> list[str]:
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if ended == 0:
             return [*found, f"{at - 1} operations"]
-        if ended != (9 if kill else 2):
-            found.append(f"{at}: ended with {ended}")
-        if output.exists():
-            found += [f"{at}: {content(output)}"] if content(output) != FILES else []
-            for path in output.iterdir():
-                path.unlink()
+        left = content(output) if output.exists() else None
+        if ended != (9 if kill else 2) or left not in (None, FILES):
+            found.append(f"{at}: ended with {ended}, left {left}")
+        for path in output.iterdir() if left else ():
+            path.unlink()
+        if left:
             output.rmdir()
-        elif not kill and os.listdir(output.parent):
+        if not kill and os.listdir(output.parent):
             found.append(f"{at}: left {os.listdir(output.parent)}")
 
 
