@@ -357,11 +357,11 @@ def at_every_operation(output: Path, kill: bool) -> list[str]:
         left = content(output) if output.exists() else None
         if ended != (9 if kill else 2) or left not in (None, FILES):
             found.append(f"{at}: ended with {ended}, left {left}")
-        for path in output.iterdir() if left else ():
-            path.unlink()
         if left:
+            for path in output.iterdir():
+                path.unlink()
             output.rmdir()
-        if not kill and os.listdir(output.parent):
+        elif not kill and os.listdir(output.parent):
             found.append(f"{at}: left {os.listdir(output.parent)}")
 
 

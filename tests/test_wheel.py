@@ -44,7 +44,7 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_the_wheel_trains_from_an_empty_folder(installed, tmp_path):
-    """Prepared, trained by one process, gone on with by two, and verified, without a file of the clone."""
+    """Prepared, trained by one process and gone on with by two, without a file of the clone."""
     command = str(installed / "bin/gpt2-ddp")
     accelerate = str(Path(sys.executable).with_name("accelerate"))
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n\n" * 500)
@@ -63,5 +63,4 @@ def test_the_wheel_trains_from_an_empty_folder(installed, tmp_path):
     train[train.index("--train.steps") + 1] = "8"
     flags = ("launch", "-q", "--config_file", str(installed / "gpt2_ddp/configs/accelerate/cpu_processes.yaml"))
     assert "step      8/8" in works(accelerate, *flags, "-m", "gpt2_ddp", *train, "--run_name", "mine")
-    assert "intact" in works(command, "verify_run", "runs/mine")
     assert "weight " in works(command, "train_regression", "--train.epochs", "1", "--launch.processes", "2")
