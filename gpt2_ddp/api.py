@@ -193,7 +193,7 @@ def export_hf(
         checkpoint: as for `load_model`.
 
     Raises:
-        gpt2_ddp.export.check.ExportMismatch: transformers' results differ; the folder is renamed to `.rejected`.
+        gpt2_ddp.export.check.ExportMismatch: transformers' results differ; no folder is written.
     """
     from gpt2_ddp.export.export import default_output, export, require_package
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from gpt2_ddp.config.base import Command
-from gpt2_ddp.config.run import HubName, only
+from gpt2_ddp.config.run import only
 from gpt2_ddp.errors import UserError
 
 TASKS_ONLY = "is for tasks only; add some, like --tasks cloze"
@@ -158,10 +158,6 @@ class ExportConfig(CheckpointCommand):
     """folder to create; null: exports/RUN-step-STEP"""
     gguf: bool = False
     """also write model.gguf for llama.cpp; llama.cpp's own converter accepts no tokenizer that was trained here"""
-    push_to_hub: Annotated[str | None, only(HubName | None, "OWNER/NAME, of letters, digits, _, - and .")] = None
-    """repository on the Hub to upload the folder to (OWNER/NAME), with the token of `hf auth login`; null: none"""
-    private: bool = True
-    """create a missing repository as private; an existing one keeps its visibility"""
 
 
 class ReportConfig(Command):
