@@ -39,12 +39,8 @@ from gpt2_ddp.training.task import Due
 Record = dict[str, Any]
 Records = dict[str, Record]
 """Rows of metrics.jsonl, including events, or states of checkpoints, by their place in the run folder."""
-
-
 NEARLY = 5e-6
 """Relative difference of sums that another order may cause."""
-
-
 Whole = Annotated[Count, Field(strict=True)]
 Amount = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Range = Annotated[list[Whole], Field(min_length=2, max_length=2)]
@@ -126,9 +122,8 @@ def fits(kind: TypeAdapter[Any], value: Any) -> bool:
 
 def equal(found: Any, right: Any, tolerance: float = 0.0) -> bool:
     """Whether two values are equal, or numbers within a relative tolerance."""
-    if found == right or not tolerance or None in (found, right):
-        return found == right
-    return math.isclose(found, right, rel_tol=tolerance)
+    is_close = tolerance and None not in (found, right) and math.isclose(found, right, rel_tol=tolerance)
+    return found == right or bool(is_close)
 
 
 def unlike(record: Record, right: Record) -> Iterator[str]:
@@ -221,8 +216,8 @@ def _problem(row: Record) -> str:
     """Why the content of a line is no row, by RULES; empty if it is one."""
     if "step" not in row or not fits(COUNT, row["step"]):
         return "is not a row with a step"
-    names = [*row, *(name for name, rule in RULES.items() if rule.needed and rule.needed == row.get("event"))]
-    wrong = next((name for name in names if not fits(rule_of(name).kind, row.get(name))), "")
+    needed = [name for name, rule in RULES.items() if rule.needed == row["event"]] if is_event(row) else []
+    wrong = next((name for name in (*row, *needed) if not fits(rule_of(name).kind, row.get(name))), "")
     return wrong and f"is no row: {wrong} is {row.get(wrong)}"
 
 
