@@ -120,7 +120,7 @@ def test_what_auto_came_to_is_what_the_run_says(corpus: Path, tmp_path: Path) ->
     file.write_text(dump(config))
 
     def settled(**state: object) -> list[object]:
-        train = replay_module._config("gpt2", file, str(tmp_path), None, {"device": "cpu", **state}).train
+        train = replay_module._config("gpt2", file, str(tmp_path), (), {"device": "cpu", **state}).train
         return [train.compile, vars(train)["micro_batch_size"]]
 
     assert settled(compile="model", micro_batch=2) == ["model", 2]

@@ -531,7 +531,7 @@ def test_a_run_that_went_back_is_replayed(corpus: Path) -> None:
     for place, altered in (
         (first, {"skipped_range": [96, 145]}),
         (first, {"order_digest": "f" * 64}),
-        (first, {"from": 5}),
+        *((first, {"from": step}) for step in (4, 5)),
         (first, {"from": 10**15}),
         (first, {"skipped_range": [144, 96]}),
         ("line 10", {"event": "branch", "step": 6, "position": 240, "skipped_ranges": [[96, 144], [144, 96]]}),
