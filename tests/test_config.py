@@ -372,6 +372,23 @@ def test_help_has_the_defaults_of_a_run_without_flags(command, default):
             assert shown == expected or float(shown) == float(expected), action.dest
 
 
+def test_a_run_resumed_without_its_flags_is_one_mistake(tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    flags = ["--run_name", "mine", "--output_dir", str(tmp_path), "--train.steps", "9"]
+    resume = lambda *more: load(TrainingConfig, [*flags, *more], training_default)  # noqa: E731
+    (folder / "config.yaml").write_text(dump(resume()))
+    assert resume().run_name == "mine", "a run of the preset"
+    (folder / "config.yaml").write_text(dump(load(TrainingConfig, ["--config", OWN_TEXT])))
+    with pytest.raises(UserError) as error:
+        resume("--model.n_head", "6")
+    (line,) = error.value.mistakes
+    names = "model.n_layer, model.block_size, model.dropout, optim.name, optim.lr and 6 more"
+    words = f"the command lacks flags of this run: {names}; add --config {folder}/config.yaml, or choose another"
+    assert line.startswith(f"run_name = mine: {words}")
+    assert resume("--config", f"{folder}/config.yaml").model.n_layer == 6
+
+
 @pytest.mark.parametrize(("text", "name", "value"), [
     ("model: {n_layer: 010}", "model.n_layer", 10), ("model: {n_layer: 1_000}", "model.n_layer", 1000),
     ("train: {mixed_precision: no}", "train.mixed_precision", "no"), ("seed: 5", "seed", 5),

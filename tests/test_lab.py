@@ -103,6 +103,7 @@ def mutations() -> dict:
         "unused_parameters": (lessons, "DDP", lambda model, **_: DDP(model)),
         "unequal_shares": (Accelerator, "reduce", lambda self, tensor, reduction: tensor * 2),
         "collective_on_one_rank": (lessons, "sum_over_ranks", lambda value, group: value),
+        "every_rank_saves": (Accelerator, "is_main_process", property(lambda self: True)),
         "called_module": (DDP, "forward", lambda self, inputs: self.module(inputs)),
         "loaded_after_wrapping": (lessons, "DDP", functools.partial(DDP, init_sync=False)),
         "module_prefix": (Accelerator, "unwrap_model", lambda self, model: model),

@@ -120,7 +120,7 @@ def resolve(
 ) -> C:
     """The validated configuration of YAML files (later files win) and `changes`, by dotted names, which override them.
     `mistakes`: user errors of the command line, to report with those found here. Raises: UserError, as `load`."""
-    note = ""
+    note, from_preset = "", not files and bool(default)
     if not files and default:
         file, note = (default, "") if isinstance(default, str) else default(changes)
         files = [file]
@@ -143,6 +143,11 @@ def resolve(
         raise join_errors([*mistakes, *(others or ([] if follows else error.mistakes))]) from error
     if mistakes:
         raise join_errors(mistakes)
+    own = Path(*config.model_dump(include={"output_dir", "run_name"}).values(), "config.yaml")
+    if from_preset and "run_name" in changes and own.is_file():
+        from gpt2_ddp.config.hints import check_flags_of_run
+
+        check_flags_of_run(config, changes, own, read_yaml(str(own)))
     if note:
         _print_line(note)
     return config

@@ -172,3 +172,13 @@ def check_resumable(config: "RunConfig", kind: str, saved: dict[str, Any], step:
     if mistakes:
         raise UserError.join(mistakes)
     return complete(type(config), saved)[1]
+
+
+def check_flags_of_run(config: Command, changes: Mapping[str, Any], own: Path, saved: Mapping[str, Any]) -> None:
+    """Raises: UserError if the preset differs from the existing run, whose file `own` holds `saved`."""
+    found = differences(config, saved, getattr(config, "kept", ()))
+    names = [name for name, now, _ in found if now is not None and name not in changes]
+    if len(names) > 1:
+        others = ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
+        hint = f"the command lacks flags of this run: {others}; add --config {own}, or choose another run_name"
+        raise UserError("run_name", own.parent.name, hint)

@@ -4,6 +4,8 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -284,6 +286,34 @@ def collective_on_one_rank(accelerator: Accelerator, seed: int):
             yield {"waited": time.perf_counter() - start, "error": str(error).partition("] ")[2]}
         rank_1s = gather_object(counted[1:2])[-1]
         yield {way: len(logged), f"{way}_mean": logged[0] if logged else 0.0, f"{way}_rows": rank_1s}
+
+
+@experiment(
+    claim="Where every rank saves to the same file, one truncates what another has finished and goes on to read",
+    wrong="torch.save(state, path) on every rank",
+    right="if accelerator.is_main_process: save; then accelerator.wait_for_everyone()",
+    measured="saved by {every:.0f} ranks, and read by rank 0 while rank 1 still writes: {every_read:.0f} of 4 tensors, "
+    "`{error}`; saved by {one:.0f}: {one_read:.0f} of 4",
+    holds=lambda m: (m.every, m.every_read, m.one, m.one_read) == (2, 0, 1, 4),
+)
+def every_rank_saves(accelerator: Accelerator, seed: int):
+    is_first = accelerator.process_index == 0
+    yield {"error": "no error"}
+    with TemporaryDirectory(prefix="ddp_lab") as own:
+        folder = Path(gather_object([own])[0])
+        for way, saves in (("every", True), ("one", accelerator.is_main_process)):
+            path, read = folder / way, 0
+            if saves and is_first:
+                torch.save(make_model(seed).state_dict(), path)
+            accelerator.wait_for_everyone()
+            if saves and not is_first:
+                path.write_bytes(path.read_bytes()[:1000])  # the beginning of its save
+            accelerator.wait_for_everyone()
+            try:
+                read = len(torch.load(path)) if is_first else 0
+            except RuntimeError as error:
+                yield {"error": str(error).partition(". ")[0]}
+            yield {way: sum(gather_object([saves])), f"{way}_read": read}
 
 
 @experiment(
