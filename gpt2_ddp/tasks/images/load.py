@@ -219,11 +219,9 @@ def decode_image(stored: Any, where: str, size: int | None, field: str = "data.p
             warnings.simplefilter("ignore")  # of Pillow, of a size that is allowed yet
             return np.asarray(_upright_rgb(_open(stored), where, size, field))
     except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        # by its own words, the file would be named again, or an object in memory
-        reason = "Pillow does not know the format" if isinstance(error, UnidentifiedImageError) else error
-        strerror = getattr(error, "strerror", None)  # where the system refused
-        hint = f"cannot be read ({strerror})" if strerror else f"is not an image ({reason})"
-        raise UserError(field, where, hint) from error
+        unknown = isinstance(error, UnidentifiedImageError)  # whose text names the file again, or an object in memory
+        reason = "Pillow does not know the format" if unknown else getattr(error, "strerror", None) or error
+        raise UserError(field, where, f"cannot be read as an image ({reason})") from error
 
 
 def _open(stored: Any) -> Image.Image:
