@@ -96,15 +96,12 @@ def test_what_is_no_item_is_refused_by_its_line(tmp_path, second, said):
     assert said in str(error.value)
 
 
-def test_a_file_of_two_kinds_is_refused(tmp_path):
-    why = r"line 2: has one choice, unlike .*x.jsonl, line 1; write them to two files"
-    expect_error(why, read_items, lines(tmp_path / "x.jsonl", CHOICE, {"text": "a b"}))
-
-
 @pytest.mark.parametrize(("content", "said"), [
     (b"\n \n", "has no items"), (b'{"text": "a \xff"}', "is not UTF-8"), (None, "cannot be read"),
+    (b'{"context": "a", "choices": ["b", "c"], "label": 0}\n{"text": "a b"}',
+     r"line 2: has one choice, unlike .*x.jsonl, line 1; write them to two files"),
 ])  # fmt: skip
-def test_a_file_that_has_none_is_refused(tmp_path, content, said):
+def test_a_file_without_items_of_one_kind_is_refused(tmp_path, content, said):
     if content:
         (tmp_path / "x.jsonl").write_bytes(content)
     expect_error(said, read_items, tmp_path / "x.jsonl")
