@@ -49,16 +49,15 @@ def graphs_of_a_training(config: TrainingConfig, back: bool = False) -> list[tup
 
 
 TASKS = {"eval.tasks": ["cloze"], "eval.task_items": 9}
-LLAMA, NANOCHAT = {"model.architecture": "llama", "model.n_kv_head": 1}, {"model.architecture": "nanochat"}
+LLAMA, NANOCHAT = (
+    {"model.architecture": "llama", "model.n_kv_head": 1},
+    {"model.architecture": "nanochat", "model.document_mask": True},
+)
 CASES = [
     (1, "model", TASKS),
     pytest.param(1, "blocks", TASKS | {"tracking.sample_every": 2}, marks=pytest.mark.slow),
     pytest.param(1, "model", LLAMA | TASKS | {"model.document_mask": True}, marks=pytest.mark.slow),
     pytest.param(2, "blocks", NANOCHAT | {"train.activation_checkpointing": True}, marks=pytest.mark.slow),
-    pytest.param(2, "model", {"model.document_mask": True}, marks=pytest.mark.slow),
-    pytest.param(
-        2, "blocks", {"model.document_mask": True, "train.activation_checkpointing": True}, marks=pytest.mark.slow
-    ),
 ]
 
 

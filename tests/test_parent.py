@@ -46,7 +46,7 @@ CHILD = """
         live(sys.argv[1])
 """
 COMMAND = "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]])"
-WORKER = "multiprocessing.get_context('spawn').Process(target=child.live, args=sys.argv[1:]).start()"
+WORKER = "multiprocessing.get_context('spawn').Process(target=child.live_later, args=sys.argv[1:]).start()"
 PARENT = """
     import multiprocessing, os, subprocess, sys, threading, time
     import child
@@ -75,8 +75,8 @@ def family(folder: Path, start: str, **env: str) -> tuple[subprocess.Popen, psut
 
 
 @pytest.mark.parametrize(("start", "env", "ended"), [
-    (COMMAND, {}, ["SIGUSR1"]), (WORKER, {}, ["SIGUSR1"]),
-    (WORKER.replace("live", "live_later"), {}, ["SIGUSR1"]),  # it may be importing still when its parent is killed
+    (COMMAND, {}, ["SIGUSR1"]),
+    (WORKER, {}, ["SIGUSR1"]),  # it may be importing still when its parent is killed
     (COMMAND, {"GROUP_WORLD_SIZE": "2"}, []),  # of several machines: it must not ask the others to stop
 ])  # fmt: skip
 def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, start, env, ended):

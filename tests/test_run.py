@@ -37,15 +37,8 @@ def files(folder: Path) -> dict[str, int]:
 # Resumed
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [
-        ("adamw", 2),
-        pytest.param("muon", 3, marks=pytest.mark.slow),
-        *[pytest.param("adamw", world, marks=pytest.mark.soak) for world in (1, 3)],
-    ],
-)
-def test_stopped_and_killed_anywhere_and_resumed_is_bitwise_equal(corpus, short_documents, tmp_path, name, world):
+@pytest.mark.parametrize("world", [2, *[pytest.param(world, marks=pytest.mark.soak) for world in (1, 3)]])
+def test_stopped_and_killed_anywhere_and_resumed_is_bitwise_equal(corpus, short_documents, tmp_path, world):
     """With all that a state depends on: dropout, two sources, masked documents, sums over steps and evaluations, and a
     stretch of bad data from which the run goes back. Rows, samples, states, weights and moments are those of the same
     run left alone."""
@@ -56,7 +49,7 @@ def test_stopped_and_killed_anywhere_and_resumed_is_bitwise_equal(corpus, short_
         "eval": {"every": 5, "tokens": 500, "patience": 9},
         "tracking": {"log_every": 2, "sample_every": 5, "sample_prompt": ["def ", ""]},
         "checkpoint": {"every": 4, "keep_last": 9, "background": False},
-        "optim.name": name,
+        "optim.name": "muon",
         "train.steps": 16,
     }
     whole, parts = (training_config(*given, changes) for given in ((corpus, tmp_path / "a"), (corpus, tmp_path / "b")))

@@ -159,6 +159,7 @@ def clock(monkeypatch):
     yield make
     monkeypatch.undo()
     for one in made:
+        one.link.deliver = lambda: False
         one.watch.close()
 
 
@@ -249,7 +250,7 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
     time.link.is_cut_off = True
     time.pass_by(100)
     assert time.observer._silent[0] == (5, 0.0)
-    time.watch._pulse.end(lost="RuntimeError: gloo")
+    time.watch.end(lost="RuntimeError: gloo")
     time.pass_by(4)
     assert time.observer._silent[0] == (5, 4.0)
 
@@ -257,7 +258,7 @@ def test_where_a_launchers_store_ends_silence_counts_once_a_collective_fails(clo
 def test_rank_0_speaks_first_of_what_another_raised(clock):
     time = clock()
     time.hear_of(0, Heartbeat(HOSTS[0]))
-    time.watch._pulse.end(failed="ValueError: x")
+    time.watch.end(error="ValueError: x")
     time.link.rank = 1
     verdicts = []
     for late in (0.1, GRACE + 0.1):
