@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import run_ranks
-from runs import built, training_config
+from runs import built, train, training_config
 from torch import Tensor
 
 from gpt2_ddp.checkpoint.checkpoint import list_checkpoints, steps_of
@@ -148,7 +148,6 @@ def test_several_ranks_and_many_tensors_are_named() -> None:
 
 def damaged_in_training(config: TrainingConfig, at: int, number: float) -> str:
     """Trains; after step `at`, a weight of rank 1 is multiplied by `number`. Returns what that comes to."""
-    from gpt2_ddp.tasks.pretraining import Pretraining
     from gpt2_ddp.training import loop
 
     step = loop.train_step
@@ -161,7 +160,7 @@ def damaged_in_training(config: TrainingConfig, at: int, number: float) -> str:
 
     loop.train_step = train_step
     try:
-        return loop.train(config, Pretraining).outcome
+        return train(config)
     except ReplicaMismatch as corrupted:
         return str(corrupted)
 

@@ -320,7 +320,7 @@ def test_the_store_of_a_launcher_that_has_ended_is_not_used(monkeypatch):
     watch.close()
 
 
-def two_watches(_: int) -> list:
+def two_watches() -> list:
     """Two runs in turn of one world: what rank 0 has heard of rank 1 by the end of each."""
     from gpt2_ddp.distributed.launch import build_accelerator
 
@@ -345,5 +345,5 @@ def two_watches(_: int) -> list:
 
 
 def test_signs_of_life_arrive():
-    heard = run_ranks(two_watches, 2, 0)[0]
+    heard = run_ranks(two_watches, 2)[0]
     assert heard == [("stage 0", 5, True), ("stage 1", 6, True)]
