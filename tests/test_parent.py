@@ -1,93 +1,74 @@
 """Processes end with their parent, by the signal that they chose, and not with the thread that started them."""
 
+import multiprocessing
 import os
 import signal
 import struct
 import subprocess
 import sys
-import textwrap
+import threading
 import time
 from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
-from commands import environment
 from ranks import results, run_ranks, start_ranks, wait_until
 
 from gpt2_ddp.distributed import process as parent
+from gpt2_ddp.distributed.process import end_with_parent
 from gpt2_ddp.distributed.signals import Stopped, exit_on_signal
 from gpt2_ddp.distributed.workers import worker_context, worker_pool
 from gpt2_ddp.errors import UserError
 from gpt2_ddp.files import write_atomically
 
-CHILD = """
-    import os, signal, sys, time
-    from gpt2_ddp.distributed.process import end_with_parent
 
-    def stop(number, frame):
-        open(sys.argv[1], "w").write(signal.Signals(number).name)
+def live(folder: Path, waits: bool) -> None:
+    """Ends with its parent: as a command does, or as a worker that `waits`, since it may be importing still when its
+    parent is killed."""
+
+    def stop(number: int, frame: object) -> None:
+        (folder / "ended").write_text(signal.Signals(number).name)
         os._exit(0)
 
-    def live(file):
-        sys.argv = ["", file]
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGUSR1, stop)
-        end_with_parent(signal.SIGUSR1)
-        open("begun", "w").close()
-        print(os.getpid(), flush=True)
-        time.sleep(60)
-
-    def live_later(file):
-        parent = os.getppid()
-        print(os.getpid(), flush=True)
-        while os.getppid() == parent:
-            time.sleep(0.02)
-        live(file)
-
-    if __name__ == "__main__":
-        live(sys.argv[1])
-"""
-COMMAND = "subprocess.Popen([sys.executable, 'child.py', sys.argv[1]])"
-WORKER = "multiprocessing.get_context('spawn').Process(target=child.live_later, args=sys.argv[1:]).start()"
-PARENT = """
-    import multiprocessing, os, subprocess, sys, threading, time
-    import child
-
-    def start():
-        {start}
-        while not os.path.exists("begun"):
-            time.sleep(0.02)
-
-    if __name__ == "__main__":
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-        time.sleep(60)
-"""
+    if not waits:
+        multiprocessing.process._parent_process = None  # pyright: ignore
+    parent = os.getppid()
+    write_atomically(folder / "pid", str(os.getpid()))
+    while waits and os.getppid() == parent:
+        time.sleep(0.02)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, stop)
+    end_with_parent(signal.SIGUSR1)
+    (folder / "begun").touch()
+    time.sleep(60)
 
 
-def family(folder: Path, start: str, **env: str) -> tuple[subprocess.Popen, psutil.Process]:
-    """A parent and the child that it started from a thread."""
-    (folder / "child.py").write_text(textwrap.dedent(CHILD))
-    (folder / "parent.py").write_text(textwrap.dedent(PARENT).replace("{start}", start))
-    command = [sys.executable, "parent.py", "ended"]
-    parent = subprocess.Popen(command, cwd=folder, env=environment(**env), stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    return parent, psutil.Process(int(parent.stdout.readline()))
+def start_from_a_thread(folder: Path, waits: bool, machines: str) -> None:
+    os.environ["GROUP_WORLD_SIZE"] = machines
+
+    def start() -> None:
+        multiprocessing.get_context("spawn").Process(target=live, args=(folder, waits)).start()
+        wait_until((folder / ("pid" if waits else "begun")).exists)
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    time.sleep(60)
 
 
-@pytest.mark.parametrize(("start", "env", "ended"), [
-    (COMMAND, {}, ["SIGUSR1"]),
-    (WORKER, {}, ["SIGUSR1"]),  # it may be importing still when its parent is killed
-    (COMMAND, {"GROUP_WORLD_SIZE": "2"}, []),  # of several machines: it must not ask the others to stop
+@pytest.mark.parametrize(("waits", "machines", "ended"), [
+    (False, "1", ["SIGUSR1"]), (True, "1", ["SIGUSR1"]),
+    (False, "2", []),  # of several machines: it must not ask the others to stop
 ])  # fmt: skip
-def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, start, env, ended):
-    parent, child = family(tmp_path, start, **env)
+def test_it_ends_with_its_parent_not_with_the_thread_that_started_it(tmp_path, waits, machines, ended):
+    ((process, _),) = start_ranks(start_from_a_thread, 1, tmp_path, waits, machines)
+    wait_until((tmp_path / ("pid" if waits else "begun")).exists, process=process)
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
     time.sleep(0.3)
     assert not (tmp_path / "ended").exists()  # though the thread has ended, of which prctl would signal at once
-    parent.kill()
-    parent.wait()
+    process.kill()
+    process.join()
     child.wait(30)
     assert [file.read_text() for file in tmp_path.glob("ended")] == ended
 
