@@ -200,9 +200,9 @@ def test_data_are_prepared_on_first_use(tmp_path):
         )
         changes = {"data.prepare": str(recipe), "train.steps": 1, "optim.decay_steps": 9}
         configs.append(training_config(tmp_path / "shards", tmp_path / "runs", changes))
-    stat = (os.stat, tmp_path / "shards/manifest.json")
+    made = (os.path.getmtime, tmp_path / "shards/manifest.json")
     more = training_config(tmp_path / "shards", tmp_path / "runs", changes | {"train.steps": 2})
-    calls = [*((train, config) for config in configs), stat, (train, more), stat]
+    calls = [*((train, config) for config in configs), made, (train, more), made]
     for refused, *outcomes, again in run_ranks(in_turn, 2, *calls):
         assert refused.startswith(f"source = {tmp_path}/nothing/*.txt:")
         assert outcomes == ["completed", again, "completed"]
