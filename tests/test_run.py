@@ -329,6 +329,31 @@ def test_killed_with_loader_workers_it_can_be_started_again_at_once(corpus, tmp_
     RunFolder(config).release()
 
 
+def recorded_early(config: TrainingConfig) -> dict[str, Any]:
+    """What status.json holds if a rank is lost before the task is made."""
+    from gpt2_ddp.distributed import watchdog
+    from gpt2_ddp.training.run import Run
+
+    records, report_to = [], watchdog._Observer.report_to
+    watchdog._Observer.report_to = lambda self, report, record: (
+        records.append(record),
+        report_to(self, report, record),
+    )
+
+    def make_task(*_: object):
+        records[0]("rank 1 was killed")
+        raise UserError("data", "x", "ends the start")
+
+    with pytest.raises(UserError, match="ends the start"):
+        Run(config, make_task)
+    return json.loads((Path(config.output_dir) / config.run_name / "status.json").read_text())
+
+
+def test_a_rank_that_is_lost_while_the_start_is_found_is_recorded(corpus, tmp_path):
+    (found,) = run_ranks(recorded_early, 1, training_config(corpus, tmp_path))
+    assert found == {"state": "failed", "step": 0, "reason": "rank 1 was killed"}
+
+
 # Described
 
 

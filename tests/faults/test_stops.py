@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from contextlib import suppress
@@ -27,6 +28,9 @@ from gpt2_ddp.data.feed import Feed, GlobalBatch, interleaved
 from gpt2_ddp.data.order import Order
 
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
 class Numbers:
     """Items are numbers; a worker that is asked for one of `stuck` never answers."""
 
@@ -40,6 +44,36 @@ class Numbers:
         if os.getpid() != self.reader and set(items.tolist()) & set(self.stuck):
             time.sleep(600)
         return (torch.from_numpy(items),)
+
+
+def load_under_signals() -> int:
+    """Loads with three workers that are signalled from their first moment on; returns how many signals they got."""
+    from gpt2_ddp.distributed.launch import build_accelerator
+
+    multiprocessing.set_start_method("fork", force=True)
+    accelerator, sent, over = build_accelerator("cpu", "no"), 0, threading.Event()
+
+    def flood() -> None:
+        nonlocal sent
+        while not over.is_set():
+            for worker in psutil.Process().children():
+                for number in SIGNALS:
+                    worker.send_signal(number)
+                    sent += 1
+
+    threading.Thread(target=flood, daemon=True).start()
+    feed = Feed(Order(1, 1000), GlobalBatch(6, interleaved(1, 2)), Numbers(1000), accelerator, workers=3)
+    for _ in range(20):
+        step = feed.next_step()
+        delivered = [batch.rows[0] for batch in step.micro_batches]
+        assert torch.cat(delivered).tolist() == step.items.tolist()
+        time.sleep(0.01)
+    over.set()
+    return sent
+
+
+def test_loader_workers_outlive_signals_to_their_group():
+    assert run_ranks(load_under_signals, 1)[0] > 50
 
 
 def leave_stuck_workers() -> tuple[float, int]:
